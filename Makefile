@@ -1,0 +1,51 @@
+# `make help` lists the targets.  Each makes the virtual environment that it needs, once.
+
+VENV ?= .venv
+ARGS ?=
+# Compiling takes most of the time, on one core per test.
+WORKERS ?= auto
+
+# Memory that a training step frees is kept for the next step, instead of going back to the system and being faulted in
+# again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
+ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
+
+.PHONY: help demo test test-line test-other-line lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## Lists the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## Trains a small GPT as it is written and optimized, and compares (ARGS="--help")
+	$(ALLOCATOR) $(VENV)/bin/python examples/train_gpt.py $(ARGS)
+
+test: test-line test-other-line  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons with current JAX
+
+test-line: $(VENV)/.installed  ## Runs the tests on the default Python alone (ARGS: arguments of pytest)
+	@echo "== Tests on $$($(VENV)/bin/python -c 'import platform, jax; print(f"Python {platform.python_version()} with JAX {jax.__version__}")')"
+	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 --durations=5 $(ARGS)
+
+test-other-line: $(VENV)/.installed  ## Runs the tests on the other line alone, if this machine has a Python for it
+	@wanted="$$($(VENV)/bin/python -c 'import sys; print("3.11" if sys.version_info >= (3, 12) else "3.12+")')"; \
+	if python="$$(.ci/find-python "$$wanted" 2>/dev/null)"; then \
+	  $(MAKE) --no-print-directory VENV=".venv-$${wanted%+}" PYTHON="$$python" test-line; \
+	else \
+	  echo "== NOT TESTED: there is no Python $$wanted with venv on this machine, so the other line of JAX was left out"; \
+	fi
+
+lint: $(VENV)/.installed  ## Checks style and types
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m mypy
+
+bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")
+	$(VENV)/bin/python -m benchmarks $(ARGS)
+
+clean:  ## Removes everything that make, the tests and the tools have made
+	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$(.ci/find-python 3.11+)" || exit 1; \
+	echo "== Making $(VENV) with $$python"; \
+	"$$python" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@

@@ -1,0 +1,178 @@
+"""Every JAX name that is not public, or that differs between the supported versions (0.10 to 0.12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import dce_jaxpr
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Var",
+    "ad",
+    "array_type",
+    "batching",
+    "bodies",
+    "dce_jaxpr",
+    "has_input_effects",
+    "inlined_equation",
+    "is_jaxpr",
+    "is_plain_jit",
+    "is_tracer",
+    "jaxpr_as_fun",
+    "jit_settings",
+    "location",
+    "make_jaxpr",
+    "mlir",
+    "new_jaxpr_eqn",
+    "opened",
+    "rebuilt",
+    "scan_constants",
+    "trace_context",
+    "versions",
+]
+
+
+def is_jaxpr(x: object) -> bool:
+    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+
+
+def opened(body: Any) -> tuple[Jaxpr, list[Any]]:
+    """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
+    return (body.jaxpr, list(body.consts)) if hasattr(body, "consts") else (body, [])
+
+
+def rebuilt(body: Any, constvars: Sequence[Var], consts: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
+    """``body`` with other equations, results and constants: same inputs, same kind (open or closed).
+
+    The debug information is left out: it names the arguments and results of the old one.
+    """
+    jaxpr, _ = opened(body)
+    new = Jaxpr(list(constvars), list(jaxpr.invars), list(outvars), list(eqns), jaxpr.effects)
+    if isinstance(body, ClosedJaxpr):
+        return ClosedJaxpr(new, list(consts))
+    assert not consts
+    return new
+
+
+def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
+    """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
+    found: list[tuple[str, int | None, Any]] = []
+    for name, value in equation.params.items():
+        if is_jaxpr(value):
+            found.append((name, None, value))
+        elif isinstance(value, (tuple, list)):
+            found += [(name, i, x) for i, x in enumerate(value) if is_jaxpr(x)]
+    return found
+
+
+def is_plain_jit(equation: JaxprEqn) -> bool:
+    """Whether an inner jit only groups equations: no sharding, layout, donation or compiler option of its own."""
+    params = equation.params
+    return (
+        equation.primitive.name in ("jit", "pjit")
+        and all(type(s).__name__ == "UnspecifiedValue" for s in (*params["in_shardings"], *params["out_shardings"]))
+        and all(layout is None for layout in (*params["in_layouts"], *params["out_layouts"]))
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+        and not has_input_effects(equation.effects)
+    )
+
+
+def has_input_effects(effects: Any) -> bool:
+    """Whether some effect names an input by position (reads and writes of mutable arrays)."""
+    return any(hasattr(effect, "input_index") for effect in effects)
+
+
+def inlined_equation(
+    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn]
+) -> JaxprEqn:
+    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls in front."""
+    source = equation.source_info
+    stack = source.name_stack
+    for call in reversed(calls):
+        stack = call.source_info.name_stack + stack
+    return equation.replace(
+        invars=list(invars), outvars=list(outvars), source_info=source.replace(name_stack=stack)
+    )
+
+
+def location(equation: JaxprEqn | None) -> str:
+    """"file:line (function)" of the user's code that made an equation, or "unknown"."""
+    if equation is None or equation.source_info.traceback is None:
+        return "unknown"
+    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return "unknown" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def scan_constants(equation: JaxprEqn) -> int:
+    """How many leading operands of a scan are its loop constants."""
+    if "num_consts" in equation.params:
+        return int(equation.params["num_consts"])
+    constants, _, _ = equation.params["ft_in"].update(equation.invars).unpack()
+    return len(list(constants))
+
+
+def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:
+    return jax.make_jaxpr(function)(*args, **kwargs)
+
+
+def jit_settings(function: Any) -> dict[str, Any] | None:
+    """The keyword arguments with which an existing ``jax.jit`` function was made, or None if it is not one."""
+    info = getattr(function, "_jit_info", None)
+    if info is None or not hasattr(function, "lower"):
+        return None
+    unflatten = jax.tree_util.tree_unflatten
+    settings: dict[str, Any] = dict(
+        static_argnums=info.static_argnums or None,
+        static_argnames=info.static_argnames or None,
+        donate_argnums=info.donate_argnums or None,
+        donate_argnames=info.donate_argnames or None,
+        keep_unused=info.keep_unused,
+        inline=info.inline is True,
+        compiler_options=dict(info.compiler_options_kvs) or None,
+    )
+    if info.user_specified_in_shardings:
+        settings["in_shardings"] = unflatten(info.in_shardings_treedef, info.in_shardings_leaves)
+    if any(type(s).__name__ != "UnspecifiedValue" for s in info.out_shardings_leaves):
+        settings["out_shardings"] = unflatten(info.out_shardings_treedef, info.out_shardings_leaves)
+    for name in ("device", "backend"):
+        if getattr(info, name, None) is not None:
+            settings[name] = getattr(info, name)
+    return {k: v for k, v in settings.items() if v not in (None, False)}
+
+
+def trace_context(default: Any) -> Any:
+    """A context variable whose value is part of the key of every jit cache."""
+    return jax.make_user_context(default_value=default)
+
+
+def versions() -> dict[str, str]:
+    """Versions that a measurement or a report depends on."""
+    import platform
+
+    import jaxlib
+
+    return {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
+
+
+def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any]) -> Any:
+    """The abstract array that a computation of ``operands`` gives: it varies over every manual mesh axis they vary over."""
+    aval = jax.core.ShapedArray(tuple(shape), dtype)
+    kinds = [a.manual_axis_type for a in operands if hasattr(a, "manual_axis_type")]
+    varying = frozenset().union(*(kind.varying for kind in kinds))
+    if not varying:
+        return aval
+    return aval.update(manual_axis_type=type(kinds[0])(varying=varying))
+
+
+def is_tracer(x: object) -> bool:
+    return isinstance(x, jax.core.Tracer)

@@ -1,0 +1,211 @@
+"""The ``AUTOPALLAS_*`` environment variables: one table, from which they are parsed and documented.
+
+The environment is read whenever a function is traced, not at import, so a variable set before the first call counts.
+A variable that this table does not hold, or a value that it does not accept, is an error: a misspelt switch that is
+silently ignored costs more than one that stops the program.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autopallas.errors import OptionError
+from autopallas.kernels.implementation import IMPLEMENTATIONS
+
+__all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
+
+OPERATIONS = ("attention", "cross_entropy", "grouped_matmul", "rms_norm", "layer_norm", "gated_mlp")
+OBJECTIVES = ("time", "memory", "always")
+REPORT_SUFFIXES = (".json", ".html", ".txt")
+
+_PREFIX = "AUTOPALLAS_"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the environment asks for; None where a variable is unset or empty."""
+
+    disable: bool | None = None
+    backend: str | tuple[str, ...] | None = None
+    backend_of: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
+    """(operation, implementation or implementations) for each ``AUTOPALLAS_BACKEND_<OPERATION>`` that is set."""
+    ops: tuple[str, ...] | None = None
+    objective: str | None = None
+    autotune: bool | None = None
+    cache_dir: str | None = None
+    verify: bool | None = None
+    interpret: bool | None = None
+    fuel: int | None = None
+    report: str | None = None
+    """"1" (standard error) or a path that ends in one of ``REPORT_SUFFIXES``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row of the table: the variable, the values it accepts and its meaning in words, and its parser."""
+
+    name: str
+    accepts: str
+    meaning: str
+    parse: Callable[[str, str], Any]
+    """``parse(name, text)`` gives the value, or raises OptionError naming the variable and what it accepts."""
+
+
+def one_of(label: str, value: object, choices: Iterable[str]) -> str:
+    """``value``, if it is one of ``choices``.
+
+    Args:
+      label: what the value was given for, as the message shall name it.
+      value: anything.
+      choices: the valid names.
+
+    Returns:
+      The value.
+
+    Raises:
+      OptionError: naming the value, the valid ones, and the one that is nearest in spelling.
+
+    Example:
+      >>> one_of("objective", "time", OBJECTIVES)
+      'time'
+    """
+    names = tuple(choices)
+    if isinstance(value, str):
+        if value in names:
+            return value
+        near = difflib.get_close_matches(value.lower(), names, n=1)
+    else:
+        near = []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise OptionError(f"{label} is {value!r}, which is not one of {', '.join(names)}{hint}")
+
+
+def _flag(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise OptionError(f"{name} is {text!r}; it accepts 0 or 1")
+    return text == "1"
+
+
+def _names(choices: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
+    def parse(name: str, text: str) -> tuple[str, ...]:
+        return tuple(one_of(name, part.strip(), choices) for part in text.split(","))
+
+    return parse
+
+
+def _backend(name: str, text: str) -> str | tuple[str, ...]:
+    # One name is a demand and fails fast; a list says where to fall back to.
+    names = _names(IMPLEMENTATIONS)(name, text)
+    return names[0] if len(names) == 1 else names
+
+
+def _objective(name: str, text: str) -> str:
+    return one_of(name, text, OBJECTIVES)
+
+
+def _fuel(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise OptionError(f"{name} is {text!r}; it accepts a whole number of sites, 0 or more")
+    return int(text)
+
+
+def _directory(name: str, text: str) -> str:
+    if os.path.exists(text) and not os.path.isdir(text):
+        raise OptionError(f"{name} is {text!r}, which is not a folder; it accepts the path of a folder")
+    return text
+
+
+def _report(name: str, text: str) -> str | None:
+    if text == "0":
+        return None
+    if text == "1" or os.path.splitext(text)[1] in REPORT_SUFFIXES:
+        return text
+    raise OptionError(f"{name} is {text!r}; it accepts 0, 1, or a path that ends in {', '.join(REPORT_SUFFIXES)}")
+
+
+_BACKENDS = f"comma list of {', '.join(IMPLEMENTATIONS)}"
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("AUTOPALLAS_DISABLE", "0 | 1", "1: every function runs as it was written. Wins over the code.", _flag),
+    Variable(
+        "AUTOPALLAS_BACKEND",
+        _BACKENDS,
+        "The implementation of every operation; one name must work, a list is tried in order and ends in the original. "
+        "Wins over the code.",
+        _backend,
+    ),
+    *(
+        Variable(
+            f"AUTOPALLAS_BACKEND_{op.upper()}",
+            _BACKENDS,
+            f"The same for {op} alone; wins over AUTOPALLAS_BACKEND.",
+            _backend,
+        )
+        for op in OPERATIONS
+    ),
+    Variable(
+        "AUTOPALLAS_OPS", f"comma list of {', '.join(OPERATIONS)}", "The operations to look for.", _names(OPERATIONS)
+    ),
+    Variable("AUTOPALLAS_OBJECTIVE", " | ".join(OBJECTIVES), "What a replacement has to improve.", _objective),
+    Variable("AUTOPALLAS_AUTOTUNE", "0 | 1", "Whether block sizes are searched for where no table knows them.", _flag),
+    Variable("AUTOPALLAS_CACHE_DIR", "folder", "Where tuning results and probe verdicts are kept.", _directory),
+    Variable("AUTOPALLAS_VERIFY", "0 | 1", "1: the first call of each signature is checked against float64.", _flag),
+    Variable(
+        "AUTOPALLAS_INTERPRET", "0 | 1", "1: Pallas kernels are interpreted, so that they run on any device.", _flag
+    ),
+    Variable(
+        "AUTOPALLAS_FUEL", "whole number", "At most this many sites are replaced, to find the one at fault.", _fuel
+    ),
+    Variable(
+        "AUTOPALLAS_REPORT",
+        f"0 | 1 | path {' | '.join(REPORT_SUFFIXES)}",
+        "1: the reports of the process are printed to standard error at exit; a path: they are written there.",
+        _report,
+    ),
+)
+"""Every variable, in the order in which the documentation lists them."""
+
+
+def read(environ: Mapping[str, str] | None = None) -> Environment:
+    """Parses the ``AUTOPALLAS_*`` variables.
+
+    Args:
+      environ: the environment; that of the process if None.
+
+    Returns:
+      The parsed values.  An empty variable counts as unset.
+
+    Raises:
+      OptionError: a variable's name or value is not in the table.
+
+    Example:
+      >>> read({"AUTOPALLAS_BACKEND": "pallas_gpu,xla", "HOME": "/"}).backend
+      ('pallas_gpu', 'xla')
+    """
+    environ = os.environ if environ is None else environ
+    table = {variable.name: variable for variable in VARIABLES}
+    values: dict[str, Any] = {}
+    backend_of: list[tuple[str, str | tuple[str, ...]]] = []
+    operations = {op.upper(): op for op in OPERATIONS}
+    plain = {field.name for field in fields(Environment)}
+    for name in sorted(environ):
+        if not name.startswith(_PREFIX):
+            continue
+        if name not in table:
+            near = difflib.get_close_matches(name.upper(), table, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise OptionError(f"there is no environment variable {name}{hint}; the variables are {', '.join(table)}")
+        text = environ[name].strip()
+        if not text:
+            continue
+        value = table[name].parse(name, text)
+        key = name.removeprefix(_PREFIX)
+        if key.lower() in plain:
+            values[key.lower()] = value
+        else:
+            backend_of.append((operations[key.removeprefix("BACKEND_")], value))
+    return Environment(**values, backend_of=tuple(backend_of))

@@ -1,0 +1,25 @@
+"""The exceptions that autopallas raises on purpose.  Everything else that escapes is a bug."""
+
+from __future__ import annotations
+
+__all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError"]
+
+
+class OptionError(ValueError):
+    """An option or an ``AUTOPALLAS_*`` variable has a name or a value that does not exist."""
+
+
+class RequirementError(RuntimeError):
+    """``require={...}`` asked for more replaced sites than were replaced."""
+
+
+class UnsupportedError(RuntimeError):
+    """No requested implementation can compute what was asked of it."""
+
+
+class VerificationError(RuntimeError):
+    """A rewritten program's numbers differ from the original's by more than the tolerance."""
+
+
+class AutopallasWarning(UserWarning):
+    """Something went wrong inside autopallas; the program still runs, without the rewrite concerned."""

@@ -1,0 +1,7 @@
+"""A jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
+
+from autopallas.graph.flatten import Body, flatten
+from autopallas.graph.labels import Ref, Space, View
+from autopallas.graph.numbering import Graph, Node
+
+__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten"]

@@ -1,0 +1,53 @@
+"""A part of a graph as a jaxpr of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopallas.compat import ClosedJaxpr, Jaxpr, Literal, Var
+from autopallas.graph.numbering import Graph, Node
+
+__all__ = ["jaxpr_of", "nodes_between"]
+
+
+def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int]) -> tuple[list[Node], list[int]]:
+    """The nodes that compute ``results`` from ``operands``, in order, and the further values that they read.
+
+    Literals are not counted among the values read; captured arrays are.
+    """
+    given = set(operands)
+    found: dict[int, Node] = {}
+    free: dict[int, None] = {}
+    todo = list(results)
+    while todo:
+        number = todo.pop()
+        if number in given or number in found or number in graph.literals:
+            continue
+        node = graph.definitions.get(number)
+        if node is None:
+            free[number] = None
+            continue
+        for output in node.outputs:
+            found[output] = node
+        todo += node.inputs
+    ordered = {id(node): node for _, node in sorted(found.items())}
+    return list(ordered.values()), list(free)
+
+
+def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> Any:
+    """A closed jaxpr from ``operands`` to ``results`` by way of ``nodes``."""
+    variables = {number: Var(graph.avals[number]) for number in operands}
+    equations = []
+    for node in nodes:
+        inputs = [
+            Literal(graph.literals[number], graph.avals[number]) if number in graph.literals else variables[number]
+            for number in node.inputs
+        ]
+        for number in node.outputs:
+            variables.setdefault(number, Var(graph.avals[number]))
+        equations.append(
+            node.equation.replace(invars=inputs, outvars=[variables[number] for number in node.outputs])
+        )
+    jaxpr = Jaxpr([], [variables[n] for n in operands], [variables[n] for n in results], equations)
+    return ClosedJaxpr(jaxpr, [])

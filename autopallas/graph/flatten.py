@@ -1,0 +1,116 @@
+"""Structural inlining: a jaxpr as a tree of bodies, with calls that only group equations dissolved.
+
+Nothing is traced anew: equations are copied with other variables.  A body is what must stay a jaxpr of its own in the
+program that runs: the program itself, a loop's, branch's or checkpoint's body, a custom rule's primal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+
+_CALLS = frozenset({"closed_call", "core_call"})
+_KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
+"""Equations whose bodies are somebody's kernel, written against references: not ours to look into."""
+
+
+@dataclass(slots=True)
+class Child:
+    """A body held by an equation: under which parameter and, for a tuple of bodies, at which position."""
+
+    parameter: str
+    position: int | None
+    body: Body
+
+
+@dataclass(eq=False, slots=True)
+class Body:
+    """One flat jaxpr: inputs, equations in order, results, and the bodies that its equations hold."""
+
+    source: Any
+    path: tuple[str, ...]
+    constvars: list[Var]
+    consts: list[Any]
+    invars: list[Var]
+    equations: list[JaxprEqn] = field(default_factory=list)
+    outvars: list[Var | Literal] = field(default_factory=list)
+    children: dict[int, list[Child]] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[Body]:
+        """This body and all below it."""
+        yield self
+        for children in self.children.values():
+            for child in children:
+                yield from child.body.walk()
+
+
+def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
+    """The tree of bodies of a jaxpr, open or closed."""
+    inner, consts = compat.opened(jaxpr)
+    body = Body(jaxpr, path, list(inner.constvars), list(consts), list(inner.invars))
+    body.outvars = _inline(body, inner, {}, ())
+    return body
+
+
+def _inline(
+    body: Body, jaxpr: Any, bound: Mapping[Var, Var | Literal], calls: tuple[JaxprEqn, ...]
+) -> list[Var | Literal]:
+    """Appends the equations of ``jaxpr`` to ``body``; returns its results.
+
+    ``bound`` gives the values of the inputs of an inlined call.  The variables of an inlined body are renamed: one
+    jaxpr object may be called twice.
+    """
+    known: dict[Var, Var | Literal] = dict(bound)
+
+    def read(atom: Var | Literal) -> Var | Literal:
+        return atom if isinstance(atom, Literal) else known.get(atom, atom)
+
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        called = _called(equation)
+        if called is not None:
+            inner, consts = compat.opened(called)
+            names = [Var(v.aval) for v in inner.constvars]
+            body.constvars += names
+            body.consts += consts
+            arguments = dict(zip([*inner.constvars, *inner.invars], [*names, *inputs], strict=True))
+            known.update(zip(equation.outvars, _inline(body, inner, arguments, (*calls, equation)), strict=True))
+            continue
+        if calls:
+            results = [Var(v.aval) for v in equation.outvars]
+            known.update(zip(equation.outvars, results, strict=True))
+            equation = compat.inlined_equation(equation, inputs, results, calls)
+        elif any(a is not b for a, b in zip(inputs, equation.invars, strict=True)):
+            equation = equation.replace(invars=inputs)
+        body.equations.append(equation)
+        if equation.primitive.name not in _KERNELS:
+            children = [
+                Child(name, position, flatten(inner, (*body.path, _label(equation, name, position))))
+                for name, position, inner in compat.bodies(equation)
+            ]
+            if children:
+                body.children[len(body.equations) - 1] = children
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called(equation: JaxprEqn) -> Any | None:
+    """The body of a call that may be dissolved, or None."""
+    if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS):
+        return None
+    bodies: Sequence[tuple[str, int | None, Any]] = compat.bodies(equation)
+    if len(bodies) != 1 or len(compat.opened(bodies[0][2])[0].invars) != len(equation.invars):
+        return None
+    return bodies[0][2]
+
+
+def _label(equation: JaxprEqn, parameter: str, position: int | None) -> str:
+    """How a report names a body: "scan", "while.cond", "cond.1"."""
+    name = equation.primitive.name
+    name = {"remat2": "checkpoint", "custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}.get(name, name)
+    if position is not None:
+        return f"{name}.{position}"
+    return f"{name}.{parameter.removesuffix('_jaxpr')}" if name == "while" else name

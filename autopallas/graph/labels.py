@@ -1,0 +1,318 @@
+"""Index notation for the values of a graph: one use of a value is a value and a view.
+
+A view says which index of the value is meant, per dimension: ``index = offset + mixed radix of the atoms`` (major first).
+Atoms are axis labels, shared by all values of one site.  A layout operation maps a view of its result to a view of its
+operand, and that is all it is: pulled back through transposes, reshapes, broadcasts and slices, layout vanishes.
+Labelling uses and not values keeps T and S apart in ``softmax(x @ x.T) @ x``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from jax import numpy as jnp
+
+from autopallas.graph.numbering import Graph, Node
+
+Atom: TypeAlias = int
+Dimension: TypeAlias = tuple[int, tuple[Atom, ...]]
+View: TypeAlias = tuple[Dimension, ...]
+
+_IDENTITY = frozenset(
+    {"copy", "copy_p", "name", "sharding_constraint", "optimization_barrier", "pvary", "pcast", "layout_constraint"}
+    | {"reshard"}
+)
+_LAYOUT = _IDENTITY | {
+    "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "concatenate", "split", "tile",
+    "reduce_precision", "convert_element_type",
+}  # fmt: skip
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+"""Primitives that compute each element of their result from the same element of their operands."""
+
+
+class Ref(NamedTuple):
+    """One use of a value."""
+
+    value: int
+    view: View
+
+
+class Space:
+    """The axis labels of one site.
+
+    A reshape that cuts inside an atom refines it, for the whole site: ``_parts`` remembers into what.  So views are
+    read through :meth:`resolve`, and keys are computed after all refinements.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.sizes: dict[Atom, int] = {}
+        self._parts: dict[Atom, tuple[Atom, ...]] = {}
+        self._origin: dict[Atom, Atom] = {}
+
+    # ------------------------------------------------------------------ atoms
+
+    def fresh(self, size: int) -> tuple[Atom, ...]:
+        """A new label; none for an axis of size 1."""
+        if size == 1:
+            return ()
+        atom = len(self.sizes)
+        self.sizes[atom] = size
+        self._origin[atom] = atom
+        return (atom,)
+
+    def resolve(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        """The atoms after all refinements."""
+        found: list[Atom] = []
+        for atom in atoms:
+            found += self.resolve(self._parts[atom]) if atom in self._parts else (atom,)
+        return tuple(found)
+
+    def origin(self, atom: Atom) -> Atom:
+        """The label that was first given to the axis of which ``atom`` is a part."""
+        return self._origin[atom]
+
+    def extent(self, atoms: Sequence[Atom]) -> int:
+        return math.prod(self.sizes[a] for a in self.resolve(atoms))
+
+    def view(self, view: View) -> View:
+        """A view after all refinements."""
+        return tuple((offset, self.resolve(atoms)) for offset, atoms in view)
+
+    def atoms(self, ref: Ref) -> frozenset[Atom]:
+        return frozenset(a for _, atoms in ref.view for a in self.resolve(atoms))
+
+    def full(self, value: int) -> Ref:
+        """A use of the whole value, under new labels."""
+        return Ref(value, tuple((0, self.fresh(n)) for n in self.graph.shape(value)))
+
+    def same(self, a: Ref, b: Ref) -> bool:
+        return a.value == b.value and self.view(a.view) == self.view(b.view)
+
+    def cut(self, atoms: Sequence[Atom], sizes: Sequence[int]) -> list[Dimension] | None:
+        """Regroups atoms into dimensions of the given sizes, refining where a boundary falls inside an atom."""
+        groups: list[Dimension] = []
+        rest = list(self.resolve(atoms))
+        for size in sizes:
+            group: list[Atom] = []
+            have = 1
+            while have < size:
+                if not rest or size % have:
+                    return None
+                atom, wanted = rest.pop(0), size // have
+                if wanted % self.sizes[atom]:
+                    if self.sizes[atom] % wanted:
+                        return None
+                    major, minor = self.fresh(wanted)[0], self.fresh(self.sizes[atom] // wanted)[0]
+                    self._parts[atom] = (major, minor)
+                    self._origin[major] = self._origin[minor] = self._origin[atom]
+                    atom = major
+                    rest.insert(0, minor)
+                group.append(atom)
+                have *= self.sizes[atom]
+            if have != size:
+                return None
+            groups.append((0, tuple(group)))
+        return groups
+
+    # ------------------------------------------------------------------ pulling views through equations
+
+    def chain(self, ref: Ref) -> Iterator[Ref]:
+        """``ref``, then the same elements seen one layout operation further back, and so on."""
+        current: Ref | None = ref
+        while current is not None:
+            yield current
+            current = self._step(current)
+
+    def canonical(self, ref: Ref) -> Ref:
+        """The same elements with all layout operations undone."""
+        for found in self.chain(ref):
+            ref = found
+        return ref
+
+    def operands(self, ref: Ref) -> list[Ref] | None:
+        """The operands of an elementwise equation (or of a dot without contraction), pulled; None if it is neither."""
+        node = self.graph.definitions.get(ref.value)
+        if node is None:
+            return None
+        if node.name in ELEMENTWISE:
+            shape = self.graph.shape(ref.value)
+            found: list[Ref] = []
+            for value in node.inputs:
+                own = self.graph.shape(value)
+                if own and (len(own) != len(shape) or any(m not in (1, n) for m, n in zip(own, shape, strict=True))):
+                    return None
+                dimensions = zip(own, shape, ref.view, strict=False)  # a scalar operand has no dimensions
+                view = tuple((0, ()) if m == 1 != n else dimension for m, n, dimension in dimensions)
+                found.append(self.canonical(Ref(value, view)))
+            return found
+        if is_product(node):
+            left, right, _ = self.dot(ref)
+            return [self.canonical(left), self.canonical(right)]
+        return None
+
+    def dot(self, ref: Ref, contracted: Sequence[Dimension] | None = None) -> tuple[Ref, Ref, list[Dimension]]:
+        """Views of both operands of a dot_general, and the dimensions that it contracts."""
+        node = self.graph.definitions[ref.value]
+        (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
+        left_shape, right_shape = (self.graph.shape(i) for i in node.inputs)
+        left_free = [d for d in range(len(left_shape)) if d not in (*left_contracting, *left_batch)]
+        right_free = [d for d in range(len(right_shape)) if d not in (*right_contracting, *right_batch)]
+        if contracted is None:
+            contracted = [(0, self.fresh(left_shape[d])) for d in left_contracting]
+        left: dict[int, Dimension] = {}
+        right: dict[int, Dimension] = {}
+        batch = len(left_batch)
+        for i, (a, b) in enumerate(zip(left_batch, right_batch, strict=True)):
+            left[a] = right[b] = ref.view[i]
+        for i, d in enumerate(left_free):
+            left[d] = ref.view[batch + i]
+        for i, d in enumerate(right_free):
+            right[d] = ref.view[batch + len(left_free) + i]
+        for dimension, a, b in zip(contracted, left_contracting, right_contracting, strict=True):
+            left[a] = right[b] = dimension
+        return (
+            Ref(node.inputs[0], tuple(left[d] for d in range(len(left_shape)))),
+            Ref(node.inputs[1], tuple(right[d] for d in range(len(right_shape)))),
+            list(contracted),
+        )
+
+    def contraction(self, ref: Ref) -> tuple[Ref, Ref, list[Dimension]] | None:
+        """(a, b, contracted dimensions) if the value is a dot_general or sum(a * b), else None."""
+        node = self.graph.definitions.get(ref.value)
+        if node is None:
+            return None
+        if node.name == "dot_general":
+            if is_product(node):
+                return None
+            left, right, contracted = self.dot(ref)
+            return self.canonical(left), self.canonical(right), contracted
+        if node.name != "reduce_sum":
+            return None
+        axes, kept = node.params["axes"], iter(ref.view)
+        shape = self.graph.shape(node.inputs[0])
+        view = [(0, self.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
+        product = self.canonical(Ref(node.inputs[0], tuple(view)))
+        while self.graph.name(product.value) == "convert_element_type":
+            inner = self.operands(product)
+            assert inner is not None
+            product = inner[0]
+        definition = self.graph.definitions.get(product.value)
+        if definition is None or not (definition.name == "mul" or is_product(definition)):
+            return None
+        factors = self.operands(product)
+        if factors is None or not all(f.view for f in factors):
+            return None
+        return factors[0], factors[1], [view[d] for d in axes]
+
+    def _step(self, ref: Ref) -> Ref | None:
+        """One layout operation back, or None where there is none or it cannot be undone."""
+        node = self.graph.definitions.get(ref.value)
+        if node is None or node.name not in _LAYOUT:
+            return None
+        name, view, params = node.name, ref.view, node.params
+        if name in _IDENTITY:
+            return Ref(node.inputs[node.outputs.index(ref.value)], view)
+        source = node.inputs[0]
+        if name == "convert_element_type":
+            return Ref(source, view) if self.graph.dtype(source) == self.graph.dtype(ref.value) else None
+        if name == "reduce_precision":
+            own = jnp.finfo(self.graph.dtype(source))
+            same = (params["exponent_bits"], params["mantissa_bits"]) == (own.nexp, own.nmant)
+            return Ref(source, view) if same else None
+        before, after = self.graph.shape(source), self.graph.shape(ref.value)
+        if 0 in before or 0 in after:
+            return None
+        pulled: Sequence[Dimension] | None = None
+        if name == "transpose":
+            where = {int(i): view[o] for o, i in enumerate(params["permutation"])}
+            pulled = [where[d] for d in range(len(view))]
+        elif name == "broadcast_in_dim":
+            targets = params["broadcast_dimensions"]
+            pulled = [(0, ()) if n == 1 else view[d] for n, d in zip(before, targets, strict=True)]
+        elif name in ("reshape", "squeeze", "expand_dims"):
+            pulled = self._pull_reshape(view, after, before)
+        elif name == "slice":
+            if all(s == 1 for s in params["strides"] or ()):
+                starts = params["start_indices"]
+                pulled = [(offset + s, atoms) for s, (offset, atoms) in zip(starts, view, strict=True)]
+        elif name == "split":
+            axis, part = params["axis"], node.outputs.index(ref.value)
+            start = int(sum(params["sizes"][:part]))
+            pulled = [(o + start, a) if d == axis else (o, a) for d, (o, a) in enumerate(view)]
+        elif name == "tile":
+            pulled = self._pull_tile(view, params["reps"], before, after)
+        elif name == "concatenate":
+            return self._pull_concatenate(node, view)
+        return None if pulled is None else Ref(source, tuple(pulled))
+
+    def _pull_reshape(self, view: View, after: Sequence[int], before: Sequence[int]) -> list[Dimension] | None:
+        outer = [(n, dimension) for n, dimension in zip(after, view, strict=True) if n != 1]
+        pulled: list[Dimension] = []
+        position = 0  # in outer
+        dimension = 0  # in before
+        while dimension < len(before):
+            if before[dimension] == 1:
+                pulled.append((0, ()))
+                dimension += 1
+                continue
+            inside, outside = [before[dimension]], [outer[position]]
+            dimension, position = dimension + 1, position + 1
+            while (have := math.prod(inside)) != (want := math.prod(n for n, _ in outside)):
+                if have < want:
+                    inside.append(before[dimension])
+                    dimension += 1
+                else:
+                    outside.append(outer[position])
+                    position += 1
+            if len(inside) == len(outside) == 1:
+                pulled.append(outside[0][1])
+                continue
+            if any(offset or self.extent(atoms) != n for n, (offset, atoms) in outside):
+                return None
+            groups = self.cut([a for _, (_, atoms) in outside for a in atoms], [n for n in inside if n != 1])
+            if groups is None:
+                return None
+            left = iter(groups)
+            pulled += [(0, ()) if n == 1 else next(left) for n in inside]
+        return pulled
+
+    def _pull_tile(
+        self, view: View, repetitions: Sequence[int], before: Sequence[int], after: Sequence[int]
+    ) -> list[Dimension] | None:
+        pulled: list[Dimension] = []
+        for n, times, total, (offset, atoms) in zip(before, repetitions, after, view, strict=True):
+            if times != 1:
+                if offset or self.extent(atoms) != total:
+                    return None
+                groups = self.cut(atoms, [k for k in (times, n) if k != 1])
+                if groups is None:
+                    return None
+                offset, atoms = groups[-1] if n != 1 else (0, ())
+            pulled.append((offset, atoms))
+        return pulled
+
+    def _pull_concatenate(self, node: Node, view: View) -> Ref | None:
+        """The one piece that a view lies in, if it does."""
+        axis = node.params["dimension"]
+        offset, atoms = view[axis]
+        low, high = offset, offset + self.extent(atoms)
+        start = 0
+        for value in node.inputs:
+            size = self.graph.shape(value)[axis]
+            if start <= low and high <= start + size:
+                return Ref(value, tuple((low - start, atoms) if d == axis else e for d, e in enumerate(view)))
+            start += size
+        return None
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node is a dot without contraction: an elementwise product of broadcast operands."""
+    return node.name == "dot_general" and not node.params["dimension_numbers"][0][0]

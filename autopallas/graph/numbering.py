@@ -1,0 +1,236 @@
+"""Value numbering: equal computations get one number, across all nested bodies.
+
+The constants of a loop keep their outer number inside, the operands of a branch too, and a checkpoint's recomputation is
+the same value as what it recomputes.  Numbers grow from operands to results, so a smaller number never depends on a
+larger one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.flatten import Body, Child
+
+_IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
+"""Parameters that do not change the value."""
+_COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
+_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+_RECOMPUTING = frozenset({"remat", "remat2", "checkpoint"})
+
+
+class Node:
+    """One computation: a primitive applied to numbered values.  ``equation`` is its first occurrence, in ``body``."""
+
+    __slots__ = ("body", "equation", "inputs", "name", "outputs")
+
+    def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
+        self.name = equation.primitive.name
+        self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.equation.params  # type: ignore[no-any-return]
+
+
+class Graph:
+    """All computations of a tree of bodies.
+
+    Attributes:
+      root: the outermost body.
+      nodes: the computations, operands before results.
+      avals: per number, the abstract value (shape, dtype).
+      literals: numbers of scalar literals, with their values.
+      constants: numbers of captured arrays, with the arrays.
+      definitions: per number, the node that computes it (absent for inputs, literals and constants).
+      users: per number, the nodes that read it; for what enters a body under its own number, the nodes in there.
+      returned: numbers that leave a body as its result (a checkpoint's are the same values outside, so they do not).
+      numbers: per body, the number of each of its variables.
+      positions: per body, for each number that has a variable there: (position of the equation that first defines it,
+        the variable); inputs have position -1.
+    """
+
+    def __init__(self, root: Body):
+        self.root = root
+        self.nodes: list[Node] = []
+        self.avals: list[Any] = []
+        self.literals: dict[int, np.ndarray[Any, Any]] = {}
+        self.constants: dict[int, Any] = {}
+        self.definitions: dict[int, Node] = {}
+        self.users: dict[int, list[Node]] = defaultdict(list)
+        self.returned: set[int] = set()
+        self.numbers: dict[Body, dict[Var, int]] = {}
+        self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
+        self._table: dict[Hashable, tuple[int, ...]] = {}
+        self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        return tuple(self.avals[number].shape)
+
+    def dtype(self, number: int) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = self.avals[number].dtype
+        return dtype
+
+    def name(self, number: int) -> str | None:
+        """Name of the primitive that computes a value, or None."""
+        node = self.definitions.get(number)
+        return None if node is None else node.name
+
+    def occurrences(self, number: int) -> list[tuple[Body, int]]:
+        """Every equation, in every body, that computes this value: (body, position)."""
+        return [
+            (body, position)
+            for body, numbers in self.numbers.items()
+            for position, equation in enumerate(body.equations)
+            if any(numbers.get(v) == number for v in equation.outvars)
+        ]
+
+    # ------------------------------------------------------------------ construction
+
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _literal(self, literal: Literal) -> int:
+        value = np.asarray(literal.val)
+        key = ("literal", str(literal.aval.dtype), value.tobytes(), tuple(literal.aval.shape))
+        if key not in self._table:
+            number = self._new(literal.aval)
+            self._table[key] = (number,)
+            self.literals[number] = value
+        return self._table[key][0]
+
+    def _constant(self, variable: Var, value: Any) -> int:
+        key = ("constant", id(value))
+        if key not in self._table:
+            number = self._new(variable.aval)
+            self._table[key] = (number,)
+            self.constants[number] = value
+        return self._table[key][0]
+
+    def _add(self, body: Body, inputs: list[int], frame: tuple[int, ...]) -> list[int]:
+        """Numbers a body whose inputs have the given numbers; returns the numbers of its results.
+
+        ``frame`` tells apart what may not be merged: a custom rule governs the derivative of its body, and inside a
+        shard_map an equation without operands (axis_index) means something else than outside.
+        """
+        numbers = self.numbers[body] = {}
+        positions = self.positions[body] = {}
+
+        def define(variable: Var, number: int, position: int) -> None:
+            numbers[variable] = number
+            positions.setdefault(number, (position, variable))
+
+        def read(atom: Var | Literal) -> int:
+            return self._literal(atom) if isinstance(atom, Literal) else numbers[atom]
+
+        for variable, value in zip(body.constvars, body.consts, strict=True):
+            define(variable, self._constant(variable, value), -1)
+        for variable, number in zip(body.invars, inputs, strict=True):
+            define(variable, number, -1)
+        for position, equation in enumerate(body.equations):
+            operands = [read(atom) for atom in equation.invars]
+            results = self._equation(body, equation, operands, body.children.get(position, []), frame)
+            for variable, number in zip(equation.outvars, results, strict=True):
+                define(variable, number, position)
+        return [read(atom) for atom in body.outvars]
+
+    def _equation(
+        self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
+    ) -> list[int]:
+        if children:
+            return self._holding(body, equation, operands, children, frame)
+        key = None if equation.effects else self._key(equation, operands, frame)
+        if key is not None and key in self._table:
+            return list(self._table[key])
+        outputs = tuple(self._new(v.aval) for v in equation.outvars)
+        if key is not None:
+            self._table[key] = outputs
+        self._node(equation, tuple(operands), outputs, body)
+        return list(outputs)
+
+    def _node(
+        self,
+        equation: JaxprEqn,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        body: Body,
+        shared: Iterable[int] = (),
+    ) -> None:
+        node = Node(equation, inputs, outputs, body)
+        self.nodes.append(node)
+        for number in {n for i, n in enumerate(inputs) if i not in shared}:
+            self.users[number].append(node)
+        for number in outputs:
+            self.definitions[number] = node
+
+    def _key(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Hashable | None:
+        name = equation.primitive.name
+        params = tuple((k, v) for k, v in sorted(equation.params.items()) if k not in _IGNORED)
+        ordered = sorted(operands) if name in _COMMUTATIVE else operands
+        types = tuple((tuple(v.aval.shape), str(v.aval.dtype)) for v in equation.outvars if hasattr(v.aval, "shape"))
+        key = (name, frame, tuple(ordered), _hashable(params), types)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _holding(
+        self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
+    ) -> list[int]:
+        """An equation that holds bodies.  What enters a body unchanged keeps its number."""
+        name = equation.primitive.name
+        if name in _RECOMPUTING and len(children) == 1 and not equation.effects:
+            return self._add(children[0].body, operands, frame)
+        shared: set[int] = set()  # positions of operands that the bodies read under their own number
+        for child in children:
+            inner = child.body
+            given: list[int | None] = [None] * len(inner.invars)
+            inside = frame
+            if name == "scan":
+                constants = compat.scan_constants(equation)
+                given[:constants] = operands[:constants]
+                shared.update(range(constants))
+            elif name == "while":
+                condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+                start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
+                given[:count] = operands[start : start + count]
+                shared.update(range(start, start + count))
+            elif name == "cond":
+                given = list(operands[1:])
+                shared.update(range(1, len(operands)))
+            elif name in _CUSTOM_RULES:
+                inside = (*frame, id(equation))
+                if len(inner.invars) == len(operands):
+                    given = list(operands)
+            elif name in ("jit", "pjit"):
+                given = list(operands)
+                shared.update(range(len(operands)))
+            elif name == "shard_map":
+                inside = (*frame, id(equation))
+            numbers = [
+                self._new(v.aval) if number is None else number for v, number in zip(inner.invars, given, strict=True)
+            ]
+            self.returned.update(self._add(inner, numbers, inside))
+        outputs = tuple(self._new(v.aval) for v in equation.outvars)
+        self._node(equation, tuple(operands), outputs, body, shared)
+        return list(outputs)
+
+
+def _hashable(value: Any) -> Hashable:
+    """Parameters hold numpy integers, dtypes, tuples and the odd array or dictionary."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_hashable(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), _hashable(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, np.integer):
+        return int(value)
+    return value  # type: ignore[no-any-return]

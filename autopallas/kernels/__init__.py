@@ -1,0 +1,1 @@
+"""The operations that autopallas replaces by kernels, one package each."""

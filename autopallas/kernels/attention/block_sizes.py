@@ -1,0 +1,83 @@
+"""Block sizes of the streaming attention: what they mean, what they cost, which are worth trying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopallas.kernels.attention.spec import AttentionSpec
+
+__all__ = ["BlockSizes"]
+
+_ALIGNMENT = 8
+_WORKING_SET = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Sizes of one score tile.
+
+    Attributes:
+      query_block: rows, that is, query positions.
+      key_block: columns, that is, key positions.  At least the key length: one tile per row block, without a loop.
+    """
+
+    query_block: int
+    key_block: int
+
+    def __post_init__(self) -> None:
+        for name in ("query_block", "key_block"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+    @classmethod
+    def get_default(cls) -> BlockSizes:
+        """What is right almost everywhere: a tile of 256 x 256 stays in the second-level cache."""
+        return cls(256, 256)
+
+    def fitted(self, spec: AttentionSpec) -> BlockSizes:
+        """The same, valid for the shape: aligned, and no longer than the axis.
+
+        A length that the block does not divide is not a reason for a smaller block: the last block is the shorter one.
+        """
+        return BlockSizes(_fit(self.query_block, spec.query_length), _fit(self.key_block, spec.key_length))
+
+    def heads_per_step(self, spec: AttentionSpec) -> tuple[int, int]:
+        """(batch, key heads) that one tile covers: as many as keep it in the cache, at least one."""
+        tile = spec.groups * self.query_block * self.key_block * spec.accumulation_dtype.itemsize
+        room = max(1, _WORKING_SET // tile)
+        heads = _largest_divisor(spec.key_heads, room)
+        return (_largest_divisor(spec.batch, room // heads) if heads == spec.key_heads else 1), heads
+
+    def temporary_bytes(self, spec: AttentionSpec, direction: str = "forward") -> int:
+        """Estimate of the temporary memory, from which candidates are pruned; within a factor of two or so."""
+        batch, heads = self.heads_per_step(spec)
+        size = spec.accumulation_dtype.itemsize
+        per_head = spec.groups * self.query_block * (self.key_block * 3 + spec.value_head_size * 2 + spec.head_size)
+        total = batch * heads * per_head * size
+        if direction == "forward":
+            return total
+        keys = spec.batch * spec.key_heads * spec.key_length * (spec.head_size + spec.value_head_size)
+        rows = spec.batch * spec.key_heads * spec.groups * spec.query_length
+        return 2 * total + size * (keys + rows * (spec.head_size + spec.value_head_size + 1))
+
+    @classmethod
+    def candidates(cls, spec: AttentionSpec) -> tuple[BlockSizes, ...]:
+        """What a search should try, best guess first, each valid for the shape and none twice."""
+        pairs = [(256, 256), (128, 256), (256, 512), (512, 256), (512, 512), (128, 128), (128, 512), (512, 1024)]
+        fitted = (cls(query, key).fitted(spec) for query, key in pairs)
+        return tuple(dict.fromkeys(fitted))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"query_block": self.query_block, "key_block": self.key_block}
+
+
+def _fit(block: int, length: int) -> int:
+    if block >= length:
+        return length
+    return min(length, -(-block // _ALIGNMENT) * _ALIGNMENT)
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(d for d in range(max(1, min(number, at_most)), 0, -1) if number % d == 0)

@@ -1,0 +1,98 @@
+"""Attention as it is written down: the oracle of the tests, and an implementation for whoever wants to read along.
+
+It has the T x S arrays that the others avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.spec import AttentionSpec, Weight
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
+    """Everything, everywhere."""
+    return Supported()
+
+
+def forward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array] = (),
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """The formula of :class:`AttentionSpec`, line by line.  Arguments and results as in ``xla.forward``."""
+    dtype = spec.accumulation_dtype
+    t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+    s = jnp.arange(spec.key_length, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+
+    def weighted(p: Array, weights: Sequence[Weight]) -> Array:
+        for weight in weights:
+            w = weight.program.evaluate(None, t, s, sides)
+            p = jnp.where(w, p, 0) if weight.kind == "where" else p * w.astype(dtype)
+        return p
+
+    score = _einsum("bkgtd,bksd->bkgts", query, key, dtype, spec.score_precision).astype(spec.score_dtype)
+    x = jnp.broadcast_to(spec.score.evaluate(score, t, s, sides), score.shape).astype(dtype)
+    maximum = jnp.max(x, axis=-1, keepdims=True)
+    if sink is not None:
+        maximum = jnp.maximum(maximum, sink.astype(dtype))
+    maximum = lax.stop_gradient(maximum)
+    e = weighted(jnp.exp(x - maximum), spec.inner_weights)
+    total = jnp.sum(e, axis=-1, keepdims=True)
+    if sink is not None:
+        total = total + jnp.exp(sink.astype(dtype) - maximum)
+    p = weighted(e / total, spec.weights)
+    out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision)
+    logsumexp = jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))
+    return out.astype(spec.result_dtype), logsumexp[..., 0]
+
+
+def backward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
+    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+    differentiable = [n for n, side in enumerate(spec.sides) if side.differentiable]
+
+    def result(query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None) -> Array:
+        merged = list(sides)
+        for n, side in zip(differentiable, floating, strict=True):
+            merged[n] = side
+        return forward(spec, block_sizes, query, key, value, merged, sink)[0]
+
+    _, vjp = jax.vjp(result, query, key, value, [sides[n] for n in differentiable], sink)
+    dquery, dkey, dvalue, dfloating, dsink = vjp(dout)
+    dsides: list[Array | None] = [None] * len(sides)
+    for n, gradient in zip(differentiable, dfloating, strict=True):
+        dsides[n] = gradient
+    return dquery, dkey, dvalue, tuple(dsides), dsink
+
+
+def _einsum(equation: str, a: Array, b: Array, dtype: Any, precision: str | None) -> Array:
+    if dtype == jnp.float64:
+        a, b = a.astype(dtype), b.astype(dtype)
+    dots = None if precision is None else lax.Precision[precision]
+    return jnp.einsum(equation, a, b, precision=dots, preferred_element_type=dtype)

@@ -1,0 +1,301 @@
+"""An attention as it stands in a program: index notation for its operands, around the canonical kernel.
+
+This is the thin boundary at which the program's layouts become the kernels' canonical shapes and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.attention import OPERATION
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.kernels.implementation import Operation
+from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
+from autopallas.program import Program
+
+Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTerm:
+    """A term ``coefficient * f(source)`` of a sum over logarithms, without the key axis and without the scores.
+
+    ``constant``: the coefficient itself.  ``value``: f is the identity.  ``log``: f is the logarithm.
+    """
+
+    coefficient: float
+    kind: Literal["constant", "value", "log"]
+    source: Operand | Positions | None = None
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> RowTerm:
+        return self if self.source is None else replace(self, source=self.source.batched(axes, label))
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention of a program.
+
+    Attributes:
+      sizes: size of each label.
+      query, key, value: how q, k and v are read from the operands.
+      query_labels: the labels of the query axis T; the positions that ``Index("query")`` counts.
+      key_labels, head_labels, value_labels: those of S, D and Dv.  Every other label is a batch label (if k or v has
+        it, or neither q nor k nor v) or a group label (if of the three only q has it).
+      sides: the side inputs of the programs, in order.
+      sinks: further terms of the normaliser, each the logarithm of a term, as a sum of row terms.
+      factors: the result is multiplied by ``exp`` of the sum of these row terms.
+      result: the view of the result.
+      rows: the view of an array with one value per row, as the residuals are.
+      types: dtypes of all operands.
+    """
+
+    sizes: tuple[int, ...]
+    query: Operand
+    key: Operand
+    value: Operand
+    query_labels: tuple[Label, ...]
+    key_labels: tuple[Label, ...]
+    head_labels: tuple[Label, ...]
+    value_labels: tuple[Label, ...]
+    result: View
+    rows: View
+    types: tuple[Dtype, ...]
+    score_dtype: Dtype
+    result_dtype: Dtype
+    score: Program
+    sides: tuple[Operand | Positions, ...] = ()
+    inner_weights: tuple[Weight, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    sinks: tuple[tuple[RowTerm, ...], ...] = ()
+    factors: tuple[RowTerm, ...] = ()
+    live: Program | None = None
+    score_precision: str | None = None
+    value_precision: str | None = None
+    assume_finite: bool = True
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATION
+
+    # ------------------------------------------------------------------ canonical axes
+
+    @cached_property
+    def axes(self) -> tuple[tuple[Label, ...], ...]:
+        """The labels that make up each of the canonical axes (B, K, G, T, S)."""
+        special = {*self.query_labels, *self.key_labels, *self.head_labels, *self.value_labels}
+        shared = {*self.key.labels, *self.value.labels}
+        outer = [a for _, labels in self.result for a in labels if a not in special]
+        group = tuple(a for a in outer if a in self.query.labels and a not in shared)
+        batch = [a for a in outer if a not in group]
+        # Two axes for the batch labels, such that side inputs vary over whole axes if they can: labels that the same
+        # side inputs have belong together.  Where that does not decide, the last label counts the heads.
+        readers = [*self.sides, *(t.source for s in (*self.sinks, self.factors) for t in s if t.source is not None)]
+        kinds: dict[tuple[bool, ...], list[Label]] = {}
+        for label in batch:
+            kinds.setdefault(tuple(label in r.labels for r in readers), []).append(label)
+        if len(kinds) == 2:
+            first, second = kinds.values()
+        else:
+            first, second = batch[:-1], batch[-1:]
+        return tuple(first), tuple(second), group, self.query_labels, self.key_labels
+
+    def _varies(self, source: Operand | Positions) -> tuple[bool, bool, bool, bool, bool]:
+        b, k, g, t, s = (any(a in source.labels for a in group) for group in self.axes)
+        return b, k, g, t, s
+
+    @cached_property
+    def spec(self) -> AttentionSpec:
+        """The canonical description, which kernels and tables know."""
+
+        def extent(labels: Iterable[Label]) -> int:
+            return math.prod(self.sizes[a] for a in labels)
+
+        batch, heads, groups, query, key = (extent(group) for group in self.axes)
+        sides = tuple(
+            SideSpec(s.dtype if isinstance(s, Positions) else self.types[s.position], self._varies(s))
+            for s in self.sides
+        )
+        sink = None
+        if self.sinks:
+            rows = [self._varies(t.source) for terms in self.sinks for t in terms if t.source is not None]
+            b, k, g, t, s = (any(varies) for varies in zip((False,) * 5, *rows, strict=True))
+            sink = (b, k, g, t, s)
+        wide = np.dtype(np.float64 if self.score_dtype == np.float64 else np.float32)
+        return AttentionSpec(
+            batch=batch,
+            key_heads=heads,
+            groups=groups,
+            query_length=query,
+            key_length=key,
+            head_size=extent(self.head_labels),
+            value_head_size=extent(self.value_labels),
+            query_dtype=self.types[self.query.position],
+            key_dtype=self.types[self.key.position],
+            value_dtype=self.types[self.value.position],
+            score_dtype=self.score_dtype,
+            result_dtype=wide if self.factors else self.result_dtype,
+            score=self.score,
+            sides=sides,
+            inner_weights=self.inner_weights,
+            weights=self.weights,
+            sink=sink,
+            live=self.live,
+            score_precision=self.score_precision,
+            value_precision=self.value_precision,
+            assume_finite=self.assume_finite,
+        )
+
+    # ------------------------------------------------------------------ to canonical arrays and back
+
+    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+        """(q, k, v, sides, sink) in the shapes of :class:`AttentionSpec`."""
+        b, k_, g, t, s = self.axes
+        spec = self.spec
+
+        def whole(source: Operand, groups: Sequence[Sequence[Label]], shape: tuple[int, ...]) -> jax.Array:
+            return jnp.broadcast_to(read(source, operands, self.sizes, groups), shape)
+
+        batch = (spec.batch, spec.key_heads)
+        q = whole(
+            self.query, (b, k_, g, t, self.head_labels), (*batch, spec.groups, spec.query_length, spec.head_size)
+        )
+        k = whole(self.key, (b, k_, s, self.head_labels), (*batch, spec.key_length, spec.head_size))
+        v = whole(self.value, (b, k_, s, self.value_labels), (*batch, spec.key_length, spec.value_head_size))
+        sides = tuple(read(side, operands, self.sizes, self.axes) for side in self.sides)
+        sink = None
+        if self.sinks:
+            sink = self._rows(self.sinks[0], operands)
+            for terms in self.sinks[1:]:
+                sink = jnp.logaddexp(sink, self._rows(terms, operands))
+        return q, k, v, sides, sink
+
+    def _rows(self, terms: Sequence[RowTerm], operands: Sequence[jax.Array]) -> jax.Array:
+        """A sum of row terms, [B|1, K|1, G|1, T|1, 1]."""
+        dtype = self.spec.accumulation_dtype
+        total = jnp.zeros((1,) * 5, dtype)
+        for term in terms:
+            if term.source is None:
+                total = total + jnp.asarray(term.coefficient, dtype)
+                continue
+            row = read(term.source, operands, self.sizes, self.axes).astype(dtype)
+            total = total + term.coefficient * (jnp.log(row) if term.kind == "log" else row)
+        return total
+
+    def _factor(self, operands: Sequence[jax.Array]) -> jax.Array:
+        """The product that multiplies the result, [B|1, K|1, G|1, T|1, 1]; exact for negative factors too."""
+        dtype = self.spec.accumulation_dtype
+        product = jnp.exp(self._rows([t for t in self.factors if t.kind != "log"], operands))
+        for term in self.factors:
+            if term.kind == "log":
+                assert term.source is not None
+                row = read(term.source, operands, self.sizes, self.axes).astype(dtype)
+                product = product * row if term.coefficient == 1 else product * row ** int(term.coefficient)
+        return product
+
+    def _finish(self, out: jax.Array, operands: Sequence[jax.Array]) -> jax.Array:
+        """From the kernel's result [B, K, G, T, Dv] to the program's."""
+        if self.factors:
+            out = out * self._factor(operands)
+        b, k, g, t, _ = self.axes
+        return write(out.astype(self.result_dtype), self.result, self.sizes, (b, k, g, t, self.value_labels))
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """(results, residuals): the program's result; and the logsumexp of each row, with the kernel's own result where
+        that cannot be read off the program's."""
+        q, k, v, sides, sink = self._canonical(operands)
+        out, logsumexp = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
+        residuals = (write(logsumexp, self.rows, self.sizes, self.axes[:4]),)
+        if self.factors:
+            residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
+        return (self._finish(out, operands),), residuals
+
+    @property
+    def _inner_result(self) -> View:
+        """The view under which the kernel's own result is kept where factors follow it."""
+        return (*self.rows, (0, self.value_labels))
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the residuals."""
+        rows = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.rows)
+        logsumexp = jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype)
+        if not self.factors:
+            return (logsumexp,)
+        return logsumexp, jax.ShapeDtypeStruct((*rows, self.spec.value_head_size), self.spec.result_dtype)
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+
+        def rebuild(chosen: Sequence[jax.Array]) -> list[jax.Array]:
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            return filled
+
+        def prepare(*chosen: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+            """What depends differentiably on the active operands; the rest is handed through beside it."""
+            q, k, v, sides, sink = self._canonical(rebuild(chosen))
+            floating = tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
+            return (q, k, v, floating, sink), (q, k, v, sides, sink)
+
+        _, pull, (q, k, v, sides, sink) = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        axes = (*self.axes[:4], self.value_labels)
+        logsumexp = read(Operand(0, self.rows), (residuals[0],), self.sizes, axes[:4])
+        if self.factors:
+            out = read(Operand(0, self._inner_result), (residuals[1],), self.sizes, axes)
+            _, pull_finish = jax.vjp(
+                lambda out, *chosen: self._finish(out, rebuild(chosen)), out, *(operands[i] for i in active)
+            )
+            dout, *outside = pull_finish(cotangents[0])
+        else:
+            out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
+            outside = []
+        dq, dk, dv, dsides, dsink = kernel.backward(
+            self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout
+        )
+        floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
+        inside = pull((dq, dk, dv, floating, dsink))
+        return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
+
+    # ------------------------------------------------------------------ transformations
+
+    def batched(self, axes: Sequence[int | None], size: int) -> AttentionSite:
+        """The site under vmap: operands with an axis have it in front, and so has the result."""
+        label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
+        query = self.query.batched(axes, label)
+        key, value = self.key.batched(axes, label), self.value.batched(axes, label)
+        only_query = bool(label) and label[0] in query.labels and label[0] not in (*key.labels, *value.labels)
+        return replace(
+            self,
+            sizes=(*self.sizes, *(size for _ in label)),
+            query=query,
+            key=key,
+            value=value,
+            # one query under vmap: the mapped axis is the query axis
+            query_labels=label if only_query and not self.query_labels else self.query_labels,
+            sides=tuple(s.batched(axes, label) for s in self.sides),
+            sinks=tuple(tuple(t.batched(axes, label) for t in terms) for terms in self.sinks),
+            factors=tuple(t.batched(axes, label) for t in self.factors),
+            result=((0, label), *self.result),
+            rows=((0, label), *self.rows),
+        )

@@ -1,0 +1,138 @@
+"""What one attention is: the description that patterns produce and kernels consume.
+
+Letters, in this package: B batch, K key heads, G query heads per key head (N = K * G query heads), T query length,
+S key length, D head size of queries and keys, Dv head size of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from autopallas.program import Program
+
+__all__ = ["AttentionSpec", "SideSpec", "Weight"]
+
+Dtype: TypeAlias = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SideSpec:
+    """A side input: its dtype, and which of (B, K, G, T, S) it varies over; it has size 1 along the others."""
+
+    dtype: Dtype
+    varies: tuple[bool, bool, bool, bool, bool]
+
+    @property
+    def differentiable(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name == "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A factor on the probabilities, evaluated on the tile from positions and side inputs.
+
+    ``where``: the program gives a boolean; where it is False the probability is exactly 0, even if it was NaN.
+    ``multiply``: the program gives a number; the probability is multiplied by it.
+    """
+
+    kind: Literal["where", "multiply"]
+    program: Program
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention, in canonical shapes.
+
+    With s = q k^T rounded to ``score_dtype``, x = ``score`` (s) in float32 (float64 for float64 scores)::
+
+        e = exp(x - max) * inner_weights          max and the sum run over S and, if ``sink``, one more logit
+        p = e / (sum_S e + exp(sink - max)) * weights
+        out = p v                                 [B, K, G, T, Dv] in ``result_dtype``
+        logsumexp = max + log(sum)                [B, K, G, T] float32 (float64)
+
+    A row whose every x is -inf has the result NaN, as ``0 / 0`` in the original, except where a ``where`` weight has
+    turned each of its probabilities into 0.
+
+    Operands: q [B, K, G, T, D], k [B, K, S, D], v [B, K, S, Dv]; side inputs [B|1, K|1, G|1, T|1, S|1]; the sink, a
+    logit without a value, [B|1, K|1, G|1, T|1, 1].
+    """
+
+    batch: int
+    key_heads: int
+    groups: int
+    query_length: int
+    key_length: int
+    head_size: int
+    value_head_size: int
+    query_dtype: Dtype
+    key_dtype: Dtype
+    value_dtype: Dtype
+    score_dtype: Dtype
+    result_dtype: Dtype
+    score: Program
+    sides: tuple[SideSpec, ...] = ()
+    inner_weights: tuple[Weight, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    sink: tuple[bool, bool, bool, bool, bool] | None = None
+    """None, or which of (B, K, G, T, S) the sink logit varies over (never S)."""
+    live: Program | None = None
+    """A boolean program over positions and sides; where it is False the weight is exactly 0 in the original's own
+    precision, provided that the row has a live key at all.  None: every key may have weight."""
+    score_precision: str | None = None
+    """``lax.Precision`` of the original's first dot: None (default), "HIGH" or "HIGHEST"."""
+    value_precision: str | None = None
+    """The same for the second dot."""
+    assume_finite: bool = True
+    """Whether dead tiles may be skipped although an inf or NaN in a dead key's value would have reached the result."""
+
+    @property
+    def accumulation_dtype(self) -> Dtype:
+        """float32, or float64 where the scores are float64."""
+        return np.dtype(np.float64 if self.score_dtype == np.float64 else np.float32)
+
+    @property
+    def widest_dtype(self) -> Dtype:
+        """The dtype under which tables file this attention."""
+        return max((self.query_dtype, self.key_dtype, self.value_dtype), key=lambda d: d.itemsize)
+
+    @cached_property
+    def mask_class(self) -> str:
+        """"full", "causal", "static" (another mask known from positions alone), or "dynamic" (depends on side inputs)."""
+        from autopallas.kernels.attention.tiles import classify
+
+        return classify(self)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the result to be the original's, in words."""
+        if self.assume_finite and self.live is not None and self.mask_class in ("causal", "static"):
+            return ("values at keys without any weight are finite (assume_finite)",)
+        return ()
+
+    def __str__(self) -> str:
+        heads = f"N={self.key_heads * self.groups}" + (f" K={self.key_heads}" if self.groups > 1 else "")
+        value = f" Dv={self.value_head_size}" if self.value_head_size != self.head_size else ""
+        extras = [f"{len(self.sides)} side input{'s' * (len(self.sides) > 1)}"] if self.sides else []
+        extras += ["sink"] if self.sink else []
+        extras += [f"{w.kind} weight" for w in self.inner_weights + self.weights]
+        return (
+            f"attention B={self.batch} {heads} T={self.query_length} S={self.key_length} D={self.head_size}{value} "
+            f"{self.widest_dtype}, {self.mask_class} mask" + "".join(f", {e}" for e in extras)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data: numbers and strings."""
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, (bool, int, float, str, type(None))):
+                return x
+            if isinstance(x, tuple):
+                return [plain(i) for i in x]
+            if isinstance(x, (SideSpec, Weight)):
+                return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
+            return str(x)
+
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)} | {"mask_class": self.mask_class}

@@ -1,0 +1,238 @@
+"""Which tiles of the score matrix have to be computed: decided from positions alone, while JAX is tracing.
+
+A tile is *dead* where ``spec.live`` is False throughout, *full* where it is True throughout, else *partial*.  Nothing is
+ever computed differently because of this: a dead tile may be skipped where the rule in :func:`tile_map` allows it, and
+in full tiles comparisons whose outcome is known are not evaluated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from autopallas.kernels.attention import intervals
+from autopallas.kernels.attention.intervals import Interval, Ranges
+from autopallas.kernels.attention.programs import causal
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.program import Constant, Instruction, Program, Score
+
+__all__ = ["DEAD", "FULL", "PARTIAL", "classify", "increasing", "simplified", "tile_map"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
+
+DEAD, PARTIAL, FULL = 0, 1, 2
+
+_BUDGET = 2**20  # rectangles looked at before giving up on an irregular mask
+
+@lru_cache(maxsize=1024)
+def classify(spec: AttentionSpec) -> MaskClass:
+    """What is known about which keys are live.
+
+    "full": every key.  "causal": exactly the keys 0 .. t for row t.  "static": another mask of positions alone.
+    "dynamic": it depends on side inputs.
+    """
+    live = spec.live
+    if live is None:
+        return "full"
+    if live.sides:
+        return "dynamic"
+    whole = _rectangles([(0, spec.query_length)], [(0, spec.key_length)])
+
+    def agrees(ranges: Ranges) -> Interval:
+        ours, wanted = intervals.evaluate(live, ranges), intervals.evaluate(causal(), ranges)
+        same = (ours.always & wanted.always) | (ours.never & wanted.never)
+        differs = (ours.always & wanted.never) | (ours.never & wanted.always)
+        return Interval(same.astype(float), 1.0 - differs, ours.dtype)
+
+    if _states(lambda ranges: intervals.evaluate(live, ranges), whole)[0] == FULL:
+        return "full"
+    return "causal" if _states(agrees, whole)[0] == FULL else "static"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileMap:
+    """``states[i, j]`` of the tile (i, j), and the same after the rule: ``states`` DEAD only where it may be skipped."""
+
+    states: Array
+
+    @property
+    def skipped(self) -> int:
+        return int(np.sum(self.states == DEAD))
+
+
+Edges: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=256)
+def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileMap:
+    """The state of each tile ``rows[i] x columns[j]``, given as (start, stop).
+
+    A tile is DEAD, that is, may be skipped, only if (1) finite values may be assumed (a NaN in a masked value row would
+    have reached the result), and (2) each of its rows has a live key elsewhere: the weight of a masked key is exactly
+    zero only relative to a live one, and a row without any has the mean of the values, or NaN, as its result.
+    """
+    shape = (len(rows), len(columns))
+    live = spec.live
+    if live is None:
+        return TileMap(np.full(shape, FULL, np.int8))
+    if live.sides:
+        return TileMap(np.full(shape, PARTIAL, np.int8))
+
+    def decide(ranges: Ranges) -> Interval:
+        return intervals.evaluate(live, ranges)
+
+    states = _states(decide, _rectangles(rows, columns)).reshape(shape)
+    for i, (start, stop) in enumerate(rows):
+        if not np.any(states[i] == DEAD) or (spec.assume_finite and np.any(states[i] == FULL)):
+            continue
+        if not spec.assume_finite or not _every_row_live(decide, start, stop, spec.key_length):
+            states[i] = np.where(states[i] == DEAD, PARTIAL, states[i])
+    return TileMap(states)
+
+
+def _rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
+    row_edges = np.repeat(np.array(rows, np.int64).reshape(-1, 2), len(columns), axis=0)
+    column_edges = np.tile(np.array(columns, np.int64).reshape(-1, 2), (len(rows), 1))
+    return Ranges(row_edges[:, 0], row_edges[:, 1], column_edges[:, 0], column_edges[:, 1])
+
+
+def _states(decide: Callable[[Ranges], Interval], ranges: Ranges) -> Array:
+    """DEAD, FULL or PARTIAL for each rectangle.  Undecided ones are cut in four until both outcomes have been seen."""
+    seen_true = np.zeros(len(ranges), bool)
+    seen_false = np.zeros(len(ranges), bool)
+    undecided = np.zeros(len(ranges), bool)
+    owner = np.arange(len(ranges))
+    spent = 0
+    while len(ranges):
+        spent += len(ranges)
+        answer = decide(ranges)
+        seen_true[owner[answer.always]] = True
+        seen_false[owner[answer.never]] = True
+        open_ = ~(answer.always | answer.never)
+        stuck = open_ & (ranges.area == 1)
+        undecided[owner[stuck]] = True
+        open_ &= ~stuck & ~(seen_true & seen_false | undecided)[owner]
+        ranges, owner = ranges.take(open_), owner[open_]
+        if spent + 4 * len(ranges) > _BUDGET:
+            undecided[owner] = True
+            break
+        ranges, owner = _quarters(ranges, owner)
+    states = np.full(len(seen_true), PARTIAL, np.int8)
+    states[seen_true & ~seen_false & ~undecided] = FULL
+    states[seen_false & ~seen_true & ~undecided] = DEAD
+    return states
+
+
+def _quarters(ranges: Ranges, owner: Array) -> tuple[Ranges, Array]:
+    middle_row = (ranges.query_start + ranges.query_stop + 1) // 2
+    middle_column = (ranges.key_start + ranges.key_stop + 1) // 2
+    rows = ((ranges.query_start, middle_row), (middle_row, ranges.query_stop))
+    columns = ((ranges.key_start, middle_column), (middle_column, ranges.key_stop))
+    parts = [(a, b, c, d) for a, b in rows for c, d in columns]
+    cut = Ranges(*(np.concatenate([p[i] for p in parts]) for i in range(4)))
+    nonempty = cut.area > 0
+    return cut.take(nonempty), np.tile(owner, 4)[nonempty]
+
+
+def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int, key_length: int) -> bool:
+    """Whether each row in [start, stop) provably has a live key."""
+    count = stop - start
+    ranges = _rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
+    owner = np.arange(count)
+    alive = np.zeros(count, bool)
+    spent = 0
+    while len(ranges):
+        spent += len(ranges)
+        answer = decide(ranges)
+        alive[owner[answer.always]] = True
+        open_ = ~(answer.always | answer.never) & (ranges.area > 1) & ~alive[owner]
+        ranges, owner = ranges.take(open_), owner[open_]
+        if spent + 2 * len(ranges) > _BUDGET:
+            break
+        ranges, owner = _quarters(ranges, owner)
+    return bool(np.all(alive))
+
+
+def simplified(program: Program, ranges: Ranges) -> Program:
+    """An equal program on the given rectangles: selections whose predicate is known there are resolved."""
+    bounds = intervals.registers(program, ranges)
+
+    def known(register: int) -> bool | None:
+        b = bounds[register]
+        if b.dtype != np.bool_:
+            return None
+        return True if bool(np.all(b.always)) else False if bool(np.all(b.never)) else None
+
+    same: dict[int, int] = {}  # registers that equal an earlier one
+
+    def root(register: int) -> int:
+        return same.get(register, register)
+
+    first = len(program.inputs)
+    for offset, instruction in enumerate(program.instructions):
+        name, arguments = instruction.primitive.name, instruction.arguments
+        if name == "select_n" and len(arguments) == 3 and (which := known(arguments[0])) is not None:
+            same[first + offset] = root(arguments[2 if which else 1])
+    return _without_dead_code(program, root) if same else program
+
+
+def _without_dead_code(program: Program, root: Callable[[int], int]) -> Program:
+    first = len(program.inputs)
+    needed: set[int] = set()
+    pending = [root(program.result)]
+    while pending:
+        register = pending.pop()
+        if register in needed:
+            continue
+        needed.add(register)
+        if register >= first:
+            pending += [root(a) for a in program.instructions[register - first].arguments]
+    number = {register: n for n, register in enumerate(sorted(needed))}
+    instructions = tuple(
+        Instruction(i.primitive, i.params, tuple(number[root(a)] for a in i.arguments), i.dtype)
+        for r in sorted(needed)
+        if r >= first
+        for i in (program.instructions[r - first],)
+    )
+    inputs = tuple(program.inputs[r] for r in sorted(needed) if r < first)
+    return Program(inputs, instructions, number[root(program.result)])
+
+
+
+
+def increasing(program: Program) -> bool:
+    """Whether the program is a non-decreasing function of the score and of nothing else.
+
+    Rounding keeps the order, so the program of a row's largest score is the row's largest result, to the last bit.
+    """
+    if not program.depends_on_score or not all(isinstance(i, (Score, Constant)) for i in program.inputs):
+        return False
+    first = len(program.inputs)
+    constants = {n: i.value for n, i in enumerate(program.inputs) if isinstance(i, Constant)}
+    registers = set(range(first)) - set(constants)  # known to be non-decreasing
+    for offset, instruction in enumerate(program.instructions):
+        name, arguments = instruction.primitive.name, instruction.arguments
+        other = next((constants[a] for a in arguments if a in constants), None)
+        if len(arguments) == 1:
+            floating = instruction.dtype.name in ("bfloat16", "float16", "float32", "float64")
+            ok = arguments[0] in registers and floating and name in _INCREASING
+        elif name in ("add", "sub", "max", "min"):
+            ok = all(a in registers or a in constants for a in arguments)
+            ok &= name != "sub" or (arguments[0] in registers and arguments[1] in constants)
+        elif name in ("mul", "div"):
+            ok = any(a in registers for a in arguments) and other is not None and 0 < other < float("inf")
+            ok &= name == "mul" or arguments[0] in registers
+        else:
+            ok = False
+        if not ok:
+            return False
+        registers.add(first + offset)
+    return program.result in registers
+
+
+_INCREASING = frozenset({"convert_element_type", "reduce_precision", "tanh", "copy", "stop_gradient"})

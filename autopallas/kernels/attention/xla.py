@@ -1,0 +1,524 @@
+"""Streaming attention in plain JAX: no T x S array exists, whatever the mask, in either direction.
+
+The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): blocks of queries outside, blocks of keys
+inside, a running maximum and a running sum; the backward recomputes each tile from the logsumexp.  The score program is
+evaluated tile by tile, its derivative by ``jax.vjp``.
+
+Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes; a tile is
+[b, k, G, t, s], of which axes b, k and G that have size 1 are dropped (XLA's CPU loops vectorise worse with them).
+There is no padding: a block that does not divide its axis leaves a last, shorter block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.schedule import (
+    Schedule,
+    Start,
+    TilePrograms,
+    Window,
+    accumulate,
+    cut,
+    loop,
+    schedule,
+    store,
+)
+from autopallas.kernels.attention.spec import AttentionSpec, Weight
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
+    """Everything a specification can say, on every platform."""
+    return Supported()
+
+
+class _Running(NamedTuple):
+    """What a block of rows knows after some of its tiles."""
+
+    maximum: Array  # [..., t, 1]
+    total: Array  # [..., t, 1]
+    accumulator: Array  # [..., t, Dv]
+    kept: Array | None  # [..., t, 1]: whether a `where` weight is True anywhere; None without such weights
+
+
+def forward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array] = (),
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """Attention.
+
+    Args:
+      spec: what to compute.
+      block_sizes: the tile.
+      query: [B, K, G, T, D].
+      key: [B, K, S, D].
+      value: [B, K, S, Dv].
+      sides: the spec's side inputs, each [B|1, K|1, G|1, T|1, S|1].
+      sink: [B|1, K|1, G|1, T|1, 1], or None.
+
+    Returns:
+      The result [B, K, G, T, Dv] and the logsumexp of each row [B, K, G, T].
+    """
+    plan = schedule(spec, block_sizes)
+    shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
+    out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
+    logsumexp = jnp.zeros(shape, spec.accumulation_dtype)
+
+    def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, logsumexp = carry
+        running = _stream(spec, plan, place, query, key, value, sides, sink)
+        result = running.accumulator / running.total
+        if running.kept is not None:
+            result = jnp.where(running.kept, result, 0)
+        statistic = running.maximum + jnp.log(running.total)
+        return (
+            store(out, place.window("BKGT-"), place.restored(result)),
+            store(logsumexp, place.window("BKGT"), place.restored(statistic)[..., 0]),
+        )
+
+    with jax.named_scope("autopallas_attention_xla"):
+        return _over_rows(plan, spec, rows, (out, logsumexp))
+
+
+def _stream(
+    spec: AttentionSpec,
+    plan: Schedule,
+    place: _Rows,
+    query: Array,
+    key: Array,
+    value: Array | None,
+    sides: Sequence[Array],
+    sink: Array | None,
+) -> _Running:
+    """One block of rows over all its live tiles.  Without values: the row statistics alone."""
+    q = place.rows(query)
+    shape = place.shape
+    where_weights = any(w.kind == "where" for w in spec.weights) and value is not None
+    if sink is None:
+        maximum = jnp.full((*shape, 1), -jnp.inf, spec.accumulation_dtype)
+        total = jnp.zeros_like(maximum)
+    else:
+        assert spec.sink is not None
+        maximum = jnp.broadcast_to(place.side(sink, spec.sink, (0, 1)), (*shape, 1)).astype(spec.accumulation_dtype)
+        total = jnp.where(maximum == -jnp.inf, 0, jnp.ones_like(maximum))
+    width = spec.value_head_size if value is not None else 0
+    start = _Running(
+        maximum,
+        total,
+        jnp.zeros((*shape, width), spec.accumulation_dtype),
+        jnp.zeros((*shape, 1), bool) if where_weights else None,
+    )
+
+    def tile(key_start: Start, key_size: int, programs: TilePrograms, carry: _Running) -> _Running:
+        columns = (key_start, key_size)
+        here = _Tile.at(spec, place, columns, sides)
+        score = _scores(spec, place, q, place.columns(key, columns))
+        x = _logits(spec, programs, score, here)
+        maximum = jnp.maximum(carry.maximum, _row_maximum(spec, programs, score, x))
+        # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
+        finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+        shrink = jnp.exp(carry.maximum - finite_maximum)
+        e = _weighted(programs.inner_weights, jnp.exp(x - finite_maximum), here)
+        total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
+        if value is None:
+            return carry._replace(maximum=maximum, total=total)
+        p = _weighted(programs.weights, e, here)
+        accumulator = carry.accumulator * shrink + _times_values(spec, place, p, place.columns(value, columns))
+        kept = carry.kept
+        if kept is not None:
+            kept = kept | _any_kept(programs.weights, here, p.shape)
+        return _Running(maximum, total, accumulator, kept)
+
+    return plan.over_columns(place.block, tile, start)
+
+
+def backward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
+    """Gradients of :func:`forward`'s first result, from its operands and results and the cotangent ``dout``.
+
+    Returns:
+      dquery, dkey, dvalue, the gradients of the side inputs (None for integers and booleans), dsink (None without a
+      sink), each in its operand's shape and dtype.
+    """
+    plan = schedule(spec, block_sizes)
+    gradients = _Gradients.zeros(spec, query, key, value, sides, sink)
+
+    def rows(place: _Rows, carry: _Gradients) -> _Gradients:
+        return _backward_rows(spec, plan, place, carry, query, key, value, sides, sink, out, logsumexp, dout)
+
+    with jax.named_scope("autopallas_attention_xla_backward"):
+        found = _over_rows(plan, spec, rows, gradients)
+    dsides = iter(found.sides)
+    return (
+        found.query,
+        found.key.astype(key.dtype),
+        found.value.astype(value.dtype),
+        tuple(next(dsides).astype(s.dtype) if s.differentiable else None for s in spec.sides),
+        None if found.sink is None or sink is None else found.sink.astype(sink.dtype),
+    )
+
+
+class _Gradients(NamedTuple):
+    """Accumulators over the whole operands.  The rows of ``query`` are written once, so it has its final dtype."""
+
+    query: Array
+    key: Array
+    value: Array
+    sides: tuple[Array, ...]  # of the differentiable side inputs
+    sink: Array | None
+
+    @staticmethod
+    def zeros(
+        spec: AttentionSpec, query: Array, key: Array, value: Array, sides: Sequence[Array], sink: Array | None
+    ) -> _Gradients:
+        def like(x: Array) -> Array:
+            return jnp.zeros(x.shape, spec.accumulation_dtype)
+
+        floating = tuple(like(x) for x, s in zip(sides, spec.sides, strict=True) if s.differentiable)
+        dquery = jnp.zeros(query.shape, query.dtype)
+        return _Gradients(dquery, like(key), like(value), floating, None if sink is None else like(sink))
+
+
+def _backward_rows(
+    spec: AttentionSpec,
+    plan: Schedule,
+    place: _Rows,
+    gradients: _Gradients,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> _Gradients:
+    """The contributions of one block of rows.
+
+    With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v, and for any weights, with or without a sink,
+    dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
+    """
+    dtype = spec.accumulation_dtype
+    q, do = place.rows(query), place.rows(dout)
+    delta = jnp.sum(do.astype(dtype) * place.rows(out).astype(dtype), axis=-1, keepdims=True)
+    delta = place.ungrouped(delta)
+    statistic = place.ungrouped(place.rows(logsumexp[..., None]))
+    factor = None
+    if spec.inner_weights:
+        # The sum may be zero or negative, of which the logsumexp alone does not tell.
+        running = _stream(spec, plan, place, query, key, None, sides, sink)
+        statistic = running.maximum + jnp.log(jnp.abs(running.total))
+        factor = jnp.where(running.total == 0, jnp.nan, jnp.sign(running.total))
+
+    def tile(
+        key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
+    ) -> tuple[Array, _Gradients]:
+        dq, gradients = carry
+        columns = (key_start, key_size)
+        here = _Tile.at(spec, place, columns, sides)
+        k, v = place.columns(key, columns), place.columns(value, columns)
+        score = _scores(spec, place, q, k)
+
+        def logits(score: Array, floating: tuple[Array, ...]) -> Array:
+            return _logits(spec, programs, score, here.with_floating(spec, floating))
+
+        x, logits_vjp = jax.vjp(logits, score, here.floating(spec))
+        e = jnp.exp(x - statistic)
+        if factor is not None:
+            e = e * factor
+        p_normal, inner_vjp = _weighted_vjp(spec, programs.inner_weights, e, here)
+        p, outer_vjp = _weighted_vjp(spec, programs.weights, p_normal, here)
+        dvalue = _rows_by_rows(spec, place, p, do)
+        dp = _rows_by_columns(spec, place, do, v)
+        dp_normal, outer_sides = outer_vjp(dp)
+        # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
+        if spec.inner_weights:
+            de, inner_sides = inner_vjp(dp_normal - delta)
+            dx = e * de
+        else:
+            dx, inner_sides = p_normal * (dp_normal - delta), ()
+        dscore, score_sides = logits_vjp(dx.astype(x.dtype))
+        dq = dq + _times_keys(spec, place, dscore, k)
+        window = place.window("BKS-", columns)
+        dkey = _rows_by_rows(spec, place, dscore, q)
+        updates = gradients._replace(
+            key=accumulate(gradients.key, window, dkey.reshape(place.batch[1], place.heads[1], *dkey.shape[-2:])),
+            value=accumulate(gradients.value, window, dvalue.reshape(place.batch[1], place.heads[1], *dvalue.shape[-2:])),
+            sides=_add_sides(spec, place, columns, gradients.sides, (score_sides, inner_sides, outer_sides)),
+        )
+        return dq, updates
+
+    start = jnp.zeros((*place.shape, spec.head_size), dtype)
+    dq, gradients = plan.over_columns(place.block, tile, (start, gradients))
+    gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
+    if sink is not None and gradients.sink is not None and spec.sink is not None:
+        weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - statistic)
+        if factor is not None:
+            weight = weight * factor
+        dsink = _reduced(place.restored(-weight * delta), spec.sink)
+        gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
+    return gradients
+
+
+# Where things are.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """A block of rows of some heads of some batch entries; starts may be traced, sizes are static."""
+
+    batch: tuple[Start, int]
+    heads: tuple[Start, int]
+    groups: int
+    block: Start
+    query: tuple[Start, int]
+
+    @property
+    def size(self) -> int:
+        return self.query[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(b, k, G, t), without those of b, k and G that are 1."""
+        return (*(n for n in (self.batch[1], self.heads[1], self.groups) if n != 1), self.size)
+
+    def squeezed(self, x: Array) -> Array:
+        """[b|1, k|1, G|1, ...] without the axes that a tile drops."""
+        sizes = (self.batch[1], self.heads[1], self.groups)
+        return lax.squeeze(x, [axis for axis, size in enumerate(sizes) if size == 1])
+
+    def restored(self, x: Array) -> Array:
+        """[..., t, d] as [b, k, G, t, d]."""
+        return x.reshape(self.batch[1], self.heads[1], self.groups, *x.shape[-2:])
+
+    def rows(self, x: Array) -> Array:
+        """This block of [B, K, G, T, d], with the groups merged into the rows: [..., G t, d]."""
+        return self.grouped(self.squeezed(cut(x, self.window("BKGT-"))))
+
+    def grouped(self, x: Array) -> Array:
+        """[..., G, t, d] as [..., G t, d], the shape of the dots: they need no repeated keys or values."""
+        return x if self.groups == 1 else x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+    def ungrouped(self, x: Array) -> Array:
+        """[..., G t, d] as [..., G, t, d]."""
+        return x if self.groups == 1 else x.reshape(*x.shape[:-2], self.groups, -1, x.shape[-1])
+
+    def columns(self, x: Array, columns: tuple[Start, int]) -> Array:
+        """A block of [B, K, S, d] for these heads: [..., s, d]."""
+        x = cut(x, self.window("BKS-", columns))
+        return lax.squeeze(x, [axis for axis in (0, 1) if x.shape[axis] == 1])
+
+    def side_window(self, varies: Sequence[bool], columns: tuple[Start, int]) -> Window:
+        return [part if v else None for part, v in zip(self.window("BKGTS", columns), varies, strict=True)]
+
+    def side(self, x: Array, varies: Sequence[bool], columns: tuple[Start, int]) -> Array:
+        """The part of a side input that belongs to a tile, with the tile's axes."""
+        return self.squeezed(cut(x, self.side_window(varies, columns)))
+
+    def window(self, axes: str, columns: tuple[Start, int] | None = None) -> Window:
+        """The window of an operand whose dimensions are ``axes``; "-" is a whole dimension."""
+        parts = {"B": self.batch, "K": self.heads, "G": None, "T": self.query, "S": columns, "-": None}
+        return [parts[a] for a in axes]
+
+
+def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Any], Any], carry: Any) -> Any:
+    """``carry`` after ``body`` for each block of rows, the shorter last one included."""
+    batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
+
+    def place(n: Start, blocks: int, size: int) -> _Rows:
+        block = n % blocks if blocks > 1 else 0
+        outer = n // blocks if blocks > 1 else n
+        heads, batch = (outer % head_steps, outer // head_steps) if head_steps > 1 else (0, outer)
+        return _Rows(
+            (batch * plan.batch_step if batch_steps > 1 else 0, plan.batch_step),
+            (heads * plan.head_step, plan.head_step),
+            spec.groups,
+            block,
+            (block * plan.query_block, size),
+        )
+
+    blocks = plan.whole_row_blocks
+    outer = batch_steps * head_steps
+    carry = loop(outer * blocks, lambda n, c: body(place(n, blocks, plan.query_block), c), carry)
+    if tail := plan.query_length - blocks * plan.query_block:
+
+        def last(n: Start, carry: Any) -> Any:
+            at = place(n, 1, tail)
+            return body(_Rows(at.batch, at.heads, spec.groups, blocks, (blocks * plan.query_block, tail)), carry)
+
+        carry = loop(outer, last, carry)
+    return carry
+
+
+def _reduced(tile: Array, varies: Sequence[bool]) -> Array:
+    """The tile summed over the axes along which a side input does not vary."""
+    return jnp.sum(tile, axis=tuple(a for a, v in enumerate(varies) if not v), keepdims=True)
+
+
+def _unsqueezed(place: _Rows, tile: Array, varies: Sequence[bool]) -> Array:
+    """A side input's gradient on a tile, with all five axes."""
+    sizes = (place.batch[1], place.heads[1], place.groups)
+    return tile.reshape(*(n if v else 1 for n, v in zip(sizes, varies, strict=False)), *tile.shape[-2:])
+
+
+def _add_sides(
+    spec: AttentionSpec,
+    place: _Rows,
+    columns: tuple[Start, int],
+    totals: tuple[Array, ...],
+    contributions: Sequence[tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    differentiable = [s for s in spec.sides if s.differentiable]
+    for contribution in contributions:
+        if contribution:
+            totals = tuple(
+                accumulate(total, place.side_window(s.varies, columns), _unsqueezed(place, c, s.varies).astype(total.dtype))
+                for total, s, c in zip(totals, differentiable, contribution, strict=True)
+            )
+    return totals
+
+
+# The contents of a tile.
+
+
+class _Tile(NamedTuple):
+    """Positions and side inputs of one tile, each of a shape that broadcasts against [..., t, s]."""
+
+    query: Array
+    key: Array
+    sides: tuple[Array, ...]
+
+    @staticmethod
+    def at(spec: AttentionSpec, place: _Rows, columns: tuple[Start, int], sides: Sequence[Array]) -> _Tile:
+        query = jnp.asarray(place.query[0], jnp.int32) + np.arange(place.size, dtype=np.int32)
+        key = jnp.asarray(columns[0], jnp.int32) + np.arange(columns[1], dtype=np.int32)
+        tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
+        leading = (1,) * (len(place.shape) - 1)
+        return _Tile(query.reshape(*leading, -1, 1), key.reshape(*leading, 1, -1), tuple(tiles))
+
+    def floating(self, spec: AttentionSpec) -> tuple[Array, ...]:
+        return tuple(x for x, s in zip(self.sides, spec.sides, strict=True) if s.differentiable)
+
+    def with_floating(self, spec: AttentionSpec, floating: tuple[Array, ...]) -> _Tile:
+        values = iter(floating)
+        sides = (next(values) if s.differentiable else x for x, s in zip(self.sides, spec.sides, strict=True))
+        return self._replace(sides=tuple(sides))
+
+
+def _logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: _Tile) -> Array:
+    x = programs.score.evaluate(score, here.query, here.key, here.sides)
+    return jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
+
+
+def _row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array) -> Array:
+    """max over the keys of x.  An increasing function of the score alone is applied to the maximum instead (exactly)."""
+    if not programs.increasing:
+        return jnp.max(x, axis=-1, keepdims=True)
+    highest = jnp.max(score, axis=-1, keepdims=True)
+    return programs.score.evaluate(highest, None, None, ()).astype(spec.accumulation_dtype)
+
+
+def _weighted(weights: Sequence[Weight], p: Array, here: _Tile) -> Array:
+    for weight in weights:
+        w = weight.program.evaluate(None, here.query, here.key, here.sides)
+        p = jnp.where(w, p, 0) if weight.kind == "where" else p * w.astype(p.dtype)
+    return p
+
+
+def _weighted_vjp(
+    spec: AttentionSpec, weights: Sequence[Weight], p: Array, here: _Tile
+) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
+    """``p`` with its weights, and the map from that result's cotangent to those of ``p`` and the side inputs."""
+    if not weights:
+        return p, lambda cotangent: (cotangent, ())
+
+    def apply(p: Array, floating: tuple[Array, ...]) -> Array:
+        return _weighted(weights, p, here.with_floating(spec, floating))
+
+    result, vjp = jax.vjp(apply, p, here.floating(spec))
+    return result, lambda cotangent: vjp(cotangent)
+
+
+def _any_kept(weights: Sequence[Weight], here: _Tile, shape: tuple[int, ...]) -> Array:
+    kept = jnp.ones((1,) * len(shape), bool)
+    for weight in weights:
+        if weight.kind == "where":
+            kept = kept & weight.program.evaluate(None, here.query, here.key, here.sides)
+    return jnp.any(jnp.broadcast_to(kept, shape), axis=-1, keepdims=True)
+
+
+# The dots of a tile: batched over b and k, the groups merged into the rows.
+
+
+def _dot(spec: AttentionSpec, a: Array, b: Array, contract: tuple[int, int], precision: str | None) -> Array:
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    if spec.accumulation_dtype == np.float64:
+        dtype = jnp.dtype(np.float64)
+    batch = tuple(range(a.ndim - 2))
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((a.ndim + contract[0],), (b.ndim + contract[1],)), (batch, batch)),
+        precision=None if precision is None else lax.Precision[precision],
+        preferred_element_type=spec.accumulation_dtype,
+    )
+
+
+def _scores(spec: AttentionSpec, place: _Rows, q: Array, k: Array) -> Array:
+    """q k^T, rounded as the original's were."""
+    return place.ungrouped(_dot(spec, q, k, (-1, -1), spec.score_precision)).astype(spec.score_dtype)
+
+
+def _narrow(tile: Array, operand: Array, bounded: bool) -> Array:
+    """The tile in the dtype of its dot.  Rounding to bfloat16 keeps the range; float16 holds only what is below 1."""
+    if operand.dtype == jnp.bfloat16 or (bounded and operand.dtype == jnp.float16):
+        return tile.astype(operand.dtype)
+    return tile
+
+
+def _times_values(spec: AttentionSpec, place: _Rows, p: Array, v: Array) -> Array:
+    bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
+    p = place.grouped(_narrow(p, v, bounded))
+    return place.ungrouped(_dot(spec, p, v, (-1, -2), spec.value_precision))
+
+
+def _times_keys(spec: AttentionSpec, place: _Rows, ds: Array, k: Array) -> Array:
+    ds = place.grouped(_narrow(ds, k, False))
+    return place.ungrouped(_dot(spec, ds, k, (-1, -2), spec.score_precision))
+
+
+def _rows_by_columns(spec: AttentionSpec, place: _Rows, do: Array, v: Array) -> Array:
+    return place.ungrouped(_dot(spec, do, v, (-1, -1), spec.value_precision))
+
+
+def _rows_by_rows(spec: AttentionSpec, place: _Rows, tile: Array, rows: Array) -> Array:
+    tile = place.grouped(_narrow(tile, rows, False))
+    return _dot(spec, tile, rows, (-2, -2), spec.score_precision)

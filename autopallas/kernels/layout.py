@@ -1,0 +1,91 @@
+"""How a site reads its operands: index notation, and the arrays that it stands for.
+
+A site's operands are arrays as the program has them.  A :data:`View` gives, per dimension of the array,
+``(offset, labels)``: the elements ``offset + mixed radix of the labels``.  Labels are small integers with sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Label: TypeAlias = int
+Dimension: TypeAlias = tuple[int, tuple[Label, ...]]
+View: TypeAlias = tuple[Dimension, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One use of a site's operand: its position, and the view under which it is read."""
+
+    position: int
+    view: View
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return tuple(label for _, labels in self.view for label in labels)
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Operand:
+        """The same use after operands with an axis have got it in front, under a new label."""
+        if axes[self.position] is None:
+            return self
+        return Operand(self.position, ((0, label), *self.view))
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """An array that is no operand: ``offset + mixed radix`` of some labels, as an iota gives."""
+
+    dimension: Dimension
+    dtype: np.dtype[Any]
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return self.dimension[1]
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Positions:
+        return self
+
+
+def read(
+    source: Operand | Positions, operands: Sequence[jax.Array], sizes: Sequence[int], groups: Sequence[Sequence[Label]]
+) -> jax.Array:
+    """The array with one dimension per group of labels; size 1 where it varies over none of a group's labels.
+
+    A group of which the array has some labels and lacks others is filled up by broadcasting.
+    """
+    if isinstance(source, Positions):
+        offset, labels = source.dimension
+        shape = [sizes[a] for a in labels]
+        array = (jnp.arange(math.prod(shape), dtype=source.dtype) + jnp.asarray(offset, source.dtype)).reshape(shape)
+    else:
+        labels = source.labels
+        array = operands[source.position]
+        for axis, (offset, parts) in enumerate(source.view):
+            extent = math.prod(sizes[a] for a in parts)
+            if extent != array.shape[axis]:
+                array = jax.lax.slice_in_dim(array, offset, offset + extent, axis=axis)
+        array = array.reshape([sizes[a] for a in labels])
+    present = [[a for a in group if a in labels] for group in groups]
+    array = array.transpose([labels.index(a) for group in present for a in group])
+    full = [list(group) if have else [] for group, have in zip(groups, present, strict=True)]
+    array = array.reshape([sizes[a] if a in labels else 1 for group in full for a in group])
+    array = jnp.broadcast_to(array, [sizes[a] for group in full for a in group])
+    return array.reshape([math.prod(sizes[a] for a in group) for group in full])
+
+
+def write(
+    array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[Sequence[Label]]
+) -> jax.Array:
+    """The inverse of :func:`read` for a result: from one dimension per group to the dimensions of ``view``."""
+    order = [a for group in groups for a in group]
+    array = array.reshape([sizes[a] for a in order])
+    wanted = [a for _, labels in view for a in labels]
+    array = array.transpose([order.index(a) for a in wanted])
+    return array.reshape([math.prod(sizes[a] for a in labels) for _, labels in view])

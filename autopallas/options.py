@@ -1,0 +1,288 @@
+"""What a user may ask of the rewrite, and which request wins.
+
+Precedence, highest first: ``AUTOPALLAS_DISABLE`` and ``AUTOPALLAS_BACKEND*``, the arguments of ``optimize``, the
+innermost ``with autopallas.options(...)``, the rest of the environment, the defaults of :class:`Options`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
+
+import jax
+
+from autopallas import environment
+from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
+from autopallas.errors import OptionError
+from autopallas.kernels.implementation import IMPLEMENTATIONS
+
+__all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
+
+Objective: TypeAlias = Literal["time", "memory", "always"]
+Setting: TypeAlias = tuple[tuple[str, Any], ...]
+"""Options that were given, as sorted (name, value) pairs: hashable, so that it can be part of a key."""
+
+
+class OptionArguments(TypedDict, total=False):
+    """The options as keywords, in the forms that users may write; :class:`Options` says what each means."""
+
+    objective: Objective
+    implementation: str | Sequence[str] | None
+    ops: str | Sequence[str] | None
+    require: Mapping[str, int] | None
+    strict: bool
+    autotune: bool | None
+    tune_seconds: float
+    verify: bool
+    fuel: int | None
+    lock: str | os.PathLike[str] | None
+    assume_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options in force for one trace, resolved and valid.
+
+    Example:
+      >>> resolve({"ops": "attention", "require": {"attention": 2}}).require
+      (('attention', 2),)
+    """
+
+    objective: Objective = "time"
+    """"time": a site is replaced where that is known to be faster; "memory": where it needs less temporary memory;
+    "always": wherever it is legal, without evidence."""
+    implementation: str | tuple[str, ...] | None = None
+    """None: the platform's order.  One name: this or an error.  Several: the first that works, else the original."""
+    ops: tuple[str, ...] | None = None
+    """The operations to look for; None: all."""
+    require: tuple[tuple[str, int], ...] = ()
+    """The least number of applied sites per operation; fewer raise RequirementError."""
+    strict: bool = False
+    """Whether an exception inside autopallas is raised.  Else the program stays as it was, with a warning."""
+    autotune: bool | None = None
+    """Whether block sizes are searched for where no table knows them; None: on accelerators only."""
+    tune_seconds: float = 30.0
+    """The time that one such search may take, in seconds."""
+    verify: bool = False
+    """Whether the first call of each signature is checked against a float64 evaluation of the original."""
+    fuel: int | None = None
+    """At most this many sites are replaced; None: no limit.  For finding the site at fault by bisection."""
+    lock: str | None = None
+    """The path of a lockfile, which then decides sites, implementations and block sizes."""
+    assume_finite: bool = True
+    """Whether an inf or NaN that the original multiplies by an exact zero may vanish."""
+    disabled: bool = False
+    """Whether ``AUTOPALLAS_DISABLE`` asks for every function to run as it was written."""
+    implementation_of: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
+    """What ``AUTOPALLAS_BACKEND_<OPERATION>`` asks for; see :meth:`implementation_for`."""
+
+    def implementation_for(self, op: str) -> str | tuple[str, ...] | None:
+        """The implementation or implementations asked for one operation, or None."""
+        return dict(self.implementation_of).get(op, self.implementation)
+
+    def looks_for(self, op: str) -> bool:
+        """Whether sites of this operation are wanted."""
+        return self.ops is None or op in self.ops
+
+
+def _bad(name: str, value: object, remedy: str) -> OptionError:
+    return OptionError(f"option {name} is {value!r}; {remedy}")
+
+
+def _choices(name: str, value: object, choices: tuple[str, ...]) -> tuple[str, ...]:
+    if isinstance(value, (Mapping, bytes)) or not hasattr(value, "__iter__"):
+        raise _bad(name, value, f"give a name or a list of names out of {', '.join(choices)}, or None")
+    given = tuple(one_of(f"option {name}", item, choices) for item in cast(Sequence[object], value))
+    if not given:
+        raise _bad(name, value, f"give at least one name out of {', '.join(choices)}, or None")
+    return given
+
+
+def _objective(name: str, value: object) -> str:
+    return one_of(f"option {name}", value, OBJECTIVES)
+
+
+def _implementation(name: str, value: object) -> str | tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return one_of(f"option {name}", value, IMPLEMENTATIONS)
+    return _choices(name, value, IMPLEMENTATIONS)
+
+
+def _ops(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return _choices(name, (value,) if isinstance(value, str) else value, OPERATIONS)
+
+
+def _count(name: str, value: object) -> int:
+    remedy = "give a whole number, 0 or more"
+    if isinstance(value, bool):
+        raise _bad(name, value, remedy)
+    try:
+        count = operator.index(cast(Any, value))
+    except TypeError:
+        raise _bad(name, value, remedy) from None
+    if count < 0:
+        raise _bad(name, value, remedy)
+    return count
+
+
+def _require(name: str, value: object) -> tuple[tuple[str, int], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise _bad(name, value, 'give a mapping from operation to number of sites, such as {"attention": 2}')
+    required = {one_of(f"an operation in option {name}", op, OPERATIONS): n for op, n in value.items()}
+    return tuple(sorted((op, _count(f"{name}[{op!r}]", n)) for op, n in required.items()))
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _bad(name, value, "give True or False")
+    return value
+
+
+def _autotune(name: str, value: object) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, value, "give True, False or None")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    remedy = "give a number of seconds above 0"
+    if isinstance(value, (bool, str, bytes)):
+        raise _bad(name, value, remedy)
+    try:
+        seconds = float(cast(Any, value))
+    except (TypeError, ValueError):
+        raise _bad(name, value, remedy) from None
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise _bad(name, value, remedy)
+    return seconds
+
+
+def _fuel(name: str, value: object) -> int | None:
+    return None if value is None else _count(name, value)
+
+
+def _lock(name: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(path := os.fspath(value), str) or not path:
+        raise _bad(name, value, "give the path of a lockfile, or None")
+    return path
+
+
+_CHECKS: dict[str, Callable[[str, object], Any]] = {
+    "objective": _objective,
+    "implementation": _implementation,
+    "ops": _ops,
+    "require": _require,
+    "strict": _flag,
+    "autotune": _autotune,
+    "tune_seconds": _seconds,
+    "verify": _flag,
+    "fuel": _fuel,
+    "lock": _lock,
+    "assume_finite": _flag,
+}
+
+
+def validated(given: Mapping[str, Any]) -> Setting:
+    """Checks options by name and value, and brings them into their one hashable form.
+
+    Args:
+      given: options as a user wrote them.
+
+    Returns:
+      (name, value) pairs, sorted by name.
+
+    Raises:
+      OptionError: an option does not exist, or does not accept its value.
+
+    Example:
+      >>> validated({"implementation": ["pallas_gpu", "xla"], "fuel": 3})
+      (('fuel', 3), ('implementation', ('pallas_gpu', 'xla')))
+    """
+    checked = {}
+    for name, value in given.items():
+        if name not in _CHECKS:
+            near = difflib.get_close_matches(str(name), _CHECKS, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise OptionError(f"there is no option {name!r}{hint}; the options are {', '.join(_CHECKS)}")
+        checked[name] = _CHECKS[name](name, value)
+    return tuple(sorted(checked.items(), key=lambda item: item[0]))
+
+
+# A context of JAX's own and not a variable of ours: its value is part of jit's cache key in every thread, so a function
+# traced inside `with options(...)` is traced again outside of it.
+_active: Any = jax.make_user_context(default_value=())
+
+
+def active() -> Setting:
+    """The options of the ``with options(...)`` blocks around this call, in this thread, as hashable data."""
+    return cast(Setting, _active.value)
+
+
+@contextmanager
+def options(**given: Unpack[OptionArguments]) -> Iterator[None]:
+    """Sets options for everything that is traced inside a ``with`` block, in this thread.
+
+    Blocks nest: an inner block changes the options that it names and keeps the others.
+
+    Args:
+      **given: any field of :class:`Options` but those that only the environment sets.
+
+    Returns:
+      A context manager.
+
+    Raises:
+      OptionError: an option does not exist, or does not accept its value.
+
+    Example:
+      >>> with options(objective="memory"):
+      ...     with options(fuel=1):
+      ...         resolve({}).objective, resolve({}).fuel
+      ('memory', 1)
+    """
+    merged = tuple(sorted((dict(active()) | dict(validated(given))).items(), key=lambda item: item[0]))
+    with _active(merged):
+        yield
+
+
+def resolve(explicit: Mapping[str, Any]) -> Options:
+    """The options in force now, for a function that was given ``explicit`` ones.
+
+    Args:
+      explicit: the options that stand at the function itself.
+
+    Returns:
+      Every option's value, by the precedence that this module's head gives.
+
+    Raises:
+      OptionError: an option or an environment variable has a name or a value that does not exist.
+
+    Example:
+      >>> resolve({"objective": "always"}).objective
+      'always'
+    """
+    asked = environment.read()
+    values: dict[str, Any] = {
+        name: value
+        for name in ("ops", "objective", "autotune", "verify", "fuel")
+        if (value := getattr(asked, name)) is not None
+    }
+    values |= dict(active())
+    values |= dict(validated(explicit))
+    implementation_of = dict(asked.backend_of)
+    if asked.backend is not None:
+        values["implementation"] = asked.backend
+    return Options(**values, disabled=bool(asked.disable), implementation_of=tuple(sorted(implementation_of.items())))

@@ -1,0 +1,263 @@
+"""Carrying the elementwise part of a site: expressions become programs, with side inputs cut where they are smallest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from autopallas.graph import Body, Ref
+from autopallas.graph.labels import Atom, Dimension
+from autopallas.kernels.layout import Operand, Positions
+from autopallas.patterns.expressions import Apply, Expression, Scope
+from autopallas.patterns.match import Mismatch
+from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side
+
+__all__ = ["Carrier", "ProgramBuilder"]
+
+_IGNORED = frozenset({"sharding", "out_sharding"})
+
+
+class Carrier:
+    """Collects what one site reads: operands (values of the program) and side inputs of its programs."""
+
+    def __init__(
+        self, scope: Scope, body: Body, axes: tuple[tuple[Atom, ...], tuple[Atom, ...]], score: Ref
+    ):
+        self.scope, self.body, self.score = scope, body, score
+        self.axes = axes
+        """The labels of (T, S): those that positions count."""
+        self.operands: list[int] = []
+        self.sides: list[Operand | Positions] = []
+        self._costs: dict[Any, float] = {}
+
+    # ------------------------------------------------------------------ operands
+
+    def available(self, value: int) -> bool:
+        """Whether the body in which the site will stand has a variable for this value."""
+        return value in self.scope.graph.positions[self.body]
+
+    def operand(self, ref: Ref) -> Operand:
+        """A use of a value as an operand of the site, with as much layout undone as values are available for."""
+        space = self.scope.space
+        found: Ref | None = None
+        for step in space.chain(ref):
+            if self.available(step.value):
+                found = step
+        if found is None:
+            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+        view = space.view(found.view)
+        labels = [a for _, atoms in view for a in atoms]
+        if len(set(labels)) != len(labels):
+            raise Mismatch("an operand is read along a diagonal")
+        if found.value not in self.operands:
+            self.operands.append(found.value)
+        return Operand(self.operands.index(found.value), view)
+
+    def source(self, ref: Ref) -> Operand | Positions:
+        """An operand, or positions where the value is an iota."""
+        ref = self.scope.space.canonical(ref)
+        if (dimension := self._iota(ref)) is not None:
+            return Positions(dimension, self.scope.graph.dtype(ref.value))
+        return self.operand(ref)
+
+    def _iota(self, ref: Ref) -> Dimension | None:
+        node = self.scope.node(ref)
+        if node is None or node.name != "iota":
+            return None
+        offset, atoms = ref.view[node.params["dimension"]]
+        return offset, self.scope.space.resolve(atoms)
+
+    def side(self, source: Operand | Positions) -> int:
+        if source not in self.sides:
+            self.sides.append(source)
+        return self.sides.index(source)
+
+    # ------------------------------------------------------------------ where to cut
+
+    def leaf_cost(self, ref: Ref) -> float:
+        """Bytes of a value as a side input; infinite if it cannot be one."""
+        if self._iota(ref) is not None:
+            return 0.0
+        if not any(self.available(step.value) for step in self.scope.space.chain(ref)):
+            return math.inf
+        space, graph = self.scope.space, self.scope.graph
+        return float(math.prod(space.sizes[a] for a in space.atoms(ref)) * graph.dtype(ref.value).itemsize)
+
+    def cost(self, ref: Ref) -> float:
+        """The least bytes of side inputs with which a value can be had."""
+        ref = self.scope.space.canonical(ref)
+        if self.scope.number(ref) is not None:
+            return 0.0
+        key = self.scope.key(ref)
+        if key not in self._costs:
+            self._costs[key] = leaf = self.leaf_cost(ref)
+            if leaf > 0 and (parts := self.parts(ref)) is not None:
+                distinct = {self.scope.key(part): part for part in parts}
+                self._costs[key] = min(leaf, sum(self.cost(part) for part in distinct.values()))
+        return self._costs[key]
+
+    def parts(self, ref: Ref) -> list[Ref] | None:
+        """The operands of an elementwise value that a kernel could compute itself."""
+        node = self.scope.node(ref)
+        return None if node is None or node.equation.effects else self.scope.space.operands(ref)
+
+    def cut_here(self, ref: Ref) -> bool:
+        """Whether a value that does not depend on the scores is best passed in as it is."""
+        parts = self.parts(ref)
+        if parts is None:
+            return True
+        distinct = {self.scope.key(part): part for part in parts}
+        return sum(self.cost(part) for part in distinct.values()) >= self.leaf_cost(ref)
+
+
+class ProgramBuilder:
+    """Writes one expression as a program over the score, positions and side inputs."""
+
+    def __init__(self, carrier: Carrier):
+        self.carrier, self.scope = carrier, carrier.scope
+        self._inputs: list[Input] = []
+        self._instructions: list[tuple[Instruction, tuple[Any, ...]]] = []
+        self._known: dict[Any, Any] = {}
+
+    def build(self, expression: Expression) -> Program:
+        result = self._register(expression)
+        return self._program(result)
+
+    def build_not(self, expression: Expression) -> Program:
+        """The negation of a boolean expression."""
+        inner = self._register(expression)
+        return self._program(self._emit(lax.not_p, (), (inner,), np.dtype(bool)))
+
+    def build_reciprocal(self, expression: Ref) -> Program:
+        dtype = self.scope.graph.dtype(expression.value)
+        one = self._input(Constant(1.0, dtype))
+        return self._program(self._emit(lax.div_p, (), (one, self._register(expression)), dtype))
+
+    def conjunction(self, terms: Sequence[tuple[Ref, bool]]) -> Program:
+        """The conjunction of boolean values, each as it is (True) or negated (False)."""
+        boolean = np.dtype(bool)
+        result: Any = None
+        for ref, positive in terms:
+            register = self._register(ref)
+            if not positive:
+                register = self._emit(lax.not_p, (), (register,), boolean)
+            result = register if result is None else self._emit(lax.and_p, (), (result, register), boolean)
+        return self._program(result)
+
+    # Registers are ("input", i) or ("instruction", i) until the number of inputs is known.
+
+    def _program(self, result: Any) -> Program:
+        def number(register: Any) -> int:
+            kind, position = register
+            return int(position if kind == "input" else len(self._inputs) + position)
+
+        instructions = tuple(
+            Instruction(i.primitive, i.params, tuple(number(a) for a in arguments), i.dtype)
+            for i, arguments in self._instructions
+        )
+        return Program(tuple(self._inputs), instructions, number(result))
+
+    def _input(self, value: Input) -> Any:
+        if value not in self._inputs:
+            self._inputs.append(value)
+        return "input", self._inputs.index(value)
+
+    def _emit(self, primitive: Any, params: tuple[Any, ...], arguments: tuple[Any, ...], dtype: Any) -> Any:
+        key = (primitive, params, arguments)
+        try:
+            if key not in self._known:
+                self._instructions.append((Instruction(primitive, params, (), dtype), arguments))
+                self._known[key] = ("instruction", len(self._instructions) - 1)
+        except TypeError:
+            raise Mismatch(f"{primitive.name} has a parameter that cannot be compared") from None
+        return self._known[key]
+
+    def _register(self, expression: Expression) -> Any:
+        scope, space = self.scope, self.scope.space
+        match expression:
+            case Constant():
+                return self._input(expression)
+            case Apply():
+                arguments = tuple(self._register(a) for a in expression.arguments)
+                return self._emit(expression.primitive, _params(expression.params), arguments, expression.dtype)
+        ref = space.canonical(expression)
+        dtype = scope.graph.dtype(ref.value)
+        if ref.value == scope.score:
+            if not space.same(ref, self.carrier.score):
+                raise Mismatch("the scores enter the program in two layouts")
+            return self._input(Score(dtype))
+        if scope.depends(ref.value):
+            return self._elementwise(ref, dtype)
+        number = scope.number(ref)
+        if number is not None:
+            value: bool | int | float = number
+            if dtype.kind in "iu":
+                value = int(number)
+            elif dtype.kind == "b":
+                value = bool(number)
+            return self._input(Constant(value, dtype))
+        index = self._index(ref, dtype)
+        if index is not None:
+            return self._input(index)
+        if not self.carrier.cut_here(ref):
+            return self._elementwise(ref, dtype)
+        if not (dtype.kind in "iub" or np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"):
+            raise Mismatch(f"a side input has the dtype {dtype}")
+        return self._input(Side(self.carrier.side(self.carrier.source(ref)), dtype))
+
+    def _elementwise(self, ref: Ref, dtype: Any) -> Any:
+        space = self.scope.space
+        node, operands = self.scope.node(ref), space.operands(ref)
+        if node is None or operands is None or node.equation.effects:
+            raise Mismatch(f"the scores pass through {self.scope.name(ref)}")
+        key = self.scope.key(ref)
+        if key in self._known:
+            return self._known[key]
+        if self.scope.depends(ref.value) and not self.carrier_axis(ref):
+            raise Mismatch("a function of the scores without the key axis is inside the score program")
+        arguments = tuple(self._register(operand) for operand in operands)
+        if node.name == "dot_general":  # without contraction: a product
+            arguments = tuple(
+                a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
+                for a, o in zip(arguments, operands, strict=True)
+            )
+            register = self._emit(lax.mul_p, (), arguments, dtype)
+        else:
+            register = self._emit(node.equation.primitive, _params(node.params), arguments, dtype)
+        self._known[key] = register
+        return register
+
+    def _convert(self, register: Any, dtype: Any) -> Any:
+        params = (("new_dtype", dtype), ("sharding", None), ("weak_type", False))
+        return self._emit(lax.convert_element_type_p, params, (register,), dtype)
+
+    def carrier_axis(self, ref: Ref) -> bool:
+        return bool(self.scope.space.atoms(ref) & set(self.scope.space.resolve(self.carrier.axes[1])))
+
+    def _index(self, ref: Ref, dtype: Any) -> Index | None:
+        """A position along T or S, if the value is an iota along a factor of one of them."""
+        dimension = self.carrier._iota(ref)
+        if dimension is None or not dimension[1]:
+            return None
+        offset, atoms = dimension
+        sizes = self.scope.space.sizes
+        for axis, labels in (("query", self.carrier.axes[0]), ("key", self.carrier.axes[1])):
+            labels = self.scope.space.resolve(labels)
+            for start in range(len(labels) - len(atoms) + 1):
+                if labels[start : start + len(atoms)] == atoms:
+                    stride = math.prod(sizes[a] for a in labels[start + len(atoms) :])
+                    extent = math.prod(sizes[a] for a in atoms)
+                    whole = {} if start == 0 else {"extent": extent}
+                    return Index(axis, dtype, offset, stride, **whole)  # type: ignore[arg-type]
+        return None
+
+
+def _params(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Parameters of an elementwise primitive, without what ties them to an array's placement."""
+    return tuple((name, None if name in _IGNORED else value) for name, value in sorted(params.items()))
+
+

@@ -1,0 +1,58 @@
+"""The outcome of recognition, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autopallas.graph import Body, Node
+
+__all__ = ["Match", "Mismatch", "NearMiss"]
+
+
+class Mismatch(Exception):
+    """Raised inside a pattern where a guard fails; caught in one place, which makes a NearMiss of it."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A place that computes a known operation.
+
+    Attributes:
+      op: the operation.
+      site: its description: what the operation's implementations compute, and from which operands.
+      direction: "forward", or "forward+backward" where the program holds the site's backward too.
+      operands: numbers of the values that the site reads, in the order of the site's operands.
+      results: numbers of the values that it gives.
+      equations: the nodes that compute results from operands, in order.
+      original: the same as a closed jaxpr.
+      body: the body in which the site was found.
+      location: "file:line (function)" of the user's code.
+    """
+
+    op: str
+    site: Any
+    direction: Literal["forward", "forward+backward"]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    equations: tuple[Node, ...]
+    original: Any
+    body: Body
+    location: str
+
+    @property
+    def spec(self) -> Any:
+        return self.site.spec
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A place that got past the anchors of a pattern and failed, and why."""
+
+    op: str
+    location: str
+    reason: str

@@ -1,0 +1,457 @@
+"""The proof that weights are a softmax, whatever the spelling.
+
+The weights' side of a contraction over S is pulled back to ``exp(argument) * weights * exp(rows)``, where ``rows`` is a
+formal sum of terms without S, with ``log(sum over S of exp(x))`` as one kind of term.  The weights are a softmax of x
+exactly when that sum is ``-1 * logsumexp(x)`` and nothing else that depends on the scores: a subtracted maximum cancels,
+however often it was subtracted, and division before or after the contraction, reciprocals, log_softmax and logsumexp
+come out the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.graph import Ref
+from autopallas.graph.labels import Atom, Dimension
+from autopallas.patterns.expressions import Apply, Dtype, Expression, Scope
+from autopallas.patterns.match import Mismatch
+from autopallas.program import Constant
+
+__all__ = ["Exponential", "Factor", "LogSumExp", "NoNormaliser", "Softmax", "Term"]
+
+Kind = Literal["constant", "value", "log", "logsumexp"]
+
+
+class NoNormaliser(Mismatch):
+    """There is an exponential, but nothing over S divides it: the division may come after the contraction."""
+
+
+class Term(NamedTuple):
+    """``coefficient * f(expression)`` in a sum of logarithms; a constant's coefficient is its value."""
+
+    coefficient: float
+    kind: Kind
+    expression: Any
+
+    def scaled(self, factor: float) -> Term:
+        return self._replace(coefficient=self.coefficient * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor that carries S.  ``where`` / ``unless``: zero where the mask is false / true; else multiply / divide."""
+
+    kind: Literal["where", "unless", "multiply", "divide"]
+    source: Ref
+    after_normalisation: bool
+    """Whether it was applied to a quotient: then a mask also turns the 0 / 0 of an empty row into 0."""
+
+
+@dataclass(slots=True)
+class Exponential:
+    """``exp(argument) * product of weights * exp(sum of rows)``."""
+
+    argument: Expression
+    weights: list[Factor] = field(default_factory=list)
+    rows: list[Term] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LogSumExp:
+    """``log(sum over S of exp(argument) * weights  +  sum of exp(extra))``; each extra is a sum of terms."""
+
+    argument: Expression
+    weights: tuple[Factor, ...]
+    extras: tuple[tuple[Term, ...], ...] = ()
+
+
+class Softmax:
+    """The algebra over one site.  ``axis`` holds the labels of S."""
+
+    def __init__(self, scope: Scope, axis: tuple[Atom, ...], offset: int):
+        self.scope, self.space = scope, scope.space
+        self.axis = axis
+        self.offset = offset  # of the keys within a longer axis, as beside a sink column
+        self.note: str | None = None  # what stood in the way of reading a denominator
+
+    def carries_axis(self, ref: Ref) -> bool:
+        return bool(self.space.atoms(ref) & set(self.space.resolve(self.axis)))
+
+    # ------------------------------------------------------------------ the weights' side
+
+    def exponential(self, ref: Ref) -> Exponential:
+        """Pulls probabilities, normalised or not, back to an exponential of the scores."""
+        ref = self.space.canonical(ref)
+        name, operands = self.scope.name(ref), self.space.operands(ref)
+        if operands is None:
+            raise Mismatch(f"the probabilities pass through {name or 'something that is not computed here'}")
+        if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
+            return self.exponential(operands[0])
+        if name in ("exp", "exp2"):
+            if not self.carries_axis(operands[0]):
+                raise Mismatch("the exponential does not carry the key axis")
+            argument, rows = self.strip(operands[0], outermost=True)
+            if name == "exp2":
+                dtype = self.scope.graph.dtype(ref.value)
+                argument = Apply(lax.mul_p, {}, (argument, Constant(math.log(2), dtype)), dtype)
+                rows = [t.scaled(math.log(2)) for t in rows]
+            return Exponential(argument, [], rows)
+        if name in ("mul", "div"):
+            a, b = operands
+            if name == "mul" and not (self.carries_axis(a) and self._has_exponential(a)):
+                a, b = b, a
+            if not self.carries_axis(a):
+                raise Mismatch("the probabilities lack the key axis")
+            found = self.exponential(a)
+            if not self.carries_axis(b):
+                found.rows += [t.scaled(1 if name == "mul" else -1) for t in self.log(b)]
+            elif self.scope.depends(b.value):
+                raise Mismatch("the softmax runs over another axis, or its weights depend on the scores")
+            else:
+                kind: Literal["multiply", "divide"] = "multiply" if name == "mul" else "divide"
+                found.weights.append(Factor(kind, b, _normalised(found)))
+            return found
+        if name == "select_n" and len(operands) == 3:
+            mask, *cases = operands
+            for position in (0, 1):
+                if self.scope.number(cases[position]) == 0:
+                    if self.scope.depends(mask.value):
+                        raise Mismatch("a mask on the probabilities depends on the scores")
+                    found = self.exponential(cases[1 - position])
+                    found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
+                    return found
+        if name == "stop_gradient":
+            raise Mismatch("the gradient is stopped inside the softmax")
+        raise Mismatch(f"the probabilities pass through {name}")
+
+    def _keeps_value(self, result: Ref, operand: Ref) -> bool:
+        """Whether a cast is between floating types of at least 16 bits: rounding, which kernels do as well."""
+        dtypes = (self.scope.graph.dtype(result.value), self.scope.graph.dtype(operand.value))
+        return all(jnp.issubdtype(d, jnp.floating) and d.itemsize >= 2 for d in dtypes)
+
+    def _has_exponential(self, ref: Ref) -> bool:
+        """Whether an exponential lies behind elementwise operations."""
+        seen: set[int] = set()
+        todo = [ref]
+        while todo:
+            at = self.space.canonical(todo.pop())
+            if at.value in seen or not self.scope.depends(at.value) or not self.carries_axis(at):
+                continue
+            seen.add(at.value)
+            if self.scope.name(at) in ("exp", "exp2"):
+                return True
+            todo += self.space.operands(at) or []
+        return False
+
+    # ------------------------------------------------------------------ the exponential's argument
+
+    def strip(self, ref: Ref, outermost: bool = False) -> tuple[Expression, list[Term]]:
+        """The argument of an exponential as (x, rows): x + rows, where the rows depend on the scores but lack S."""
+        ref = self.space.canonical(ref)
+        name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
+        if not self.scope.depends(ref.value) or operands is None or node is None:
+            return ref, []
+        dtype = self.scope.graph.dtype(ref.value)
+
+        def apply(*arguments: Expression) -> Apply:
+            return Apply(node.equation.primitive, node.params, arguments, dtype)
+
+        x: Expression = ref
+        rows: list[Term] = []
+        if name in ("add", "add_any", "sub"):
+            a, b = operands
+            sign = -1 if name == "sub" else 1
+            if self._is_row(b):
+                x, rows = self.strip(a)
+                rows = rows + [t.scaled(sign) for t in self.linear(b)]
+            elif self._is_row(a):
+                x, inner = self.strip(b)
+                rows = self.linear(a) + [t.scaled(sign) for t in inner]
+                if sign < 0:
+                    x = Apply(lax.neg_p, {}, (x,), dtype)
+            else:
+                (xa, ra), (xb, rb) = self.strip(a), self.strip(b)
+                x, rows = apply(xa, xb), ra + [t.scaled(sign) for t in rb]
+        elif name == "convert_element_type" and self._keeps_value(ref, operands[0]):
+            x, rows = self.strip(operands[0], outermost)
+            x = apply(x)
+        elif name in ("mul", "div") and node.name == name:  # not a dot without contraction
+            for position in (0, 1) if name == "mul" else (0,):
+                other = operands[1 - position]
+                number = self.scope.number(other)
+                if number and self.scope.depends(operands[position].value):
+                    x, rows = self.strip(operands[position])
+                    x = apply(x, other) if position == 0 else apply(other, x)
+                    rows = [t.scaled(number if name == "mul" else 1 / number) for t in rows]
+                    break
+        elif name == "neg":
+            x, rows = self.strip(operands[0])
+            x, rows = apply(x), [t.scaled(-1) for t in rows]
+        elif name == "select_n" and len(operands) == 3:
+            mask, *cases = operands
+            for position in (0, 1):
+                fill = self.scope.number(cases[position])
+                if fill is not None and (fill == -math.inf or outermost and fill < _EXP_IS_ZERO[dtype == np.float64]):
+                    y, rows = self.strip(cases[1 - position])
+                    nothing = Constant(-math.inf, dtype)
+                    x = apply(mask, *((nothing, y) if position == 0 else (y, nothing)))
+                    break
+        return (x, rows) if rows else (ref, [])
+
+    def _is_row(self, ref: Ref) -> bool:
+        return self.scope.depends(ref.value) and not self.carries_axis(ref)
+
+    # ------------------------------------------------------------------ row terms
+
+    def linear(self, ref: Ref) -> list[Term]:
+        """A row value as a sum of terms."""
+        ref = self.space.canonical(ref)
+        number = self.scope.number(ref)
+        if number is not None:
+            return [Term(number, "constant", None)]
+        name, operands = self.scope.name(ref), self.space.operands(ref)
+        if operands is None or not self.scope.depends(ref.value):
+            return [Term(1.0, "value", ref)]
+        if name in ("add", "add_any"):
+            return self.linear(operands[0]) + self.linear(operands[1])
+        if name == "sub":
+            return self.linear(operands[0]) + [t.scaled(-1) for t in self.linear(operands[1])]
+        if name == "neg":
+            return [t.scaled(-1) for t in self.linear(operands[0])]
+        if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
+            return self.linear(operands[0])
+        if name == "log":
+            return self.log(operands[0])
+        if name in ("mul", "div"):
+            for position in (0, 1) if name == "mul" else (0,):
+                number = self.scope.number(operands[1 - position])
+                if number:
+                    factor = number if name == "mul" else 1 / number
+                    return [t.scaled(factor) for t in self.linear(operands[position])]
+        if name == "max":  # jax.nn.softmax guards against an empty axis with max(-inf, m)
+            for position in (0, 1):
+                if self.scope.number(operands[position]) == -math.inf:
+                    return self.linear(operands[1 - position])
+        return [Term(1.0, "value", ref)]
+
+    def log(self, ref: Ref) -> list[Term]:
+        """The logarithm of a row factor as a sum of terms."""
+        ref = self.space.canonical(ref)
+        number = self.scope.number(ref)
+        if number is not None and number > 0:
+            return [Term(math.log(number), "constant", None)]
+        if not self.scope.depends(ref.value):
+            return [Term(1.0, "log", ref)]
+        name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
+        if operands is not None and node is not None:
+            if (name == "convert_element_type" and self._keeps_value(ref, operands[0])) or name == "abs":
+                return self.log(operands[0])
+            if name == "exp":
+                return self.linear(operands[0])
+            if name in ("mul", "div"):
+                return self.log(operands[0]) + [t.scaled(1 if name == "mul" else -1) for t in self.log(operands[1])]
+            if name == "integer_pow":
+                return [t.scaled(node.params["y"]) for t in self.log(operands[0])]
+            if name in ("add", "add_any"):
+                try:
+                    return self._log_of_sum([self.log(o) for o in operands])
+                except Mismatch as mismatch:
+                    self.note = mismatch.reason
+            if name == "max":
+                self.note = "there is a floor under the denominator"
+            if name == "stop_gradient":
+                self.note = "the gradient is stopped inside the softmax"
+        if name == "reduce_sum":
+            return self._log_of_reduction(ref)
+        if name == "dot_general":
+            found = self._log_of_dot(ref)
+            if found is not None:
+                return found
+        return [Term(1.0, "log", ref)]
+
+    def _log_of_sum(self, summands: Sequence[list[Term]]) -> list[Term]:
+        """log(a + b) where one summand is a normaliser and the others do not depend on the scores relative to it."""
+        normalisers = [
+            i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
+        ]
+        if len(normalisers) != 1:
+            raise Mismatch("the softmax spans several score blocks, or a sum lacks a normaliser")
+        terms = summands[normalisers[0]]
+        found = [t for t in terms if t.kind == "logsumexp"]
+        if len(found) != 1 or found[0].coefficient != 1:
+            raise Mismatch("the normaliser is not understood")
+        shift = [t for t in terms if t.kind != "logsumexp"]
+        extras: list[tuple[Term, ...]] = []
+        for i, other in enumerate(summands):
+            if i == normalisers[0]:
+                continue
+            extra = self.combine([*other, *(t.scaled(-1) for t in shift)])
+            if any(self._depends(t) for t in extra):
+                raise Mismatch("an epsilon (or another function of the row) is added to the denominator")
+            if any(t.kind == "log" for t in extra):
+                raise Mismatch("what is added to the denominator is not known to be positive")
+            extras.append(tuple(extra))
+        inner: LogSumExp = found[0].expression
+        merged = LogSumExp(inner.argument, inner.weights, (*inner.extras, *extras))
+        return [*shift, Term(1.0, "logsumexp", merged)]
+
+    def _log_of_reduction(self, ref: Ref) -> list[Term]:
+        """log of a sum over the keys, or over the keys and sink columns beside them."""
+        node = self.scope.node(ref)
+        assert node is not None
+        axes, source = tuple(node.params["axes"]), node.inputs[0]
+        shape = self.scope.graph.shape(source)
+        kept = iter(ref.view)
+        view: list[Dimension | None] = [None if d in axes else next(kept) for d in range(len(shape))]
+
+        def with_axes(dimensions: Iterable[Dimension]) -> Ref:
+            left = iter(dimensions)
+            return Ref(source, tuple(next(left) if d is None else d for d in view))
+
+        sizes, labels = [shape[d] for d in axes], self.space.resolve(self.axis)
+        pieces: list[tuple[Ref, tuple[Atom, ...]]]
+        if math.prod(sizes) == self.space.extent(labels):
+            groups = self.space.cut(labels, [n for n in sizes if n != 1])
+            if groups is None:
+                return [Term(1.0, "log", ref)]
+            left = iter(groups)
+            pieces = [(with_axes((0, ()) if n == 1 else next(left) for n in sizes), self.axis)]
+        else:
+            segments = self._segments(source, axes[0]) if len(axes) == 1 else None
+            if not segments:
+                raise Mismatch("the softmax runs over another axis, or over more than the keys")
+            pieces, start = [], 0
+            for size in segments:
+                mine = size == self.space.extent(labels) and start == self.offset
+                atoms = labels if mine else self.space.fresh(size)
+                pieces.append((with_axes([(start, atoms)]), atoms))
+                start += size
+        summands = []
+        for piece, atoms in pieces:
+            if not atoms:
+                summands.append(self._column(piece))
+                continue
+            outer, self.axis = self.axis, atoms
+            try:
+                found = self.exponential(piece)
+            finally:
+                self.axis = outer
+            summands.append(
+                [*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))]
+            )
+        return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
+
+    def _column(self, ref: Ref) -> list[Term]:
+        """The logarithm of a single column beside the keys (a sink): an exponential without S."""
+        ref = self.space.canonical(ref)
+        operands = self.space.operands(ref)
+        while self.scope.name(ref) == "convert_element_type" and operands and self._keeps_value(ref, operands[0]):
+            ref = operands[0]
+            operands = self.space.operands(ref)
+        if self.scope.name(ref) != "exp" or operands is None:
+            raise Mismatch("a column beside the keys is not an exponential")
+        rows: list[Term] = []
+        at = operands[0]
+        while self.scope.depends(at.value):
+            inner = self.space.operands(at)
+            if inner and self.scope.name(at) == "convert_element_type" and self._keeps_value(at, inner[0]):
+                at = inner[0]
+            elif inner and self.scope.name(at) == "sub" and self.scope.depends(inner[1].value):
+                rows += [t.scaled(-1) for t in self.linear(inner[1])]
+                at = inner[0]
+            else:
+                raise Mismatch(f"a column beside the keys passes through {self.scope.name(at)}")
+        return [*rows, *self.linear(at)]
+
+    def _segments(self, value: int, axis: int) -> list[int] | None:
+        """Sizes of the pieces if the axis of a value comes from a concatenation."""
+        graph = self.scope.graph
+        size = graph.shape(value)[axis]
+        for _ in range(60):
+            node = graph.definitions.get(value)
+            if node is None:
+                return None
+            if node.name == "concatenate":
+                if node.params["dimension"] == axis:
+                    return [graph.shape(i)[axis] for i in node.inputs]
+            elif self.space.operands(self.space.full(value)) is None:
+                return None
+            same = (i for i in node.inputs if len(graph.shape(i)) > axis and graph.shape(i)[axis] == size)
+            following = next(same, None)
+            if following is None:
+                return None
+            value = following
+        return None
+
+    def _log_of_dot(self, ref: Ref) -> list[Term] | None:
+        """log of a sum over the keys that is spelled as a dot with a constant vector."""
+        node = self.scope.node(ref)
+        assert node is not None
+        (contracting, _), _ = node.params["dimension_numbers"]
+        sizes = [self.scope.graph.shape(node.inputs[0])[d] for d in contracting]
+        labels = self.space.resolve(self.axis)
+        if not sizes or math.prod(sizes) != self.space.extent(labels):
+            return None
+        groups = self.space.cut(labels, [n for n in sizes if n != 1])
+        if groups is None:
+            return None
+        left = iter(groups)
+        a, b, _ = self.space.dot(ref, [(0, ()) if n == 1 else next(left) for n in sizes])
+        for weights, constant in ((a, b), (b, a)):
+            number = self.scope.number(self.space.canonical(constant))
+            if number is not None and number > 0:
+                found = self.exponential(weights)
+                inner = LogSumExp(found.argument, tuple(found.weights))
+                return [*found.rows, Term(math.log(number), "constant", None), Term(1.0, "logsumexp", inner)]
+        return None
+
+    # ------------------------------------------------------------------ sums of terms
+
+    def combine(self, terms: Iterable[Term]) -> list[Term]:
+        """Adds up equal terms and drops those that cancel."""
+        sums: dict[Any, Term] = {}
+        for term in terms:
+            key = (term.kind, self.term_key(term))
+            before = sums.get(key)
+            sums[key] = term if before is None else term._replace(coefficient=before.coefficient + term.coefficient)
+        return [t for t in sums.values() if abs(t.coefficient) > 1e-9]  # what rounding leaves of exact cancellation
+
+    def term_key(self, term: Term) -> Any:
+        if term.kind == "constant":
+            return None
+        if term.kind != "logsumexp":
+            return self.scope.key(term.expression)
+        inner: LogSumExp = term.expression
+        return (
+            self.scope.key(inner.argument),
+            tuple(sorted((self.factor_key(w) for w in inner.weights), key=repr)),
+            tuple(sorted(([(t.coefficient, t.kind, self.term_key(t)) for t in e] for e in inner.extras), key=repr)),
+        ).__repr__()
+
+    def factor_key(self, factor: Factor) -> Any:
+        return factor.kind, self.scope.key(factor.source)
+
+    def _depends(self, term: Term) -> bool:
+        if term.kind == "constant":
+            return False
+        expression = term.expression
+        return self.scope.mentions_score(expression.argument if isinstance(expression, LogSumExp) else expression)
+
+    def depends(self, term: Term) -> bool:
+        """Whether a term is computed from the scores."""
+        return self._depends(term)
+
+
+def _normalised(found: Exponential) -> bool:
+    return any(t.kind == "logsumexp" for t in found.rows)
+
+
+_EXP_IS_ZERO = {False: -200.0, True: -800.0}
+"""Below this the exponential is exactly 0: in float32 and narrower; in float64."""

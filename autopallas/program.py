@@ -1,0 +1,197 @@
+"""A small elementwise program over a tile: how masks, biases, scales and caps reach a kernel.
+
+A reference computation's elementwise part (from the dot that gives the scores to the argument of the exponential, say)
+is not decoded into features.  It is carried, equation by equation, as a :class:`Program`; a kernel evaluates it on
+each tile from the tile's scores, the positions of its rows and columns, and side inputs.
+
+Programs are frozen, hashable and comparable, which jaxprs are not, so they can be part of a specification and of a
+cache key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+Axis: TypeAlias = Literal["query", "key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The tile's scores: the result of the contraction, in the dtype that the original declared for it."""
+
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A position: ``offset + (p // stride) % extent`` with ``p`` the row's (query) or column's (key) position.
+
+    ``stride`` and ``extent`` single out one factor of a merged axis (height and width of an image, say).
+    """
+
+    axis: Axis
+    dtype: np.dtype[Any]
+    offset: int = 0
+    stride: int = 1
+    extent: int = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A side input: an array of the program (a mask, a bias, lengths, segment ids), by position in the spec's sides."""
+
+    position: int
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar."""
+
+    value: bool | int | float
+    dtype: np.dtype[Any]
+
+    def __eq__(self, other: object) -> bool:  # True == 1 == 1.0 and nan != nan would make a poor identity
+        return isinstance(other, Constant) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[bytes, str]:
+        return np.asarray(self.value, self.dtype).tobytes(), str(self.dtype)
+
+
+Input: TypeAlias = Score | Index | Side | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One elementwise equation.  ``arguments`` number the registers: inputs first, then instructions in order."""
+
+    primitive: Primitive
+    params: tuple[tuple[str, Hashable], ...]
+    arguments: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A straight line of elementwise instructions over broadcast operands.
+
+    Example: the causal scores ``where(i >= j, s / 8, -inf)`` print as::
+
+        program(score: float32, query: int32, key: int32, 8.0: float32, -inf: float32)
+          %5 = ge query key
+          %6 = div score 8.0
+          %7 = select_n %5 -inf %6
+          return %7
+    """
+
+    inputs: tuple[Input, ...]
+    instructions: tuple[Instruction, ...]
+    result: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the result."""
+        if self.result < len(self.inputs):
+            return self.inputs[self.result].dtype
+        return self.instructions[self.result - len(self.inputs)].dtype
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Positions of the side inputs that the program reads, ascending."""
+        return tuple(sorted({i.position for i in self.inputs if isinstance(i, Side)}))
+
+    @property
+    def depends_on_score(self) -> bool:
+        return any(isinstance(i, Score) for i in self.inputs)
+
+    @property
+    def primitives(self) -> frozenset[str]:
+        """Names of the primitives used: a backend that lacks one can say so before any compile."""
+        return frozenset(i.primitive.name for i in self.instructions)
+
+    def evaluate(
+        self,
+        score: jax.Array | None,
+        query: jax.Array | None,
+        key: jax.Array | None,
+        sides: Sequence[jax.Array],
+    ) -> jax.Array:
+        """The program's value on one tile.
+
+        Args:
+          score: the tile's scores, or None if the program reads none.
+          query: integer positions of the rows, of a shape that broadcasts against the tile, or None.
+          key: integer positions of the columns, likewise.
+          sides: every side input of the spec, already cut to the tile, each broadcastable against it.
+
+        Returns:
+          An array of the broadcast shape of what was read (smaller than the tile where nothing tile-sized was read).
+        """
+        positions = {"query": query, "key": key}
+
+        def load(i: Input) -> jax.Array:
+            match i:
+                case Score():
+                    assert score is not None
+                    return score.astype(i.dtype)
+                case Index():
+                    p = positions[i.axis]
+                    assert p is not None
+                    if i.stride != 1:
+                        p = p // i.stride
+                    if i.extent != 2**31 - 1:
+                        p = p % i.extent
+                    return (p + i.offset).astype(i.dtype) if i.offset else p.astype(i.dtype)
+                case Side():
+                    return sides[i.position]
+                case Constant():
+                    return jnp.asarray(i.value, i.dtype)
+
+        return self.run(load, _bind)
+
+    def run(self, load: Callable[[Input], Any], apply: Callable[[Instruction, list[Any]], Any]) -> Any:
+        """Interprets the program over any domain: arrays, numpy arrays, intervals."""
+        registers = [load(i) for i in self.inputs]
+        for instruction in self.instructions:
+            registers.append(apply(instruction, [registers[a] for a in instruction.arguments]))
+        return registers[self.result]
+
+    def __str__(self) -> str:
+        def name(i: Input) -> str:
+            match i:
+                case Score():
+                    return "score"
+                case Index():
+                    part = f"//{i.stride}" * (i.stride != 1) + f"%{i.extent}" * (i.extent != 2**31 - 1)
+                    return f"{i.axis}{part}" + f"{i.offset:+d}" * bool(i.offset)
+                case Side():
+                    return f"side{i.position}"
+                case Constant():
+                    return str(i.value)
+
+        names = [name(i) for i in self.inputs]
+        head = ", ".join(f"{n}: {i.dtype}" for n, i in zip(names, self.inputs, strict=True))
+        lines = [f"program({head})"]
+        for instruction in self.instructions:
+            arguments = " ".join(names[a] for a in instruction.arguments)
+            shown = ", ".join(f"{k}={v}" for k, v in instruction.params if v is not None and v is not False)
+            names.append(f"%{len(names)}")
+            lines.append(f"  {names[-1]} = {instruction.primitive.name}{f'[{shown}]' if shown else ''} {arguments}")
+        return "\n".join([*lines, f"  return {names[self.result]}"])
+
+
+def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+    shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in arguments))
+    operands = [jnp.broadcast_to(a, shape) for a in arguments]
+    result: jax.Array = instruction.primitive.bind(*operands, **dict(instruction.params))
+    return result

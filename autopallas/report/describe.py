@@ -1,0 +1,53 @@
+"""From a match and a decision to a record of the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopallas.report.records import Site
+
+__all__ = ["describe"]
+
+
+def describe(match: Any, decision: Any) -> Site:
+    """The record of one site: everything as text and numbers."""
+    spec = match.spec
+    sizes = decision.block_sizes
+    return Site(
+        op=match.op,
+        location=match.location,
+        path=" > ".join(match.body.path),
+        direction=match.direction,
+        verdict=decision.verdict,
+        reason=decision.reason,
+        implementation=decision.implementation,
+        block_sizes=None if sizes is None else sizes.to_dict(),
+        block_sizes_from=decision.block_sizes_from,
+        measured=None if decision.evidence is None else _row(decision.evidence),
+        attempts=decision.attempts,
+        assumptions=spec.assumptions(),
+        spec=spec.to_dict(),
+        spec_line=str(spec),
+        original=str(match.original),
+        replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
+    )
+
+
+def _row(row: Any) -> dict[str, Any]:
+    return {
+        "kernel_us": row.kernel_us,
+        "original_us": row.original_us,
+        "kernel_bytes": row.kernel_bytes,
+        "original_bytes": row.original_bytes,
+        "evidence": row.evidence,
+        "date": row.date,
+        "versions": row.versions,
+    }
+
+
+def _replacement(match: Any, decision: Any) -> str:
+    """The call that stands in the program instead, and the program that the kernel evaluates on its tiles."""
+    operands = ", ".join(a.str_short() for a in match.original.in_avals)
+    results = ", ".join(a.str_short() for a in match.original.out_avals)
+    sizes = ", ".join(f"{name}={value}" for name, value in decision.block_sizes.to_dict().items())
+    return f"{match.op}.{decision.implementation}[{sizes}] ({operands}) -> ({results})\n{match.spec.score}"

@@ -1,0 +1,229 @@
+"""What the rewrite did and did not do, as plain frozen data.
+
+A report holds numbers, strings, and tuples and dictionaries of these: no arrays, no jaxprs, nothing that keeps a device
+or a trace alive.  It survives a round trip through JSON unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Report", "Site", "plain"]
+
+SCHEMA_VERSION = 1
+"""Rises whenever the fields of the records, or their meaning, change."""
+
+Attempt: TypeAlias = tuple[str, str, str]
+"""(implementation, stage, error): an implementation that was tried and did not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place that spells out a known computation, and what became of it.
+
+    One for each forward occurrence in the program as it runs with calls inlined: a scan body counts once, an unrolled
+    loop each time; backward, rematerialised and merged copies are no further sites.
+    """
+
+    op: str
+    """The operation, such as "attention"."""
+    location: str
+    """"file:line (function)" of the user's code."""
+    path: str
+    """The bodies around the site, outermost first, such as "scan > checkpoint"; empty at the top level."""
+    direction: Literal["forward", "forward+backward"]
+    verdict: Literal["applied", "kept"]
+    """"applied": a kernel runs here.  "kept": recognised, but the original runs."""
+    reason: str
+    """Why that verdict, in words."""
+    implementation: str | None = None
+    """The implementation that was chosen."""
+    block_sizes: Mapping[str, int] | None = None
+    block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
+    measured: Mapping[str, Any] | None = None
+    """The row of the tuned table or of the cache that the verdict rests on."""
+    attempts: tuple[Attempt, ...] = ()
+    """The implementations that were tried and did not work."""
+    assumptions: tuple[str, ...] = ()
+    """What has to hold for the replacement to equal the original, such as finite values."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """The site's description: sizes, dtypes, score program, mask."""
+    spec_line: str = ""
+    """The same on one line."""
+    original: str = ""
+    """The equations that were found, printed."""
+    replacement: str = ""
+    """The equations that run instead, printed; empty where the original was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """A place that looks like a known computation but is not, or cannot be proved to be."""
+
+    op: str
+    location: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception inside autopallas; the program ran on without the rewrite concerned."""
+
+    stage: str
+    """The stage of the pipeline: "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
+    error: str
+    """The exception's type and message."""
+    op: str = ""
+    """The operation concerned, if one is known."""
+    location: str = ""
+    """The place in the user's code, if one is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened to one traced signature of one function.
+
+    ``str(report)`` is for people, ``to_json`` for programs, ``to_html`` for a browser.
+
+    Example:
+      >>> Report(sites=(Site("attention", "model.py:12 (attend)", "", "forward", "applied", "faster"),)).counts()
+      Counter({'attention': 1})
+    """
+
+    sites: tuple[Site, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    tuning: Mapping[str, int] = field(default_factory=lambda: {"searches": 0, "cache_hits": 0})
+    """"searches": how many searches for block sizes were run; "cache_hits": how many answers came from the disk."""
+    platform: str = ""
+    device_kind: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def counts(self) -> Counter[str]:
+        """The number of applied sites per operation; an operation without any counts 0."""
+        return Counter(site.op for site in self.sites if site.verdict == "applied")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON's types: dictionaries, lists, strings, numbers, booleans and None."""
+        result = plain(self)
+        assert isinstance(result, dict)
+        return result
+
+    def to_json(self) -> str:
+        """The report as a JSON object; equal reports give equal text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Report:
+        """The report that ``to_dict`` described; see :meth:`from_json`."""
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise ValueError(f"the report has schema version {version}; this autopallas reads up to {SCHEMA_VERSION}")
+        result = _parsed(cls, data, "report")
+        assert isinstance(result, Report)
+        return result
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """Reads a report back.  The text is data only: nothing in it is executed or opened.
+
+        Args:
+          text: what ``to_json`` gave, perhaps on another machine.
+
+        Returns:
+          An equal report.
+
+        Raises:
+          ValueError: the text is no report, with the field that is wrong.
+
+        Example:
+          >>> Report.from_json(Report(platform="cpu").to_json()).platform
+          'cpu'
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the report is not JSON: {error}") from None
+        return cls.from_dict(data)
+
+    def to_html(self) -> str:
+        """The report as one self-contained HTML page."""
+        from autopallas.report import html
+
+        return html.page([("", self)])
+
+    def __str__(self) -> str:
+        from autopallas.report import text
+
+        return text.render(self)
+
+
+def plain(value: object) -> Any:
+    """``value`` in JSON's types; what has no such form becomes its text, infinities and NaNs included."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    if isinstance(value, (Report, Site, NearMiss, Failure)):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return plain(value.item())
+    return str(value)
+
+
+def _parsed(kind: Any, data: object, where: str) -> Any:
+    """``data`` as the annotated type ``kind``, or ValueError naming ``where`` it is not."""
+
+    def wrong(expected: str) -> ValueError:
+        return ValueError(f"{where} is {_short(data)}, not {expected}")
+
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
+    if origin is Literal:
+        if data not in arguments or not isinstance(data, str):
+            raise wrong(f"one of {', '.join(map(repr, arguments))}")
+        return data
+    if origin in (Union, types.UnionType):
+        return None if data is None else _parsed(next(a for a in arguments if a is not type(None)), data, where)
+    if origin is tuple:
+        if not isinstance(data, (list, tuple)):
+            raise wrong("a list")
+        if arguments[-1] is Ellipsis:
+            return tuple(_parsed(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+        if len(data) != len(arguments):
+            raise wrong(f"a list of {len(arguments)}")
+        return tuple(_parsed(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(arguments, data, strict=True)))
+    if origin is Mapping:
+        if not isinstance(data, dict):
+            raise wrong("an object")
+        return {str(key): _parsed(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
+    if origin is None and kind in (Report, Site, NearMiss, Failure):
+        if not isinstance(data, dict):
+            raise wrong("an object")
+        hints = get_type_hints(kind)
+        required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+        if missing := required - data.keys():
+            raise ValueError(f"{where} lacks {', '.join(sorted(missing))}")
+        if unknown := data.keys() - hints.keys():
+            raise ValueError(f"{where} has the unknown {', '.join(sorted(map(repr, unknown)))}")
+        return kind(**{name: _parsed(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise wrong({str: "a string", int: "a whole number"}[kind])
+    return data
+
+
+def _short(data: object) -> str:
+    shown = repr(data)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,146 @@
+"""The report for a terminal: plain text that fits 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+
+from autopallas.report.records import Failure, NearMiss, Report, Site
+
+__all__ = ["headline", "nothing_found", "render", "site_rows", "where"]
+
+WIDTH = 80
+_LABEL = 16
+
+
+def render(report: Report) -> str:
+    """The whole report as text of at most 80 columns, without a newline at its end.
+
+    Example:
+      >>> print(render(Report(platform="cpu", device_kind="cpu")))
+      autopallas: nothing found
+      on cpu
+      <BLANKLINE>
+      No known computation was recognised, and none was nearly recognised, so the
+      program runs as it was written.
+    """
+    blocks = [f"autopallas: {headline(report)}\n{_wrapped('on ' + where(report))}"]
+    blocks += [_site(i, site) for i, site in enumerate(report.sites, 1)]
+    if report.near_misses:
+        blocks.append("\n".join(_near_misses(report.near_misses)))
+    if report.failures:
+        blocks.append("\n".join(_failures(report.failures)))
+    if not (report.sites or report.near_misses or report.failures):
+        blocks.append(_wrapped(nothing_found(report)))
+    return "\n\n".join(blocks)
+
+
+def headline(report: Report) -> str:
+    """What the report holds, in one line: "2 sites replaced, 1 kept, 1 near miss"."""
+    applied = sum(report.counts().values())
+    kept = len(report.sites) - applied
+    parts = []
+    if applied:
+        parts.append(f"{applied} site{'s' * (applied > 1)} replaced")
+    if kept:
+        parts.append(f"{kept} kept" if parts else f"{kept} site{'s' * (kept > 1)} kept")
+    if misses := len(report.near_misses):
+        parts.append(f"{misses} near miss{'es' * (misses > 1)}")
+    if failures := len(report.failures):
+        parts.append(f"{failures} failure{'s' * (failures > 1)}")
+    return ", ".join(parts) or ("nothing found" if report.platform else "nothing traced yet")
+
+
+def where(report: Report) -> str:
+    """The device and the versions, in one line."""
+    kind = report.device_kind
+    device = report.platform + (f" ({kind})" if kind and kind != report.platform else "")
+    return ", ".join(
+        [device or "no device", *(f"{name} {version}" for name, version in sorted(report.versions.items()))]
+    )
+
+
+def nothing_found(report: Report) -> str:
+    """What it means that a report is empty."""
+    if not report.platform:
+        return (
+            "No function has been traced yet. A report is there after the first call, or from "
+            "autopallas.explain(function, *arguments), which traces and runs nothing."
+        )
+    return "No known computation was recognised, and none was nearly recognised, so the program runs as it was written."
+
+
+def _verdict(site: Site) -> str:
+    """The verdict in words."""
+    if site.verdict == "kept":
+        return "kept: recognised, but the original code runs"
+    direction = "forward and backward" if site.direction == "forward+backward" else "forward"
+    return f"replaced, {direction}"
+
+
+def _block_sizes(site: Site) -> str:
+    """The block sizes and where they come from, or an empty string where there are none."""
+    if not site.block_sizes:
+        return ""
+    origin = {
+        "explicit": "given explicitly",
+        "cache": "from the cache on disk",
+        "table": "from the tuned table",
+        "autotune": "searched for now",
+        "nearest": "from the nearest row of the tuned table",
+        "default": "the default",
+        None: "",
+    }[site.block_sizes_from]
+    sizes = " ".join(f"{name}={size}" for name, size in site.block_sizes.items())
+    return f"{sizes} ({origin})" if origin else sizes
+
+
+def site_rows(site: Site) -> list[tuple[str, str]]:
+    """What there is to say about a site, as (label, text) pairs, none of them empty."""
+    rows = [
+        ("verdict", _verdict(site)),
+        ("reason", site.reason),
+        ("inside", site.path),
+        ("implementation", site.implementation or ""),
+        ("block sizes", _block_sizes(site)),
+        ("spec", site.spec_line),
+        *(("assumes", assumption) for assumption in site.assumptions),
+        *(("tried", f"{name}, failed at {stage}: {error}") for name, stage, error in site.attempts),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _site(number: int, site: Site) -> str:
+    head = _wrapped(f"[{number}] {site.op} at {site.location}", "    ")
+    return "\n".join([head, *(_row(label, text) for label, text in site_rows(site))])
+
+
+def _near_misses(misses: tuple[NearMiss, ...]) -> Iterator[str]:
+    yield "Near misses (close to a known computation; left as they are):"
+    places: dict[tuple[str, str], Counter[str]] = {}
+    for miss in misses:
+        places.setdefault((miss.op, miss.reason), Counter())[miss.location] += 1
+    for (op, reason), locations in places.items():
+        yield _wrapped(f"- {op}: {reason}", "  ")
+        for location, count in locations.items():
+            yield _wrapped(f"    at {location}" + (f", {count} times" if count > 1 else ""), "       ")
+
+
+def _failures(failures: tuple[Failure, ...]) -> Iterator[str]:
+    yield "Failures inside autopallas (the program runs on without the rewrite concerned):"
+    for failure in failures:
+        concerned = " ".join(part for part in (failure.op, failure.location and f"at {failure.location}") if part)
+        yield _wrapped(f"- {failure.stage}{', ' + concerned if concerned else ''}: {failure.error}", "  ")
+
+
+def _row(label: str, text: str) -> str:
+    head = f"    {label}".ljust(_LABEL + 4)
+    return _wrapped(text, " " * len(head), head)
+
+
+def _wrapped(text: str, indent: str = "", first: str | None = None) -> str:
+    # Control characters in an error's message or a file's name must not reach the terminal.
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    lead = shown[: len(shown) - len(shown.lstrip())] if first is None else first
+    return "\n".join(textwrap.wrap(shown.strip(), WIDTH, initial_indent=lead, subsequent_indent=indent))

@@ -1,0 +1,1 @@
+"""Splices decisions back into an edited jaxpr; the site primitive."""

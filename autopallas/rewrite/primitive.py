@@ -1,0 +1,286 @@
+"""The site primitives: what stands in a rewritten program where a reference computation stood.
+
+Three primitives serve every operation.  ``site`` gives the original's results, and on demand the residuals that the
+backward kernel wants.  Its JVP rule binds itself and ``tangent``, which is linear in the tangents; the transpose of
+``tangent`` binds ``backward``.  So reverse mode runs the kernels, and everything else that JAX can do with the original
+(forward mode, second order) is done with the original, which all three carry along.
+
+Their parameters: ``site``, the operation's description of the place (see :class:`SiteDescription`); ``decision``, what was
+chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from autopallas import compat
+from autopallas.compat import ad, batching, mlir
+from autopallas.kernels.implementation import Device, Operation
+from autopallas.plan import Decision
+
+
+class SiteDescription(Protocol):
+    """What an operation must say of one place in a program.  Frozen and hashable."""
+
+    @property
+    def operation(self) -> Operation: ...
+
+    @property
+    def spec(self) -> Any:
+        """The canonical description that kernels and tables know."""
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """(results as the original has them, residuals)."""
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+
+    def batched(self, axes: Sequence[int | None], size: int) -> SiteDescription:
+        """The place under vmap: each operand with an axis, and each result and residual, has it in front."""
+
+
+def bind(operands: Sequence[Any], *, site: SiteDescription, decision: Decision, original: Any) -> list[Any]:
+    """The results of a site."""
+    results: list[Any] = site_p.bind(*operands, site=site, decision=decision, original=original, residuals=False)
+    return results
+
+
+def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
+    """The original as a function of the operands at the positions ``chosen``, the others fixed."""
+
+    def function(*varied: Any) -> Any:
+        filled = list(operands)
+        for position, x in zip(chosen, varied, strict=True):
+            filled[position] = x
+        return compat.jaxpr_as_fun(original)(*filled)
+
+    return function
+
+
+# ---------------------------------------------------------------------- what each primitive computes
+
+
+def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: Any, residuals: bool) -> Any:
+    if runs:
+        kernel = site.operation.implementation(decision.implementation)
+        with jax.named_scope(f"autopallas.{site.operation.name}"):
+            results, extra = site.forward(kernel, decision.block_sizes, operands)
+    else:
+        results = compat.jaxpr_as_fun(original)(*operands)
+        # The backward of a kept site differentiates the original, which needs no residuals.
+        extra = tuple(jnp.zeros(t.shape, t.dtype) for t in site.residual_types())
+    return [*results, *extra] if residuals else list(results)
+
+
+def _tangent(
+    runs: bool, *arguments: Any, site: SiteDescription, original: Any, active: tuple[int, ...], **_: Any
+) -> Any:
+    operands, _results, _residuals, tangents = _split(arguments, site, original)
+    function = _vary(original, active, operands)
+    return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+
+
+def _backward(
+    runs: bool,
+    *arguments: Any,
+    site: SiteDescription,
+    decision: Decision,
+    original: Any,
+    active: tuple[int, ...],
+) -> Any:
+    operands, results, residuals, cotangents = _split(arguments, site, original)
+    if runs:
+        kernel = site.operation.implementation(decision.implementation)
+        with jax.named_scope(f"autopallas.{site.operation.name}.backward"):
+            return list(
+                site.backward(kernel, decision.block_sizes, operands, results, residuals, cotangents, active)
+            )
+    _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
+    return list(pull(list(cotangents)))
+
+
+def _split(arguments: Sequence[Any], site: SiteDescription, original: Any) -> tuple[Any, Any, Any, Any]:
+    """(operands, results, residuals, tangents or cotangents)."""
+    operands = len(original.in_avals)
+    results = operands + len(original.out_avals)
+    residuals = results + len(site.residual_types())
+    return arguments[:operands], arguments[operands:results], arguments[results:residuals], arguments[residuals:]
+
+
+# ---------------------------------------------------------------------- registration
+
+
+def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def runs(decision: Decision, platform: str) -> bool:
+        return decision.verdict == "applied" and decision.platform == platform
+
+    def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
+        return compute(runs(decision, Device.current().platform), *operands, decision=decision, **params)
+
+    primitive.def_impl(impl)
+    primitive.def_abstract_eval(types)
+    for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
+
+        def lowered(*operands: Any, decision: Decision, ours: str = ours, **params: Any) -> Any:
+            return compute(runs(decision, ours), *operands, decision=decision, **params)
+
+        mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True), platform=platform)
+    return primitive
+
+
+def _results(operands: Sequence[Any], original: Any) -> list[Any]:
+    return [compat.array_type(a.shape, a.dtype, operands) for a in original.out_avals]
+
+
+def _site_types(*operands: Any, site: SiteDescription, original: Any, residuals: bool, **_: Any) -> list[Any]:
+    extra = [compat.array_type(t.shape, t.dtype, operands) for t in site.residual_types()] if residuals else []
+    return _results(operands, original) + extra
+
+
+def _tangent_types(*arguments: Any, original: Any, **_: Any) -> list[Any]:
+    return _results(arguments, original)
+
+
+def _backward_types(*arguments: Any, original: Any, active: tuple[int, ...], **_: Any) -> list[Any]:
+    return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments) for i in active]
+
+
+site_p = _primitive("autopallas_site", _site, _site_types)
+tangent_p = _primitive("autopallas_site_tangent", _tangent, _tangent_types)
+backward_p = _primitive("autopallas_site_backward", _backward, _backward_types)
+
+
+# ---------------------------------------------------------------------- derivatives
+
+
+def _zero(x: Any) -> Any:
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _site_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, residuals: bool, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    outputs = site_p.bind(*primals, residuals=True, **params)
+    count = len(params["original"].out_avals)
+    active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    if active:
+        moved = tangent_p.bind(*primals, *outputs, *(tangents[i] for i in active), active=active, **params)
+    else:
+        moved = [_zero(x) for x in outputs[:count]]
+    if not residuals:
+        return outputs[:count], moved
+    # The residuals are functions of the operands, and whatever reads them has a rule of its own that says so.
+    return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
+
+
+def _tangent_transpose(cotangents: Sequence[Any], *arguments: Any, **params: Any) -> list[Any]:
+    active = params["active"]
+    known = arguments[: len(arguments) - len(active)]
+    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
+    return [None] * len(known) + list(backward_p.bind(*known, *cotangents, **params))
+
+
+def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return _differentiate(tangent_p, _tangent, primals, tangents, params)
+
+
+def _backward_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    return _differentiate(backward_p, _backward, primals, tangents, params)
+
+
+def _differentiate(
+    primitive: Primitive,
+    compute: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    params: dict[str, Any],
+) -> tuple[Any, Any]:
+    """The derivative of ``tangent`` or ``backward``: as functions of operands and (co)tangents, by the original.
+
+    Tangents of results and residuals do not count: they depend on the operands, which the original says.
+    """
+    site, original = params["site"], params["original"]
+    operands = len(original.in_avals)
+    given = operands + len(original.out_avals) + len(site.residual_types())
+    varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and not operands <= i < given]
+
+    def function(*chosen: Any) -> Any:
+        filled = list(primals)
+        for position, x in zip(varied, chosen, strict=True):
+            filled[position] = x
+        return compute(False, *filled, **params)
+
+    outputs = primitive.bind(*primals, **params)
+    if not varied:
+        return outputs, [_zero(x) for x in outputs]
+    _, moved = jax.jvp(function, tuple(primals[i] for i in varied), tuple(tangents[i] for i in varied))
+    return outputs, list(moved)
+
+
+ad.primitive_jvps[site_p] = _site_jvp
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_jvps[backward_p] = _backward_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+
+
+# ---------------------------------------------------------------------- batching
+
+
+def _front(x: Any, axis: int | None, size: int, wanted: bool) -> Any:
+    """``x`` with its mapped axis in front; broadcast to have one where it is wanted and missing."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, 0)
+    return jnp.broadcast_to(x, (size, *x.shape)) if wanted else x
+
+
+def _batched_params(params: dict[str, Any], axes: Sequence[int | None], size: int) -> dict[str, Any]:
+    original = params["original"]
+    function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape if axis is None else (size, *a.shape), a.dtype)
+        for a, axis in zip(original.in_avals, axes, strict=True)
+    ]
+    return params | {
+        "site": params["site"].batched(axes, size),
+        "original": compat.make_jaxpr(function, *shapes),
+    }
+
+
+def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | None], params: dict[str, Any]) -> Any:
+    """One rule for the three.  An operand whose tangent or cotangent is asked for has the mapped axis, so that each
+    example gets its own; other operands that lack it stay without."""
+    sizes = {np.shape(x)[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None}
+    (size,) = sizes
+    count = len(params["original"].in_avals)
+    active = params.get("active", ())
+    wanted = [i in active or i >= count for i in range(len(arguments))]
+    moved = [_front(x, axis, size, w) for x, axis, w in zip(arguments, axes, wanted, strict=True)]
+    in_front = [0 if axis is not None or w else None for axis, w in zip(axes, wanted, strict=True)]
+    outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size))
+    return outputs, [0] * len(outputs)
+
+
+for _p in (site_p, tangent_p, backward_p):
+    batching.primitive_batchers[_p] = lambda arguments, axes, _p=_p, **params: _batch(_p, arguments, axes, params)

@@ -1,0 +1,337 @@
+"""The one timing function: benchmarks, tables and searches all use it, so that their figures compare.
+
+A shared machine changes its speed from second to second.  What can be trusted there is not a time but the ratio of
+two times taken next to each other, so every candidate is run once per round, in an order drawn anew for each round,
+and ratios are formed within rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+__all__ = ["Clocks", "Difference", "Failure", "Measurement", "Spread", "Stage", "Timing", "measure"]
+
+Stage: TypeAlias = Literal["lower", "compile", "memory", "run", "compare"]
+Clock: TypeAlias = Literal["wall", "cpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """Where the time comes from, in seconds: ``cpu`` counts the processor time of all threads of this process."""
+
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A sample's median with its quartiles: half of the sample lies between ``lower`` and ``upper``."""
+
+    median: float
+    lower: float
+    upper: float
+    minimum: float
+    count: int
+
+    @staticmethod
+    def of(sample: Iterable[float]) -> Spread | None:
+        """The spread of a sample, or None where it is empty."""
+        values = list(sample)
+        if not values:
+            return None
+        lower, median, upper = (float(x) for x in np.percentile(values, (25, 50, 75)))
+        return Spread(median, lower, upper, min(values), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a candidate failed, and with what."""
+
+    stage: Stage
+    error: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One output against its reference: ``max |x - reference| / max |reference|``, and the mean in place of the max.
+
+    Both are infinite where one side is NaN or infinite and the other is not the same there.
+    """
+
+    maximum: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What was measured of one candidate.  After a failure, what had been measured before it.
+
+    Attributes:
+      wall: wall time of each round, in seconds.
+      cpu: process CPU time of each round, in seconds.
+      lower_seconds: tracing and lowering.
+      compile_seconds: compiling, after lowering.
+      first_step_seconds: from the callable to its first result: lowering, compiling, first run.
+      temporary_bytes: scratch memory that the compiler asked for.  XLA on a CPU may use more inside fused loops; peak
+        resident memory shows that.
+      argument_bytes, output_bytes: memory of what goes in and comes out.
+      differences: one per output leaf, where a reference was given.
+      failure: None, or why the candidate was given up.
+    """
+
+    wall: tuple[float, ...] = ()
+    cpu: tuple[float, ...] = ()
+    lower_seconds: float | None = None
+    compile_seconds: float | None = None
+    first_step_seconds: float | None = None
+    temporary_bytes: int | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    differences: tuple[Difference, ...] | None = None
+    failure: Failure | None = None
+
+    def samples(self, clock: Clock = "wall") -> tuple[float, ...]:
+        """The times of all rounds by one of the two clocks."""
+        return self.wall if clock == "wall" else self.cpu
+
+    def spread(self, clock: Clock = "wall") -> Spread | None:
+        """Median and quartiles of the time of one run, or None where no round was completed."""
+        return Spread.of(self.samples(clock))
+
+    @property
+    def difference(self) -> Difference | None:
+        """The largest differences over all outputs, or None where nothing was compared."""
+        if not self.differences:
+            return None
+        return Difference(max(d.maximum for d in self.differences), max(d.mean for d in self.differences))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured of all candidates, by name, in the order in which they were given."""
+
+    timings: Mapping[str, Timing]
+    baseline: str | None = None
+
+    def __getitem__(self, name: str) -> Timing:
+        return self.timings[name]
+
+    def ratio(self, name: str, *, baseline: str | None = None, clock: Clock = "wall") -> Spread | None:
+        """How many times as fast as the baseline a candidate is: 2.0 is twice as fast.
+
+        The baseline's time is divided by the candidate's within each round; the result is the median of these ratios
+        with its quartiles.  None where the two share no round.
+        """
+        against = baseline if baseline is not None else self.baseline
+        if against is None:
+            raise ValueError("a ratio needs a baseline: name one here or when measuring")
+        # A candidate that fails leaves, so its samples are those of the first rounds and the shorter list decides.
+        pairs = zip(self.timings[against].samples(clock), self.timings[name].samples(clock), strict=False)
+        return Spread.of(base / own for base, own in pairs if own > 0)
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """The candidates that failed, each with its failure."""
+        return {name: timing.failure for name, timing in self.timings.items() if timing.failure is not None}
+
+
+def measure(
+    candidates: Mapping[str, Any],
+    arguments: Sequence[Any] = (),
+    *,
+    baseline: str | None = None,
+    repetitions: int = 15,
+    seconds: float = 10.0,
+    minimum_repetitions: int = 3,
+    warm_up: int = 1,
+    reference: Any = None,
+    memory_limit: int | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+    clocks: Clocks | None = None,
+) -> Measurement:
+    """Times several ways of computing the same thing against each other.
+
+    All candidates are lowered and compiled first, each runs once and is warmed up; then come rounds in which every
+    candidate runs once, in a random order.  Each run waits for its result.  A candidate that fails, at whatever stage,
+    leaves the race; its failure is part of the result and the others go on.
+
+    CPU time counts every thread of the process: measure while nothing else runs in it.
+
+    Args:
+      candidates: name -> function of ``arguments``.  A ``jax.jit`` function, or anything else with ``lower``, is
+        lowered and compiled; an already compiled one is run as it is; any other callable is put under ``jax.jit``.
+        Donating candidates are not possible, for the arguments are used again.
+      arguments: positional arguments of every candidate, arrays or pytrees of arrays.
+      baseline: the candidate that ratios refer to.
+      repetitions: rounds at most.
+      seconds: wall time of all rounds together, after which no further round is begun.
+      minimum_repetitions: rounds at least, whatever their time.
+      warm_up: runs of each candidate between its first run and the first round.
+      reference: what the result ought to be, a pytree like the candidates' results: gives :attr:`Timing.differences`.
+      memory_limit: bytes; a candidate whose arguments, outputs and temporary memory need more is not run.
+      seed: of the order of the runs.
+      progress: called with a line of text before each stage.
+      clocks: other clocks than this process's own.
+
+    Returns:
+      The measurement: a :class:`Timing` per candidate, and ratios to the baseline.
+
+    Raises:
+      ValueError: the baseline is not among the candidates, or no round is allowed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((64, 64))
+      >>> m = measure({"dot": lambda x: x @ x, "loop": lambda x: jnp.stack([r @ x for r in x])}, (x,), baseline="dot")
+      >>> m.ratio("dot").median
+      1.0
+      >>> m["loop"].spread().count
+      15
+    """
+    if baseline is not None and baseline not in candidates:
+        raise ValueError(f"the baseline {baseline!r} is not among the candidates: {', '.join(candidates)}")
+    if repetitions < 1:
+        raise ValueError("at least one repetition is needed")
+    clocks = clocks or Clocks()
+    say = progress or (lambda line: None)
+    records = {name: _Record() for name in candidates}
+    for name, candidate in candidates.items():
+        say(f"compiling {name}")
+        records[name].prepare(candidate, arguments, memory_limit, clocks)
+    for name, record in records.items():
+        say(f"warming up {name}")
+        record.first_run(arguments, reference, clocks)
+        for _ in range(warm_up):
+            record.run(arguments)
+
+    order = list(records.values())
+    shuffle = random.Random(seed).shuffle
+    gc.collect()  # so that it is not the first candidate that pays for what was allocated while compiling
+    begin = clocks.wall()
+    for done in range(repetitions):
+        if done >= minimum_repetitions and clocks.wall() - begin >= seconds:
+            break
+        if all(record.failure is not None for record in order):
+            break
+        say(f"round {done + 1} of {repetitions}")
+        shuffle(order)
+        for record in order:
+            record.timed_run(arguments, clocks)
+    return Measurement({name: record.timing() for name, record in records.items()}, baseline)
+
+
+@dataclass
+class _Record:
+    """One candidate while it is being measured."""
+
+    call: Callable[..., Any] | None = None
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    found: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+
+    def prepare(self, candidate: Any, arguments: Sequence[Any], memory_limit: int | None, clocks: Clocks) -> None:
+        stage: Stage = "lower"
+        try:
+            compiled = candidate
+            begin = clocks.wall()
+            if not hasattr(candidate, "memory_analysis"):
+                lowered = (candidate if hasattr(candidate, "lower") else jax.jit(candidate)).lower(*arguments)
+                lowered_at = clocks.wall()
+                self.found["lower_seconds"] = lowered_at - begin
+                stage = "compile"
+                compiled = lowered.compile()
+                self.found["compile_seconds"] = clocks.wall() - lowered_at
+            self.found["first_step_seconds"] = clocks.wall() - begin
+            stage = "memory"
+            self._weigh(compiled.memory_analysis(), memory_limit)
+            self.call = compiled
+        except Exception as error:
+            self._fail(stage, error)
+
+    def _weigh(self, analysis: Any, memory_limit: int | None) -> None:
+        if analysis is None:  # not every backend can tell
+            return
+        needed = 0
+        for name, attribute in (("temporary", "temp"), ("argument", "argument"), ("output", "output")):
+            size = int(getattr(analysis, f"{attribute}_size_in_bytes"))
+            self.found[f"{name}_bytes"] = size
+            needed += size
+        if memory_limit is not None and needed > memory_limit:
+            raise MemoryError(f"needs {needed} bytes, more than the limit of {memory_limit}")
+
+    def first_run(self, arguments: Sequence[Any], reference: Any, clocks: Clocks) -> None:
+        begin = clocks.wall()
+        result = self.run(arguments)
+        if self.failure is not None:
+            return
+        self.found["first_step_seconds"] += clocks.wall() - begin
+        if reference is not None:
+            try:
+                self.found["differences"] = _differences(result, reference)
+            except Exception as error:
+                self._fail("compare", error)
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        if self.failure is not None:
+            return None
+        assert self.call is not None
+        try:
+            return jax.block_until_ready(self.call(*arguments))
+        except Exception as error:
+            self._fail("run", error)
+
+    def timed_run(self, arguments: Sequence[Any], clocks: Clocks) -> None:
+        wall, cpu = clocks.wall(), clocks.cpu()
+        result = self.run(arguments)
+        cpu, wall = clocks.cpu() - cpu, clocks.wall() - wall
+        del result  # freed outside the timed span, and before the next candidate needs the memory
+        if self.failure is None:
+            self.wall.append(wall)
+            self.cpu.append(cpu)
+
+    def _fail(self, stage: Stage, error: Exception) -> None:
+        self.failure = Failure(stage, f"{type(error).__name__}: {error}")
+        self.call = None
+
+    def timing(self) -> Timing:
+        return Timing(wall=tuple(self.wall), cpu=tuple(self.cpu), failure=self.failure, **self.found)
+
+
+def _differences(result: Any, reference: Any) -> tuple[Difference, ...]:
+    results, references = jax.tree.leaves(result), jax.tree.leaves(reference)
+    if len(results) != len(references):
+        raise ValueError(f"{len(results)} outputs, and {len(references)} in the reference")
+    return tuple(_difference(np.asarray(x), np.asarray(r)) for x, r in zip(results, references, strict=True))
+
+
+def _difference(result: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> Difference:
+    if result.shape != reference.shape:
+        raise ValueError(f"an output of shape {result.shape}, and {reference.shape} in the reference")
+    wide = np.complex128 if np.iscomplexobj(reference) else np.float64
+    x, r = result.astype(wide), reference.astype(wide)
+    if x.size == 0:
+        return Difference(0.0, 0.0)
+    finite = np.isfinite(r)
+    same = (x == r) | (np.isnan(x) & np.isnan(r))
+    if not np.all(np.where(finite, np.isfinite(x), same)):
+        return Difference(np.inf, np.inf)
+    distance = np.abs(x[finite] - r[finite])
+    size = np.abs(r[finite])
+    if not distance.any():
+        return Difference(0.0, 0.0)
+    if not size.any():
+        return Difference(np.inf, np.inf)
+    return Difference(float(distance.max() / size.max()), float(distance.mean() / size.max()))

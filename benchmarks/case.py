@@ -1,0 +1,90 @@
+"""What is measured: frozen data, and the joint between the operations and the machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+Direction: TypeAlias = Literal["forward", "forward+backward"]
+
+ORIGINAL = "original"
+"""The name of the candidate that every ratio refers to: the computation as people write it."""
+
+AUTOPALLAS = "autopallas"
+"""The name of the candidate that is the original under ``autopallas.optimize``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One computation at one size.  ``sizes`` are named by the operation's letters, in the order they are shown."""
+
+    kernel: str
+    direction: Direction
+    dtype: str
+    mask: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def shape(self) -> str:
+        return " ".join(f"{letter}{size}" for letter, size in self.sizes)
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.direction} {self.dtype} {self.mask} {self.shape}"
+
+    def size(self, letter: str) -> int:
+        return dict(self.sizes)[letter]
+
+    def selected_by(self, words: str) -> bool:
+        """Whether every word of ``words`` is a word of this case: "forward causal T2048"."""
+        return set(words.split()) <= set(str(self).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which implementation stands behind a candidate, and with which block sizes."""
+
+    implementation: str
+    block_sizes: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way of computing a case.  ``chosen`` is asked after the function has been compiled."""
+
+    function: Callable[..., Any]
+    chosen: Callable[[], Chosen]
+
+
+class Benchmark(Protocol):
+    """What the module of an operation offers."""
+
+    def grid(self, name: str) -> tuple[Case, ...]:
+        """The cases of the grid "quick", "standard" or "wide"."""
+
+    def arguments(self, case: Case) -> tuple[Any, ...]:
+        """The arguments of every candidate of the case, always the same ones."""
+
+    def candidates(self, case: Case) -> dict[str, Candidate]:
+        """The ways of computing the case, the original among them and first."""
+
+    def operations(self, case: Case) -> float:
+        """Floating-point operations that the case cannot do without."""
+
+    def oracle(self, case: Case, arguments: tuple[Any, ...]) -> Any:
+        """The result in float64, or None where the case is too large for it."""
+
+
+def benchmark(kernel: str) -> Benchmark:
+    """The benchmark of an operation by its name, imported when asked for."""
+    import importlib
+
+    if kernel not in KERNELS:
+        raise KeyError(kernel)
+    module: Any = importlib.import_module(f"benchmarks.{kernel}")
+    offered: Benchmark = module
+    return offered
+
+
+KERNELS = ("attention",)
+"""The operations that have a benchmark, a module of this package each."""

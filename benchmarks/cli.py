@@ -1,0 +1,105 @@
+"""The command line: ``python -m benchmarks`` measures, ``python -m benchmarks table`` regenerates a tuned table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import environment, rows, terminal
+from benchmarks.case import AUTOPALLAS, KERNELS
+from benchmarks.run import Effort, run, select
+
+RESULTS = Path(__file__).parent / "results"
+
+_DESCRIPTION = """\
+Measures kernels against the computations as people write them.
+
+Each case is run as it is written ("original"), under autopallas.optimize, and by JAX's own function where
+there is one, in turns within one process; what counts is the ratio of runs next to each other.
+Every row is written as JSON and CSV; docs/benchmarks.md explains the fields.
+"""
+
+_EPILOG = """\
+examples:
+  python -m benchmarks                                the standard grid, about six minutes on two cores
+  python -m benchmarks --quick                        a sample, under two minutes
+  python -m benchmarks --filter "float32 causal T2048" --filter "forward+backward T1024"
+  python -m benchmarks table attention                measure block sizes and regenerate the tuned table
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status: 1 where an optimized program failed."""
+    if arguments and arguments[0] == "table":
+        from benchmarks import table
+
+        return table.main(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if unknown := [kernel for kernel in options.kernels if kernel not in KERNELS]:
+        parser.error(f"no benchmark is called {unknown[0]!r}; there are: {', '.join(KERNELS)}")
+    grid = "quick" if options.quick else "wide" if options.wide else "standard"
+    cases = select(options.kernels or KERNELS, grid, options.filter)
+    if options.list:
+        print("\n".join(str(case) for case in cases))
+        return 0
+    if not cases:
+        print("no case matches; see --list")
+        return 2
+    effort = Effort(options.seconds, options.repetitions, not options.no_resident_memory)
+    found: list[rows.Row] = []
+    for of_case in run(cases, effort, terminal.progress()):
+        if not found:
+            print(terminal.header(of_case))
+        found += of_case
+        print(terminal.table(of_case), flush=True)
+    # Parts of a grid have files of their own, so that they do not take the place of a whole one.
+    suffix = "" if grid == "standard" else f"-{grid}"
+    suffix += "-part" if options.filter else ""
+    print()
+    for kernel in dict.fromkeys(row.kernel for row in found):
+        of_kernel = [row for row in found if row.kernel == kernel]
+        paths = rows.write(of_kernel, options.output, f"{kernel}-{environment.backend()}{suffix}")
+        print("wrote", *paths)
+    return int(any(row.failure for row in found if row.candidate == AUTOPALLAS))
+
+
+def _parser() -> argparse.ArgumentParser:
+    usual = Effort()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kernels", nargs="*", metavar="OPERATION", help=f"what to measure, of: {', '.join(KERNELS)}")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a sample of the cases")
+    size.add_argument("--wide", action="store_true", help="many more cases; an hour, and 16 GiB of memory")
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="only cases that have all these words, as --list shows them; given several times: any of them",
+    )
+    parser.add_argument("--list", action="store_true", help="show the cases and measure nothing")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the rows go (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=usual.seconds, help="time for the runs of one case (%(default)s)"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=usual.repetitions, help="runs of each candidate at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--no-resident-memory", action="store_true", help="do not start processes to measure peak resident memory"
+    )
+    parser.add_argument(
+        "--no-allocator-settings",
+        action="store_true",
+        help="use the memory allocator as it comes (else this process restarts itself with "
+        + " ".join(f"{k}={v}" for k, v in environment.ALLOCATOR_SETTINGS.items())
+        + ")",
+    )
+    return parser

@@ -1,0 +1,344 @@
+"""Trains a small byte-level GPT twice, as it is written and with ``@autopallas.optimize`` on its loss, and compares.
+
+The model is plain jnp with attention spelled out, as in a first draft or a paper's appendix.  The text is the source
+code of Python's standard library, which every machine has.
+
+    python examples/train_gpt.py --steps 40 --sequence-length 1024
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopallas
+
+VOCABULARY = 256  # Bytes.
+
+# Both runs compute the same function, but add floats in another order, and AdamW divides by the gradient's own size: a
+# rounding error in a gradient near zero moves its weight as far as a large gradient would.  Two spellings of attention
+# in plain jnp drift apart likewise; this is an order of magnitude more than they do over some fifty steps.
+LOSS_TOLERANCE = 5e-3
+
+
+class Config(NamedTuple):
+    """Sizes of the model."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence_length: int
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+
+def initialise(key: jax.Array, config: Config) -> dict[str, Any]:
+    """Random parameters: normal weights, zero biases, unit gains."""
+
+    def normal(key: jax.Array, *shape: int, scale: float = 0.02) -> jax.Array:
+        return scale * jax.random.normal(key, shape, jnp.float32)
+
+    width = config.width
+    residual_scale = 0.02 / math.sqrt(2 * config.layers)
+    keys = iter(jax.random.split(key, 2 + 4 * config.layers))
+    return {
+        "token_embedding": normal(next(keys), VOCABULARY, width),
+        "position_embedding": normal(next(keys), config.sequence_length, width),
+        "final_gain": jnp.ones(width),
+        "blocks": [
+            {
+                "attention_gain": jnp.ones(width),
+                "query_key_value": normal(next(keys), width, 3 * width),
+                "attention_output": normal(next(keys), width, width, scale=residual_scale),
+                "mlp_gain": jnp.ones(width),
+                "mlp_input": normal(next(keys), width, 4 * width),
+                "mlp_output": normal(next(keys), 4 * width, width, scale=residual_scale),
+            }
+            for _ in range(config.layers)
+        ],
+    }
+
+
+def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * gain
+
+
+def attention(x: jax.Array, block: dict[str, jax.Array], heads: int) -> jax.Array:
+    batch, length, width = x.shape
+    query, key, value = jnp.split(x @ block["query_key_value"], 3, axis=-1)
+    query = query.reshape(batch, length, heads, width // heads)
+    key = key.reshape(batch, length, heads, width // heads)
+    value = value.reshape(batch, length, heads, width // heads)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(width // heads)
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    scores = jnp.where(causal, scores, -jnp.inf)
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", probabilities, value)
+
+    return mixed.reshape(batch, length, width) @ block["attention_output"]
+
+
+def mlp(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
+    return jax.nn.gelu(x @ block["mlp_input"]) @ block["mlp_output"]
+
+
+def loss(parameters: dict[str, Any], text: jax.Array, heads: int) -> jax.Array:
+    """Mean cross-entropy in nats per byte of predicting each byte of ``text`` [B, T + 1] from those before it."""
+    inputs, targets = text[:, :-1], text[:, 1:]
+    x = parameters["token_embedding"][inputs] + parameters["position_embedding"][: inputs.shape[1]]
+    for block in parameters["blocks"]:
+        x = x + attention(rms_norm(x, block["attention_gain"]), block, heads)
+        x = x + mlp(rms_norm(x, block["mlp_gain"]), block)
+    logits = rms_norm(x, parameters["final_gain"]) @ parameters["token_embedding"].T
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    return -jnp.mean(jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1))
+
+
+# --- Training --------------------------------------------------------------------------------------------------------
+
+
+class TrainingState(NamedTuple):
+    """Parameters and AdamW's running averages of the gradient and of its square."""
+
+    parameters: dict[str, Any]
+    gradient_mean: dict[str, Any]
+    gradient_square: dict[str, Any]
+    step: jax.Array
+
+
+def start(parameters: dict[str, Any]) -> TrainingState:
+    zeros = jax.tree.map(jnp.zeros_like, parameters)
+    return TrainingState(parameters, zeros, zeros, jnp.zeros((), jnp.int32))
+
+
+def adamw(state: TrainingState, gradient: dict[str, Any], learning_rate: float) -> TrainingState:
+    """One AdamW update (Loshchilov and Hutter, 2019), with a linear warm-up over the first ten steps."""
+    step = state.step + 1
+    rate = learning_rate * jnp.minimum(1.0, step / 10)
+    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.gradient_mean, gradient)
+    square = jax.tree.map(lambda s, g: 0.95 * s + 0.05 * g**2, state.gradient_square, gradient)
+
+    def update(parameter: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
+        direction = (m / (1 - 0.9**step)) / (jnp.sqrt(s / (1 - 0.95**step)) + 1e-8)
+        decay = 0.1 if parameter.ndim > 1 else 0.0  # Gains are not decayed.
+        return parameter - rate * (direction + decay * parameter)
+
+    return TrainingState(jax.tree.map(update, state.parameters, mean, square), mean, square, step)
+
+
+def train_step(
+    loss_of: Callable[[dict[str, Any], jax.Array], jax.Array], learning_rate: float
+) -> Callable[[TrainingState, jax.Array], tuple[TrainingState, jax.Array]]:
+    """The jitted training step for a loss function of (parameters, text)."""
+
+    def step(state: TrainingState, text: jax.Array) -> tuple[TrainingState, jax.Array]:
+        value, gradient = jax.value_and_grad(loss_of)(state.parameters, text)
+        return adamw(state, gradient, learning_rate), value
+
+    return jax.jit(step)
+
+
+def standard_library(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The first ``size`` bytes of the standard library's modules, in the order of their names."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= size:
+            break
+    return np.frombuffer(bytes(text[:size]), np.uint8)
+
+
+def batches(
+    text: np.ndarray[Any, np.dtype[np.uint8]], batch: int, sequence_length: int, seed: int
+) -> Iterator[jax.Array]:
+    """Endless random windows of T + 1 bytes: [B, T + 1] int32."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(text) - sequence_length, size=batch)
+        windows = np.stack([text[s : s + sequence_length + 1] for s in starts])
+        yield jnp.asarray(windows, jnp.int32)
+
+
+# --- The comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One training run: its compiled step, and what was measured of it."""
+
+    name: str
+    compiled: Callable[[TrainingState, jax.Array], tuple[TrainingState, jax.Array]]
+    state: TrainingState
+    first_step_seconds: float
+    temporary_bytes: int | None
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, name: str, step: Any, state: TrainingState, text: jax.Array) -> Run:
+        """Compiles the step and takes it once, timing both together: what a user waits for at the start."""
+        began = time.perf_counter()
+        compiled = step.lower(state, text).compile()
+        state, value = jax.block_until_ready(compiled(state, text))
+        seconds = time.perf_counter() - began
+        memory = compiled.memory_analysis()
+        run = cls(name, compiled, state, seconds, None if memory is None else memory.temp_size_in_bytes)
+        run.losses.append(float(value))
+        return run
+
+    def step(self, text: jax.Array) -> None:
+        began = time.perf_counter()
+        self.state, value = jax.block_until_ready(self.compiled(self.state, text))
+        self.step_seconds.append(time.perf_counter() - began)
+        self.losses.append(float(value))
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Trains both, prints everything, and returns the exit status."""
+    config = Config(arguments.layers, arguments.width, arguments.heads, arguments.sequence_length)
+    text = standard_library(4_000_000)
+    windows = batches(text, arguments.batch, config.sequence_length, arguments.seed)
+    state = start(initialise(jax.random.key(arguments.seed), config))
+
+    def original_loss(parameters: dict[str, Any], text: jax.Array) -> jax.Array:
+        return loss(parameters, text, config.heads)
+
+    @autopallas.optimize(objective=arguments.objective)
+    def optimized_loss(parameters: dict[str, Any], text: jax.Array) -> jax.Array:
+        return loss(parameters, text, config.heads)
+
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+    print(
+        f"GPT with {parameters / 1e6:.1f}M parameters, {config.layers} layers of width {config.width}, {config.heads} "
+        f"heads,\n{arguments.batch} x {config.sequence_length} bytes a step, on {jax.devices()[0].device_kind} with JAX "
+        f"{jax.__version__}\n{allocator()}\n",
+        flush=True,
+    )
+    first = next(windows)
+    original = Run.begin("original", train_step(original_loss, arguments.learning_rate), state, first)
+    optimized = Run.begin("optimized", train_step(optimized_loss, arguments.learning_rate), state, first)
+    print(f"{optimized_loss.report()}\n")
+
+    print(f"{'step':>4}  {'original loss':>13}  {'optimized loss':>14}  {'difference':>10}")
+    show(0, original, optimized)
+    for number in range(1, arguments.steps):
+        window = next(windows)
+        # Taken in turn, so that a noisy neighbour on the machine disturbs both alike.
+        for run in (original, optimized) if number % 2 else (optimized, original):
+            run.step(window)
+        if number % max(1, arguments.steps // 10) == 0 or number == arguments.steps - 1:
+            show(number, original, optimized)
+
+    difference = max(abs(a - b) for a, b in zip(original.losses, optimized.losses, strict=True))
+    equal = difference <= LOSS_TOLERANCE  # False for NaN as well.
+    print(
+        f"\nlargest difference of the losses {difference:.1e}, "
+        f"{'within' if equal else 'ABOVE'} the tolerance {LOSS_TOLERANCE:.0e}\n"
+    )
+    print("\n".join(table(original, optimized)))
+    return 0 if equal else 1
+
+
+def allocator() -> str:
+    """The settings of the C library's allocator, which decide much of what naive attention costs on a CPU."""
+    names = ("MALLOC_MMAP_MAX_", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_")
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    if not settings:
+        return "allocator: default settings"
+    return "allocator: memory is reused between steps, for both runs\n  " + " ".join(settings)
+
+
+def show(number: int, original: Run, optimized: Run) -> None:
+    a, b = original.losses[-1], optimized.losses[-1]
+    print(f"{number:>4}  {a:>13.4f}  {b:>14.4f}  {abs(a - b):>10.1e}", flush=True)
+
+
+def table(original: Run, optimized: Run) -> list[str]:
+    """The measurements, as lines of an aligned table."""
+
+    def row(label: str, a: float | None, b: float | None, unit: str) -> str:
+        if a is None or b is None:
+            return f"{label:<22}  {'not available':>24}"
+        ratio = f"{b / a:.2f}" if a else "-"
+        return f"{label:<22}  {a:>10.2f} {unit}  {b:>10.2f} {unit}  {ratio:>8}"
+
+    def mebibytes(size: int | None) -> float | None:
+        return None if size is None else size / 2**20
+
+    def median(run: Run) -> float | None:
+        return 1e3 * statistics.median(run.step_seconds) if run.step_seconds else None
+
+    return [
+        f"{'':<22}  {original.name:>14}{optimized.name:>15}{'ratio':>10}",
+        row("time to first step", original.first_step_seconds, optimized.first_step_seconds, "s  "),
+        row("step time, median", median(original), median(optimized), "ms "),
+        row("temporary memory", mebibytes(original.temporary_bytes), mebibytes(optimized.temporary_bytes), "MiB"),
+    ]
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers bad input with one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+positive.__name__ = "positive whole number"  # How argparse names it where it refuses a value.
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(
+        description="Trains a small GPT as it is written and with autopallas.optimize, and compares the two.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=positive, default=40, metavar="N", help="training steps of each run")
+    parser.add_argument("--sequence-length", type=positive, default=1024, metavar="T", help="bytes per sequence")
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences per step")
+    parser.add_argument("--layers", type=positive, default=3, metavar="N", help="transformer blocks")
+    parser.add_argument("--width", type=positive, default=256, metavar="N", help="size of the residual stream")
+    parser.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="peak learning rate of AdamW")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and of the batches")
+    parser.add_argument(
+        "--objective",
+        choices=("time", "memory", "always"),
+        default="time",
+        help="what a replacement has to improve; always: replace wherever it is legal",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.width % arguments.heads:
+        parser.error(f"--width {arguments.width} is not a multiple of --heads {arguments.heads}")
+    if arguments.sequence_length > 1_000_000:
+        parser.error("--sequence-length must be at most 1000000, so that the text holds several sequences")
+    if not 0 < arguments.learning_rate < math.inf:
+        parser.error(f"--learning-rate {arguments.learning_rate} is not a positive number")
+    if not 0 <= arguments.seed < 2**32:
+        parser.error(f"--seed {arguments.seed} is not between 0 and 2**32 - 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(compare(parse()))

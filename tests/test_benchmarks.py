@@ -1,0 +1,164 @@
+"""The benchmark command: its cases, its oracle, its command line, and the rows it writes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas.tuning import Failure, Measurement, Timing
+from benchmarks import attention, cli, environment, resident, rows, terminal
+from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks.rows import Machine
+
+BARS = [
+    "attention forward float32 causal B1 T2048 N8 D64",
+    "attention forward float32 causal B1 T4096 N8 D64",
+    "attention forward+backward float32 causal B1 T1024 N8 D64",
+    "attention forward+backward float32 causal B1 T2048 N8 D64",
+]
+"""What the project promises a speed for."""
+
+
+def small(direction: Any = "forward", mask: str = "causal", dtype: str = "float32") -> Case:
+    return Case("attention", direction, dtype, mask, (("B", 2), ("T", 24), ("N", 3), ("D", 8)))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert cli.main([*arguments, "--list"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_standard_grid_holds_the_cases_with_a_promised_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = shown(capsys)
+    assert set(BARS) <= set(listed)
+    assert len(listed) == len(set(listed))
+    for mask in ("full", "padded", "bias"):
+        assert any(f" {mask} " in line for line in listed)
+
+
+def test_quick_grid_is_a_part_and_wide_grid_more(capsys: pytest.CaptureFixture[str]) -> None:
+    quick, standard, wide = shown(capsys, "--quick"), shown(capsys), shown(capsys, "attention", "--wide")
+    assert set(quick) < set(standard) < set(wide)
+
+
+def test_filters_select_by_whole_words_and_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, "--filter", "T2048 forward causal float32") == [BARS[0]]
+    assert shown(capsys, "--filter", "T20") == []
+    both = shown(capsys, "--filter", "bias T1024", "--filter", "padded T1024")
+    assert len(both) == 2
+
+
+def test_a_misspelt_operation_or_option_is_an_error_that_names_the_valid_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["atention"])
+    assert stopped.value.code == 2
+    assert "there are: attention" in capsys.readouterr().err
+    assert cli.main(["--filter", "nothing"]) == 2
+
+
+@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
+@pytest.mark.parametrize("mask", ["full", "causal", "padded", "bias"])
+def test_oracle_and_all_candidates_compute_the_same(mask: str, direction: str) -> None:
+    case = small(direction, mask)
+    arguments = attention.arguments(case)
+    expected = jax.tree.leaves(attention.oracle(case, arguments))
+    assert len(expected) == (4 if direction == "forward+backward" else 1)
+    assert all(e.dtype == np.float64 for e in expected)
+    for candidate in attention.candidates(case).values():
+        result = jax.tree.leaves(jax.jit(candidate.function)(*arguments))
+        for e, r in zip(expected, result, strict=True):
+            assert np.abs(e - np.asarray(r)).max() < 5e-6 * np.abs(e).max()
+
+
+def test_arithmetic_is_counted_over_live_pairs() -> None:
+    sizes = (("B", 1), ("T", 4), ("N", 1), ("D", 1))
+    counted = {m: attention.operations(Case("attention", "forward", "float32", m, sizes)) for m in attention.ORIGINALS}
+    assert counted == {"full": 64, "bias": 64, "causal": 40, "padded": 48}
+    assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one run over one tiny case leaves behind."""
+    directory = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "grid", lambda name: (small("forward+backward"),))
+        patch.setattr("benchmarks.peak.SIZE", {})
+        assert cli.main(["attention", "--output", str(directory), "--seconds", "0.5", "--repetitions", "4"]) == 0
+    return directory
+
+
+def test_rows_are_complete_and_say_how_they_came_about(written: Path) -> None:
+    found = json.loads((written / f"attention-{jax.default_backend()}.json").read_text())
+    assert [row["candidate"] for row in found] == [ORIGINAL, AUTOPALLAS, "jax.nn"]
+    for row in found:
+        assert row["kernel"] == "attention"
+        assert row["evidence"] == "measured"
+        assert row["failure"] is None
+        assert row["shape"] == "B2 T24 N3 D8"
+        assert row["device"] == jax.devices()[0].device_kind
+        assert row["versions"]["jax"] == jax.__version__
+        assert row["rounds"] == 4
+        assert 0 < row["wall_seconds_lower"] <= row["wall_seconds"] <= row["wall_seconds_upper"]
+        assert row["wall_ratio_lower"] <= row["wall_ratio"] <= row["wall_ratio_upper"]
+        assert row["first_step_seconds"] >= row["compile_seconds"] > 0
+        assert row["teraflops"] == pytest.approx(row["fraction_of_peak"] * row["peak_teraflops"], rel=1e-2)
+        assert row["max_error"] < 1e-5
+        assert row["mean_error"] < row["max_error"]
+    assert found[0]["wall_ratio"] == found[0]["cpu_ratio"] == found[0]["temporary_ratio"] == 1.0
+    assert found[1]["implementation"] == "xla"
+    assert found[1]["block_sizes"]
+
+
+def test_csv_says_what_json_says(written: Path) -> None:
+    as_json = json.loads((written / f"attention-{jax.default_backend()}.json").read_text())
+    with (written / f"attention-{jax.default_backend()}.csv").open(newline="") as file:
+        as_csv = list(csv.DictReader(file))
+    assert len(as_csv) == len(as_json)
+    for flat, row in zip(as_csv, as_json, strict=True):
+        assert list(flat) == list(row)
+        assert float(flat["wall_seconds"]) == row["wall_seconds"]
+        assert json.loads(flat["versions"]) == row["versions"]
+
+
+def test_resident_memory_shows_what_a_program_occupies() -> None:
+    case = Case("attention", "forward", "float32", "full", (("B", 1), ("T", 1024), ("N", 8), ("D", 64)))
+    scores = 8 * 1024 * 1024 * 4
+    assert scores < resident.peaks([(case, ORIGINAL)])[case, ORIGINAL] < 6 * scores
+
+
+def test_a_failed_candidate_is_a_row_with_its_reason() -> None:
+    measured = Measurement(
+        {ORIGINAL: Timing(wall=(1.0,), cpu=(1.0,)), AUTOPALLAS: Timing(failure=Failure("compile", "no\nluck"))},
+        baseline=ORIGINAL,
+    )
+    candidates = {name: Candidate(jnp.sum, lambda: Chosen("xla")) for name in measured.timings}
+    found = rows.rows_of(small(), attention, candidates, measured, Machine.current({}))
+    assert found[1].failure == "compile: no\nluck"
+    assert found[1].wall_seconds is found[1].wall_ratio is found[1].fraction_of_peak is None
+    assert "failed: compile: no" in terminal.table(found)
+
+
+def test_table_fits_a_terminal_of_100_columns(written: Path) -> None:
+    records = json.loads((written / f"attention-{jax.default_backend()}.json").read_text())
+    found = [rows.Row(**{**record, "wall_seconds": 12.3456, "temporary_bytes": 2**33}) for record in records]
+    assert max(map(len, terminal.table(found).splitlines())) <= 100
+
+
+def test_settings_in_force_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.ALLOCATOR_SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
+    recorded = environment.flags()
+    assert recorded.items() >= environment.ALLOCATOR_SETTINGS.items()
+    assert recorded["XLA_FLAGS"] == "--xla_some_flag"
+    assert not environment.ALLOCATOR_SETTINGS.keys() & environment.without_allocator_settings().keys()

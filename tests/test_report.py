@@ -1,0 +1,224 @@
+"""The report: its records, its JSON, and its views."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from autopallas.report import Failure, NearMiss, Report, Site
+
+APPLIED = Site(
+    op="attention",
+    location="model.py:41 (attend)",
+    path="scan > checkpoint",
+    direction="forward+backward",
+    verdict="applied",
+    reason="measured 2.6 times as fast as the original in the bucket of 1024 to 2048 queries on this device",
+    implementation="xla",
+    block_sizes={"query_block": 256, "key_block": 128},
+    block_sizes_from="table",
+    measured={"kernel_us": 10.5, "original_us": 27.0, "versions": {"jax": "0.12"}},
+    attempts=(("cudnn", "compile", "RuntimeError: no such library"),),
+    assumptions=("values are finite",),
+    spec={"query_length": 1024, "sides": [{"varies": [True, False]}]},
+    spec_line="attention B=1 N=4 T=1024 S=1024 D=64 float32, causal mask",
+    original="{ lambda ; a:f32[]. let b:f32[] = exp a in (b,) }",
+    replacement="{ lambda ; a:f32[]. let b:f32[] = attention a in (b,) }",
+)
+KEPT = Site("cross_entropy", "model.py:60 (loss)", "", "forward", "kept", "no measured row for this device")
+MISS = NearMiss("attention", "model.py:90 (pool)", "the probabilities are also returned")
+REPORT = Report(
+    sites=(APPLIED, KEPT, APPLIED),
+    near_misses=(MISS, MISS, NearMiss("attention", "model.py:99 (other)", MISS.reason)),
+    failures=(Failure("plan", "TypeError: unhashable", "attention", "model.py:41 (attend)"),),
+    tuning={"searches": 1, "cache_hits": 2},
+    platform="cpu",
+    device_kind="cpu",
+    versions={"jax": "0.12.0", "autopallas": "0.1.0"},
+)
+
+
+def test_counts_are_of_applied_sites_only():
+    assert REPORT.counts() == {"attention": 2}
+    assert REPORT.counts()["cross_entropy"] == 0
+    assert Report().counts() == {}
+
+
+def test_the_records_are_frozen_and_can_be_pickled():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        REPORT.sites[0].verdict = "kept"
+    assert pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+@pytest.mark.parametrize("report", [Report(), REPORT], ids=["empty", "full"])
+def test_json_gives_the_same_report_back(report):
+    assert Report.from_json(report.to_json()) == report
+    assert Report.from_json(report.to_json()).to_json() == report.to_json()
+
+
+def test_json_holds_every_field_and_the_schema_version():
+    data = json.loads(REPORT.to_json())
+    assert set(data) == {field.name for field in dataclasses.fields(Report)}
+    assert set(data["sites"][0]) == {field.name for field in dataclasses.fields(Site)}
+    assert data["schema_version"] == 1
+
+
+def test_numbers_that_json_lacks_become_text():
+    site = dataclasses.replace(KEPT, spec={"fill": float("-inf"), "scale": 0.5})
+    assert json.loads(Report(sites=(site,)).to_json())["sites"][0]["spec"] == {"fill": "-inf", "scale": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(sites={}), "report.sites is {}, not a list"),
+        (lambda d: d["sites"][0].update(verdict="maybe"), r"report.sites\[0\].verdict is 'maybe'"),
+        (lambda d: d["sites"][0].update(op=3), r"report.sites\[0\].op is 3, not a string"),
+        (lambda d: d["sites"][0].pop("reason"), r"report.sites\[0\] lacks reason"),
+        (lambda d: d["sites"][0].update(attempts=[["xla"]]), r"attempts\[0\] is .* not a list of 3"),
+        (lambda d: d["sites"][0].update(block_sizes={"query_block": True}), r"query_block'\] is True"),
+        (lambda d: d.update(surprise=1), "unknown 'surprise'"),
+        (lambda d: d.update(schema_version=99), "schema version 99"),
+        (lambda d: d["near_misses"].append(None), r"near_misses\[3\] is None, not an object"),
+    ],
+)
+def test_what_is_no_report_is_refused_with_the_field(change, message):
+    data = json.loads(REPORT.to_json())
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        Report.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
+def test_text_that_is_no_report_is_a_value_error(text):
+    with pytest.raises(ValueError, match="report"):
+        Report.from_json(text)
+
+
+def test_the_text_says_for_each_site_what_where_and_why():
+    shown = str(REPORT)
+    flat = " ".join(shown.split())
+    assert flat.startswith("autopallas: 2 sites replaced, 1 kept, 3 near misses, 1 failure")
+    for part in (
+        "[1] attention at model.py:41 (attend)",
+        "replaced, forward and backward",
+        APPLIED.reason,
+        "scan > checkpoint",
+        "query_block=256 key_block=128 (from the tuned table)",
+        APPLIED.spec_line,
+        "cudnn, failed at compile: RuntimeError: no such library",
+        "[2] cross_entropy at model.py:60 (loss)",
+        "kept: recognised, but the original code runs",
+        "TypeError: unhashable",
+    ):
+        assert part in flat, part
+
+
+def test_near_misses_with_the_same_reason_are_told_once():
+    shown = str(REPORT)
+    assert shown.count(MISS.reason) == 1
+    assert "at model.py:90 (pool), 2 times" in shown
+    assert "at model.py:99 (other)" in shown
+
+
+def test_the_text_fits_80_columns_whatever_it_holds():
+    long = dataclasses.replace(APPLIED, location="/very" * 40 + "/model.py:1 (f)", reason="word " * 100, path="scan > " * 30)
+    report = dataclasses.replace(
+        REPORT,
+        sites=(long,),
+        near_misses=(NearMiss("attention", "x" * 200, "y" * 200),),
+        versions={str(i): "1.0" for i in range(30)},
+    )
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+def test_the_text_carries_no_control_characters_to_the_terminal():
+    report = Report(failures=(Failure("plan", "\x1b[31mred\x07"),))
+    assert "\x1b" not in str(report)
+    assert "\x07" not in str(report)
+
+
+def test_an_empty_report_says_what_that_means():
+    assert "traced yet" in str(Report())
+    assert "runs as it was written" in " ".join(str(Report(platform="cpu")).split())
+
+
+def test_html_escapes_every_text_and_loads_nothing():
+    hostile = "<script>alert('&')</script>"
+    site = dataclasses.replace(
+        APPLIED,
+        op=hostile,
+        location=hostile,
+        path=hostile,
+        reason=hostile,
+        implementation=hostile,
+        block_sizes={hostile: 1},
+        attempts=((hostile, hostile, hostile),),
+        assumptions=(hostile,),
+        spec_line=hostile,
+        original=hostile,
+        replacement=hostile,
+    )
+    page = Report(
+        sites=(site,),
+        near_misses=(NearMiss(hostile, hostile, hostile),),
+        failures=(Failure(hostile, hostile, hostile, hostile),),
+        platform=hostile,
+        versions={hostile: hostile},
+    ).to_html()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+
+
+PROGRAM = """
+from autopallas.report import Report, Site, at_exit
+import os
+for name in ("first", "second"):
+    at_exit.record(name, Report((Site("attention", name + ".py:1 (f)", "", "forward", "applied", "faster"),), platform="cpu"))
+os.chdir("/")
+"""
+
+
+def _run(destination: str, folder: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"AUTOPALLAS_REPORT": destination},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_autopallas_report_prints_every_report_to_standard_error(tmp_path):
+    result = _run("1", tmp_path)
+    assert result.stdout == ""
+    assert "== first ==" in result.stderr
+    assert "second.py:1 (f)" in result.stderr
+    assert _run("0", tmp_path).stderr == ""
+
+
+@pytest.mark.parametrize("suffix", [".json", ".html", ".txt"])
+def test_autopallas_report_writes_every_report_to_the_path(tmp_path, suffix):
+    _run(f"report{suffix}", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"report{suffix}"]
+    content = (tmp_path / f"report{suffix}").read_text()
+    if suffix == ".json":
+        assert [Report.from_dict(item).counts() for item in json.loads(content)] == [{"attention": 1}] * 2
+    else:
+        assert "first.py:1 (f)" in content
+        assert "second.py:1 (f)" in content
+
+
+def test_a_path_that_cannot_be_written_costs_one_line(tmp_path):
+    result = _run(str(tmp_path / "absent" / "report.json"), tmp_path)
+    assert result.returncode == 0
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "cannot be written" in result.stderr
