@@ -38,6 +38,7 @@ __all__ = [
     "scan_constants",
     "trace_context",
     "versions",
+    "without_dead_code",
 ]
 
 
@@ -119,6 +120,13 @@ def scan_constants(equation: JaxprEqn) -> int:
         return int(equation.params["num_consts"])
     constants, _, _ = equation.params["ft_in"].update(equation.invars).unpack()
     return len(list(constants))
+
+
+def without_dead_code(program: Any) -> Any:
+    """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
+    jaxpr, consts = opened(program)
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(live, consts)
 
 
 def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:

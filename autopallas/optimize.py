@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
 from autopallas import compat
+from autopallas.arguments import Static, Untraceable, join, split, traceable
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
-from autopallas.options import Options, resolve, validated
-from autopallas.patterns import Match, NearMiss, find
-from autopallas.plan import Decision, decide
-from autopallas.report import Failure, Report, Site
+from autopallas.options import OptionArguments, Options, resolve, validated
+from autopallas.patterns import NearMiss, find
+from autopallas.plan import plan
+from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
-from autopallas.rewrite.splice import splice
+from autopallas.rewrite import splice
 
-__all__ = ["Optimized", "explain", "optimize"]
+__all__ = ["Optimized", "explain", "optimize", "rewrite"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,49 +32,41 @@ R = TypeVar("R")
 _inside = compat.trace_context(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
-_RAISED = (OptionError, RequirementError, UnsupportedError, VerificationError)
-
-
-# ---------------------------------------------------------------------- the pipeline
+_MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
+"""Errors that are answers to the user, not failures inside."""
 
 
 def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
-    """A closed jaxpr with its sites replaced, and the report.
+    """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
-    ``program`` comes back as it is where nothing was replaced or something inside failed.
+    The program comes back as it is where nothing was replaced or where something in here failed.
     """
     device = Device.current()
+    result = program
+    sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
     failures: list[Failure] = []
-    sites: tuple[Site, ...] = ()
-    result = program
     stage = "graph"
     try:
-        graph = Graph(flatten(_without_dead_code(program)))
+        graph = Graph(flatten(compat.without_dead_code(program)))
         stage = "patterns"
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
-        decisions = _with_fuel([_decide(match, device, options) for match in matches], options)
+        decisions = plan(matches, device, options)
         sites = tuple(describe(match, decision) for match, decision in zip(matches, decisions, strict=True))
         stage = "rewrite"
-        chosen = [pair for pair in zip(matches, decisions, strict=True) if pair[1].verdict == "applied"]
-        if chosen:
-            result = splice(graph, chosen)
-    except _RAISED:
+        if any(decision.verdict == "applied" for decision in decisions):
+            result = splice(graph, matches, decisions)
+    except _MEANT:
         raise
     except Exception as error:
         if options.strict:
             raise
-        sites, result = (), program
-        failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
-        warnings.warn(
-            f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}",
-            AutopallasWarning,
-            stacklevel=2,
-        )
+        sites, failures = (), [Failure(stage, f"{type(error).__name__}: {error}")]
+        _warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
-        near_misses=tuple(NearMissRecord(m.op, m.location, m.reason) for m in misses),
+        near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
         failures=tuple(failures),
         platform=device.platform,
         device_kind=device.kind,
@@ -82,62 +76,44 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
     return result, report
 
 
-def _without_dead_code(program: Any) -> Any:
-    """What nobody reads is no use of a value."""
-    jaxpr, consts = compat.opened(program)
-    live, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return compat.ClosedJaxpr(live, consts)
-
-
-def _decide(match: Match, device: Device, options: Options) -> Decision:
-    return decide(match.site.operation, match.spec, match.direction, device, options)
-
-
-def _with_fuel(decisions: list[Decision], options: Options) -> list[Decision]:
-    """At most ``fuel`` sites are replaced."""
-    if options.fuel is None:
-        return decisions
-    left = options.fuel
-    kept = []
-    for decision in decisions:
-        if decision.verdict == "applied":
-            left -= 1
-            if left < 0:
-                decision = Decision("kept", f"the fuel of {options.fuel} is used up", decision.platform)
-        kept.append(decision)
-    return kept
-
-
 def _require(report: Report, options: Options) -> None:
     counts = report.counts()
-    short = [f"{op}: {counts[op]} of {n}" for op, n in options.require if counts[op] < n]
+    short = [f"{op}: {counts[op]} of {wanted}" for op, wanted in options.require if counts[op] < wanted]
     if short:
-        raise RequirementError(
-            "fewer sites were replaced than required (" + ", ".join(short) + ")\n\n" + str(report)
-        )
+        raise RequirementError(f"fewer sites were replaced than required ({', '.join(short)})\n\n{report}")
 
 
-# ---------------------------------------------------------------------- the decorator
+def _warn(message: str) -> None:
+    warnings.warn(message, AutopallasWarning, stacklevel=3)
 
 
 class Optimized(Generic[P, R]):
-    """A function whose reference computations run as tuned kernels.  Made by :func:`optimize`."""
+    """A function whose reference computations run as tuned kernels.  Made by :func:`optimize`, called like the function."""
 
-    def __init__(self, function: Callable[P, R], settings: dict[str, Any] | None, explicit: dict[str, Any]):
+    def __init__(self, function: Callable[P, R], explicit: dict[str, Any]):
         functools.update_wrapper(self, function)
         self._function = function
         self._explicit = explicit
         self._report = Report()
         self._lock = threading.Lock()
-        inner = getattr(function, "__wrapped__", function) if settings is not None else function
-        self._jit = jax.jit(functools.wraps(function)(self._traced(inner)), **(settings or {}))
+        settings = compat.jit_settings(function)
+        self._plain = settings is None
+        self._inner: Callable[..., Any] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
+
+        @functools.wraps(self._inner)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return self._traced(*args, **kwargs)
+
+        self._jit = jax.jit(traced, **(settings or {}))
+        self._fixed = jax.jit(self._traced_fixed, static_argnums=0)
+        self._as_it_is: Exception | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._jit(*args, **kwargs)
+        result: R = self._plain_call(_call, args, kwargs) if self._plain else self._jit(*args, **kwargs)
         return result
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"<autopallas.optimize of {self._function!r}>"
@@ -146,56 +122,167 @@ class Optimized(Generic[P, R]):
         """What was done to the signature that was traced last; empty before any."""
         return self._report
 
-    def _traced(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The body that jit traces: the original's jaxpr, rewritten."""
+    # ------------------------------------------------------------------ the API of jit
 
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            options = resolve(self._explicit)
-            if options.disabled or _inside.value:
-                return inner(*args, **kwargs)
-            program, shape = _trace(inner, args, kwargs)
-            result, report = rewrite(program, options)
-            self._publish(report)
-            leaves = compat.jaxpr_as_fun(result)(*jax.tree.leaves((args, kwargs)))
-            return jax.tree.unflatten(jax.tree.structure(shape), leaves)
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As of ``jax.jit``: the rewritten program, lowered."""
+        return self._jit.lower(*args, **kwargs)
 
-        return traced
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As of ``jax.jit``: the rewritten program, traced."""
+        return self._jit.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """As of ``jax.jit``: shapes and dtypes of the result."""
+        return self._jit.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As of ``jax.jit``: the next call traces anew."""
+        self._jit.clear_cache()
+        self._fixed.clear_cache()
+
+    # ------------------------------------------------------------------ tracing
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What jit traces: the original's jaxpr, rewritten."""
+        options = resolve(self._explicit)
+        if options.disabled or _inside.value:
+            return self._inner(*args, **kwargs)
+        arrays, static = split(args, kwargs)
+
+        def program_of(*arrays: Any) -> Any:
+            own_args, own_kwargs = join(static, arrays)
+            result = self._inner(*own_args, **own_kwargs)
+            if self._plain and not all(map(traceable, jax.tree.leaves(result))):
+                raise Untraceable("it returns something that is neither an array nor a number")
+            return result
+
+        with _inside(True):
+            program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+        program, report = rewrite(program, options)
+        self._publish(report)
+        return jax.tree.unflatten(jax.tree.structure(shapes), compat.jaxpr_as_fun(program)(*arrays))
+
+    def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
+        args, kwargs = join(static, arrays)
+        return self._traced(*args, **kwargs)
 
     def _publish(self, report: Report) -> None:
-        from autopallas.report import at_exit
-
         with self._lock:
             self._report = report
-        at_exit.record(self._name, report)
+        at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)
 
-    @property
-    def _name(self) -> str:
-        return getattr(self._function, "__qualname__", None) or repr(self._function)
+    # ------------------------------------------------------------------ plain functions
+
+    def _plain_call(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A plain function may take and give what jit does not, or look at the values of numbers.
+
+        It is compiled by jit if it can be; else with everything that is no array held fixed; else it runs as it is.
+        """
+        if self._as_it_is is None:
+            try:
+                return use(self._jit, *args, **kwargs)
+            except (*_CONCRETE, TypeError) as error:
+                if isinstance(error, TypeError) and not isinstance(error, (*_CONCRETE, Untraceable)):
+                    if all(map(traceable, jax.tree.leaves((args, kwargs)))):
+                        raise  # the function's own
+            try:
+                arrays, static = split(args, kwargs)
+                hash(static)
+                return use(self._fixed, static, *arrays)
+            except (*_CONCRETE, TypeError) as error:
+                self._as_it_is = error
+            reason = f"{type(self._as_it_is).__name__}: {self._as_it_is}".split("\n")[0]
+            self._publish(Report(failures=(Failure("trace", reason),)))
+            if resolve(self._explicit).strict:
+                raise self._as_it_is
+            _warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+        return self._function(*args, **kwargs) if use is _call else None
 
 
-def _trace(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The function's jaxpr and the structure of its result, traced with the knowledge that we own the rewrite."""
-    with _inside(True):
-        program, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
-    return program, shape
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""What jit raises where a function looks at the value of an argument."""
+
+
+def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return jitted(*args, **kwargs)
+
+
+def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
+    return jitted.eval_shape(*args, **kwargs)
 
 
 @overload
-def optimize(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], Optimized[P, R]]: ...
+def optimize(fn: None = None, **options: Unpack[OptionArguments]) -> Callable[[Callable[P, R]], Optimized[P, R]]: ...
 @overload
-def optimize(fn: Callable[P, R], **options: Any) -> Optimized[P, R]: ...
-def optimize(fn: Callable[P, R] | None = None, **options: Any) -> Any:
-    """Makes a function run its reference computations as tuned kernels, without changing what it computes."""
+def optimize(fn: Callable[P, R], **options: Unpack[OptionArguments]) -> Optimized[P, R]: ...
+def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments]) -> Any:
+    """Makes a function run its reference computations as tuned kernels, without changing what it computes.
+
+    Works as a decorator, bare or with options, and as a function; on a plain function, which is then compiled with
+    ``jax.jit``, and on an existing jit function, whose static, donated and sharded arguments it keeps.  The result can be
+    called inside jit, grad, vmap, scan and checkpoint.  The outermost optimized function owns the rewrite of everything
+    that it calls.
+
+    Args:
+      fn: the function.
+      **options: any field of :class:`autopallas.Options`, such as ``objective="memory"`` or ``require={"attention": 2}``.
+
+    Returns:
+      The optimized function; its ``report()`` says what was replaced and why.
+
+    Raises:
+      OptionError: an option does not exist, or does not accept its value.
+      RequirementError: when the function is traced, and fewer sites were replaced than ``require`` asks for.
+      UnsupportedError: when the function is traced, and a single named implementation does not support a site.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopallas
+      >>> @autopallas.optimize(objective="always")
+      ... def attend(q, k, v):
+      ...     return jax.nn.softmax(q @ k.T / 8.0) @ v
+      >>> x = jnp.ones((16, 64))
+      >>> attend(x, x, x).shape
+      (16, 64)
+      >>> attend.report().counts()
+      Counter({'attention': 1})
+    """
     explicit = dict(validated(options))
     if fn is None:
-        return functools.partial(optimize, **options)
-    return Optimized(fn, compat.jit_settings(fn), explicit)
+        return lambda fn: Optimized(fn, explicit)
+    if not callable(fn):
+        raise OptionError(f"optimize takes a function, not {fn!r}; options are given by name")
+    return Optimized(fn, explicit)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """What :func:`optimize` would do with a call, without running or compiling anything."""
-    explicit = fn._explicit if isinstance(fn, Optimized) else {}
-    function = fn._function if isinstance(fn, Optimized) else fn
-    options = resolve(explicit)
-    program, _ = _trace(function, args, kwargs)
-    return rewrite(program, options)[1]
+    """What :func:`optimize` would do with a call, without compiling or running anything.
+
+    Args:
+      fn: a function; of an optimized one its own options count.
+      *args, **kwargs: the call's arguments; ``jax.ShapeDtypeStruct`` serves for an array.
+
+    Returns:
+      The report.
+
+    Raises:
+      RequirementError, UnsupportedError: as :func:`optimize`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopallas
+      >>> x = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+      >>> report = autopallas.explain(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, x, x, x)
+      >>> [site.op for site in report.sites]
+      ['attention']
+    """
+    fresh = Optimized(fn._function, fn._explicit) if isinstance(fn, Optimized) else Optimized(fn, {})
+    if fresh._plain:
+        fresh._plain_call(_only_trace, args, kwargs)
+    else:
+        fresh.eval_shape(*args, **kwargs)
+    return fresh.report()

@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
-import jax
-
-from autopallas import environment
+from autopallas import compat, environment
 from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
 from autopallas.errors import OptionError
 from autopallas.kernels.implementation import IMPLEMENTATIONS
@@ -222,9 +220,8 @@ def validated(given: Mapping[str, Any]) -> Setting:
     return tuple(sorted(checked.items(), key=lambda item: item[0]))
 
 
-# A context of JAX's own and not a variable of ours: its value is part of jit's cache key in every thread, so a function
-# traced inside `with options(...)` is traced again outside of it.
-_active: Any = jax.make_user_context(default_value=())
+# Part of the key of every jit cache: a function traced inside `with options(...)` is traced again outside of it.
+_active = compat.trace_context(())
 
 
 def active() -> Setting:

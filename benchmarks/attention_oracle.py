@@ -19,6 +19,7 @@ def attention(
     cotangent: Array | None = None,
     *,
     causal: bool = False,
+    window: int | None = None,
     lengths: Array | None = None,
     bias: Array | None = None,
 ) -> Any:
@@ -28,6 +29,7 @@ def attention(
       query, key, value: [B, T, N, D], [B, S, N, D], [B, S, N, D].
       cotangent: [B, T, N, D], or None.
       causal: key j is live for query i only where j <= i.
+      window: key j is live for query i only where i - j < window.
       lengths: [B]; key j is live only where j < lengths.
       bias: [1, N, T, S], added to the scores.
 
@@ -37,7 +39,9 @@ def attention(
     batch, length, heads, head_size = query.shape
     output = np.empty((batch, length, heads, value.shape[-1]))
     gradients = np.empty_like(query), np.empty_like(key), np.empty_like(value)
-    live: Any = np.tri(length, key.shape[1], dtype=bool) if causal else True
+    live: Any = np.tri(length, key.shape[1], dtype=bool) if causal else np.ones((length, key.shape[1]), bool)
+    if window is not None:
+        live &= ~np.tri(length, key.shape[1], -window, dtype=bool)
     for b in range(batch):
         row_live = live if lengths is None else live & (np.arange(key.shape[1]) < lengths[b])
         for n in range(heads):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 
 ORIGINAL = "original"
 """The name of the candidate that every ratio refers to: the computation as people write it."""
@@ -60,10 +61,16 @@ class Benchmark(Protocol):
     """What the module of an operation offers."""
 
     def grid(self, name: str) -> tuple[Case, ...]:
-        """The cases of the grid "quick", "standard" or "wide"."""
+        """The cases of the grid "quick", "standard", "wide" or "table" (one for each row of the tuned table)."""
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
-        """The arguments of every candidate of the case, always the same ones."""
+        """The arguments of every candidate of the case, always the same ones; a cotangent comes last."""
+
+    def original(self, case: Case) -> Callable[..., Any]:
+        """The forward computation as people write it, of the arguments without the cotangent."""
+
+    def in_direction(self, case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function like the original, as a function of all the case's arguments, with gradients if it has them."""
 
     def candidates(self, case: Case) -> dict[str, Candidate]:
         """The ways of computing the case, the original among them and first."""

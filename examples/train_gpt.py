@@ -225,9 +225,9 @@ def compare(arguments: argparse.Namespace) -> int:
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     print(
-        f"GPT with {parameters / 1e6:.1f}M parameters, {config.layers} layers of width {config.width}, {config.heads} "
-        f"heads,\n{arguments.batch} x {config.sequence_length} bytes a step, on {jax.devices()[0].device_kind} with JAX "
-        f"{jax.__version__}\n{allocator()}\n",
+        f"GPT with {parameters / 1e6:.1f}M parameters: {config.layers} layers, width {config.width}, "
+        f"{config.heads} heads; {arguments.batch} x {config.sequence_length} bytes a step\n"
+        f"on {jax.devices()[0].device_kind} with JAX {jax.__version__}; {allocator()}\n",
         flush=True,
     )
     first = next(windows)
@@ -260,8 +260,8 @@ def allocator() -> str:
     names = ("MALLOC_MMAP_MAX_", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_")
     settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     if not settings:
-        return "allocator: default settings"
-    return "allocator: memory is reused between steps, for both runs\n  " + " ".join(settings)
+        return "default settings of the allocator"
+    return "freed memory is kept for reuse, in both runs:\n  " + " ".join(settings)
 
 
 def show(number: int, original: Run, optimized: Run) -> None:
@@ -340,5 +340,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def main() -> int:
+    arguments = parse()
+    try:
+        return compare(arguments)
+    except autopallas.OptionError as error:
+        print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(compare(parse()))
+    sys.exit(main())

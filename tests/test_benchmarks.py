@@ -66,7 +66,7 @@ def test_a_misspelt_operation_or_option_is_an_error_that_names_the_valid_ones(
 
 
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("mask", ["full", "causal", "padded", "bias"])
+@pytest.mark.parametrize("mask", list(attention.ORIGINALS))
 def test_oracle_and_all_candidates_compute_the_same(mask: str, direction: str) -> None:
     case = small(direction, mask)
     arguments = attention.arguments(case)
@@ -82,7 +82,7 @@ def test_oracle_and_all_candidates_compute_the_same(mask: str, direction: str) -
 def test_arithmetic_is_counted_over_live_pairs() -> None:
     sizes = (("B", 1), ("T", 4), ("N", 1), ("D", 1))
     counted = {m: attention.operations(Case("attention", "forward", "float32", m, sizes)) for m in attention.ORIGINALS}
-    assert counted == {"full": 64, "bias": 64, "causal": 40, "padded": 48}
+    assert counted == {"full": 64, "bias": 64, "causal": 40, "window": 28, "padded": 48}
     assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
 
 

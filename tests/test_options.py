@@ -185,7 +185,8 @@ def test_what_only_the_environment_sets_is_no_option(name):
 
 
 @pytest.mark.parametrize(
-    ("variable", "nearest"), [("AUTOPALLAS_DISABEL", "AUTOPALLAS_DISABLE"), ("AUTOPALLAS_Backend", "AUTOPALLAS_BACKEND")]
+    ("variable", "nearest"),
+    [("AUTOPALLAS_DISABEL", "AUTOPALLAS_DISABLE"), ("AUTOPALLAS_Backend", "AUTOPALLAS_BACKEND")],
 )
 def test_a_misspelt_variable_is_refused_with_the_nearest_and_all_valid_ones(monkeypatch, variable, nearest):
     monkeypatch.setenv(variable, "1")

@@ -106,7 +106,7 @@ def test_the_text_says_for_each_site_what_where_and_why():
     flat = " ".join(shown.split())
     assert flat.startswith("autopallas: 2 sites replaced, 1 kept, 3 near misses, 1 failure")
     for part in (
-        "[1] attention at model.py:41 (attend)",
+        "[1, 3] attention at model.py:41 (attend), 2 sites",
         "replaced, forward and backward",
         APPLIED.reason,
         "scan > checkpoint",
@@ -120,6 +120,13 @@ def test_the_text_says_for_each_site_what_where_and_why():
         assert part in flat, part
 
 
+def test_the_layers_of_an_unrolled_model_are_told_once_and_others_apart():
+    other = dataclasses.replace(APPLIED, reason="another one")
+    shown = str(Report(sites=(APPLIED, APPLIED, APPLIED, other, APPLIED)))
+    assert "[1-3, 5] attention at model.py:41 (attend), 4 sites" in shown
+    assert "[4] attention at model.py:41 (attend)\n" in shown
+
+
 def test_near_misses_with_the_same_reason_are_told_once():
     shown = str(REPORT)
     assert shown.count(MISS.reason) == 1
@@ -128,7 +135,9 @@ def test_near_misses_with_the_same_reason_are_told_once():
 
 
 def test_the_text_fits_80_columns_whatever_it_holds():
-    long = dataclasses.replace(APPLIED, location="/very" * 40 + "/model.py:1 (f)", reason="word " * 100, path="scan > " * 30)
+    long = dataclasses.replace(
+        APPLIED, location="/very" * 40 + "/model.py:1 (f)", reason="word " * 100, path="scan > " * 30
+    )
     report = dataclasses.replace(
         REPORT,
         sites=(long,),
@@ -181,7 +190,8 @@ PROGRAM = """
 from autopallas.report import Report, Site, at_exit
 import os
 for name in ("first", "second"):
-    at_exit.record(name, Report((Site("attention", name + ".py:1 (f)", "", "forward", "applied", "faster"),), platform="cpu"))
+    site = Site("attention", name + ".py:1 (f)", "", "forward", "applied", "faster")
+    at_exit.record(name, Report((site,), platform="cpu"))
 os.chdir("/")
 """
 

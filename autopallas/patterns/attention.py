@@ -193,26 +193,32 @@ class _Attempt:
         return all(set(self.scope.space.resolve(a)) <= atoms for _, a in contracted)
 
     def _score_contraction(self, softmax: Softmax, weights: Ref) -> tuple[Ref, Ref, Ref, list[Dimension]] | None:
-        """The contraction that gives the scores: (scores, queries, keys, contracted).  Of several, the largest."""
+        """The contraction that gives the scores: (scores, queries, keys, contracted).
+
+        It lies under the exponential (a product of probabilities with something else is a backward's); of several, the
+        one that sums over most is it.
+        """
         space = self.scope.space
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
         seen: set[Any] = set()
-        todo = [weights]
+        todo = [(weights, False)]
         while todo:
-            ref = space.canonical(todo.pop(0))
-            key = (ref.value, space.view(ref.view))
+            ref, under = todo.pop(0)
+            ref = space.canonical(ref)
+            key = (ref.value, space.view(ref.view), under)
             if key in seen or not softmax.carries_axis(ref) or not self.reach[ref.value][0]:
                 continue
             seen.add(key)
             contraction = space.contraction(ref)
             if contraction is not None:
                 a, b, contracted = contraction
-                if softmax.carries_axis(a) != softmax.carries_axis(b):
+                if under and softmax.carries_axis(a) != softmax.carries_axis(b):
                     query, keys = (b, a) if softmax.carries_axis(a) else (a, b)
                     size = space.extent([x for _, atoms in contracted for x in atoms])
                     found.append((size, -len(found), ref, query, keys, contracted))
-                    continue
-            todo += space.operands(ref) or []
+                continue
+            under = under or self.scope.name(ref) in ("exp", "exp2")
+            todo += [(operand, under) for operand in space.operands(ref) or []]
         if not found:
             return None
         _, _, ref, query, keys, contracted = max(found, key=lambda f: f[:2])

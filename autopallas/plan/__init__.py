@@ -1,5 +1,5 @@
 """Legality, choice of implementation, block sizes, go / no-go."""
 
-from autopallas.plan.decide import Decision, decide
+from autopallas.plan.decide import Decision, plan
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "plan"]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import jax
 
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.implementation import Device, Operation, Unsupported
+from autopallas.kernels.run import kernel_forward
 from autopallas.options import Options
+from autopallas.patterns.match import Match
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "plan"]
 
 _SIMULATED_MARGIN = 1.3
 """A simulated gain counts only above this."""
@@ -35,23 +39,67 @@ class Decision:
     """(implementation, stage, error) of those that were asked before and cannot."""
 
 
-def decide(operation: Operation, spec: Any, direction: str, device: Device, options: Options) -> Decision:
-    """The decision for a site with this spec.
+def plan(matches: Sequence[Match], device: Device, options: Options) -> list[Decision]:
+    """A decision for each match.  Equal sites share theirs; at most ``options.fuel`` are applied.
 
     Raises:
-      UnsupportedError: the options name a single implementation, which does not support the spec.
+      UnsupportedError: the options name a single implementation, which does not support some site.
     """
+    known: dict[Any, Decision] = {}
+    decisions: list[Decision] = []
+    applied = 0
+    for match in matches:
+        key = (match.op, match.site, match.direction)
+        if key not in known:
+            known[key] = _decide(match, device, options)
+        decision = known[key]
+        if decision.verdict == "applied":
+            applied += 1
+            if options.fuel is not None and applied > options.fuel:
+                decision = replace(decision, verdict="kept", reason=f"the fuel of {options.fuel} is used up")
+        decisions.append(decision)
+    return decisions
+
+
+def _decide(match: Match, device: Device, options: Options) -> Decision:
+    """The first requested implementation that supports the site and can be traced for it, judged."""
+    operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
     attempts: list[tuple[str, str, str]] = []
-    for name, answer in operation.candidates(spec, device, wanted):
+    for name, answer in operation.candidates(match.spec, device, wanted):
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        return _judge(operation, name, spec, direction, device, options, tuple(attempts))
+        decision = _judge(operation, name, match.spec, match.direction, device, options, tuple(attempts))
+        if decision.verdict == "kept":
+            return decision
+        try:
+            _check_types(match, decision)
+        except Exception as error:
+            if options.strict or isinstance(wanted, str):
+                raise
+            attempts.append((name, "trace", f"{type(error).__name__}: {error}"))
+            continue
+        return decision
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
-        raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {spec}")
-    return Decision("kept", f"no implementation supports it ({why})", device.platform, attempts=tuple(attempts))
+        raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
+    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+def _check_types(match: Match, decision: Decision) -> None:
+    """Traces the kernel: it must give what the original gives."""
+    kernel = kernel_forward(match.site, decision.implementation or "", decision.block_sizes)
+    results, residuals = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
+    for given, wanted in zip(
+        (*results, *residuals), (*match.original.out_avals, *match.site.residual_types()), strict=True
+    ):
+        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+            raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _judge(

@@ -26,7 +26,7 @@ def render(report: Report) -> str:
       program runs as it was written.
     """
     blocks = [f"autopallas: {headline(report)}\n{_wrapped('on ' + where(report))}"]
-    blocks += [_site(i, site) for i, site in enumerate(report.sites, 1)]
+    blocks += list(_sites(report.sites))
     if report.near_misses:
         blocks.append("\n".join(_near_misses(report.near_misses)))
     if report.failures:
@@ -65,8 +65,8 @@ def nothing_found(report: Report) -> str:
     """What it means that a report is empty."""
     if not report.platform:
         return (
-            "No function has been traced yet. A report is there after the first call, or from "
-            "autopallas.explain(function, *arguments), which traces and runs nothing."
+            "No function has been traced yet, or AUTOPALLAS_DISABLE is set. A report is there after the first call, or "
+            "from autopallas.explain(function, *arguments), which traces and runs nothing."
         )
     return "No known computation was recognised, and none was nearly recognised, so the program runs as it was written."
 
@@ -111,9 +111,26 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
     return [(label, text) for label, text in rows if text]
 
 
-def _site(number: int, site: Site) -> str:
-    head = _wrapped(f"[{number}] {site.op} at {site.location}", "    ")
-    return "\n".join([head, *(_row(label, text) for label, text in site_rows(site))])
+def _sites(sites: tuple[Site, ...]) -> Iterator[str]:
+    # The layers of an unrolled model are told once.
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for number, site in enumerate(sites, 1):
+        rows = [_row(label, text) for label, text in site_rows(site)]
+        numbers.setdefault((f"{site.op} at {site.location}", *rows), []).append(number)
+    for (head, *rows), same in numbers.items():
+        several = f", {len(same)} sites" if len(same) > 1 else ""
+        yield "\n".join([_wrapped(f"[{_ranges(same)}] {head}{several}", "    "), *rows])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: [1, 2, 3, 5] is "1-3, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _near_misses(misses: tuple[NearMiss, ...]) -> Iterator[str]:

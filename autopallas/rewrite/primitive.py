@@ -5,14 +5,14 @@ backward kernel wants.  Its JVP rule binds itself and ``tangent``, which is line
 ``tangent`` binds ``backward``.  So reverse mode runs the kernels, and everything else that JAX can do with the original
 (forward mode, second order) is done with the original, which all three carry along.
 
-Their parameters: ``site``, the operation's description of the place (see :class:`SiteDescription`); ``decision``, what was
+Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.kernels.run`); ``decision``, what was
 chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,47 +21,9 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ad, batching, mlir
-from autopallas.kernels.implementation import Device, Operation
+from autopallas.kernels.implementation import Device
+from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
 from autopallas.plan import Decision
-
-
-class SiteDescription(Protocol):
-    """What an operation must say of one place in a program.  Frozen and hashable."""
-
-    @property
-    def operation(self) -> Operation: ...
-
-    @property
-    def spec(self) -> Any:
-        """The canonical description that kernels and tables know."""
-
-    def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
-    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(results as the original has them, residuals)."""
-
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]: ...
-
-    def backward(
-        self,
-        kernel: Any,
-        block_sizes: Any,
-        operands: Sequence[jax.Array],
-        results: Sequence[jax.Array],
-        residuals: Sequence[jax.Array],
-        cotangents: Sequence[jax.Array],
-        active: Sequence[int],
-    ) -> tuple[jax.Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
-
-    def batched(self, axes: Sequence[int | None], size: int) -> SiteDescription:
-        """The place under vmap: each operand with an axis, and each result and residual, has it in front."""
-
-
-def bind(operands: Sequence[Any], *, site: SiteDescription, decision: Decision, original: Any) -> list[Any]:
-    """The results of a site."""
-    results: list[Any] = site_p.bind(*operands, site=site, decision=decision, original=original, residuals=False)
-    return results
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -81,9 +43,7 @@ def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Call
 
 def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: Any, residuals: bool) -> Any:
     if runs:
-        kernel = site.operation.implementation(decision.implementation)
-        with jax.named_scope(f"autopallas.{site.operation.name}"):
-            results, extra = site.forward(kernel, decision.block_sizes, operands)
+        results, extra = kernel_forward(site, decision.implementation or "", decision.block_sizes)(*operands)
     else:
         results = compat.jaxpr_as_fun(original)(*operands)
         # The backward of a kept site differentiates the original, which needs no residuals.
@@ -109,11 +69,8 @@ def _backward(
 ) -> Any:
     operands, results, residuals, cotangents = _split(arguments, site, original)
     if runs:
-        kernel = site.operation.implementation(decision.implementation)
-        with jax.named_scope(f"autopallas.{site.operation.name}.backward"):
-            return list(
-                site.backward(kernel, decision.block_sizes, operands, results, residuals, cotangents, active)
-            )
+        kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
+        return list(kernel(operands, results, residuals, cotangents))
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
     return list(pull(list(cotangents)))
 

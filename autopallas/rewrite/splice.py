@@ -16,23 +16,21 @@ __all__ = ["splice"]
 _Edits = dict[Body, dict[int, tuple[Match, Decision]]]
 
 
-def splice(graph: Graph, chosen: Sequence[tuple[Match, Decision]]) -> Any:
-    """The program with the chosen sites replaced, as a closed jaxpr; what is no longer needed is dropped.
+def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> Any:
+    """The program with the applied sites replaced, as a closed jaxpr; what is no longer needed is dropped.
 
     A site is replaced at every occurrence where its operands are at hand: a checkpoint's recomputation as well as the
     original computation.
     """
     edits: _Edits = {}
-    for match, decision in chosen:
+    for match, decision in zip(matches, decisions, strict=True):
+        if decision.verdict != "applied":
+            continue
         for body, position in graph.occurrences(match.results[0]):
             known = graph.positions[body]
             if all(n in known and known[n][0] < position for n in match.operands):
                 edits.setdefault(body, {})[position] = (match, decision)
-    edited = _rebuild(graph, graph.root, edits)
-    inner, consts = compat.opened(edited)
-    count = len(inner.outvars)
-    trimmed, _ = compat.dce_jaxpr(inner, [True] * count, instantiate=True)
-    return compat.ClosedJaxpr(trimmed, consts)
+    return compat.without_dead_code(_rebuild(graph, graph.root, edits))
 
 
 def _rebuild(graph: Graph, body: Body, edits: _Edits) -> Any:

@@ -1,0 +1,57 @@
+"""Arguments of a call: which leaves are arrays that a trace can follow, and which are held fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["Untraceable", "join", "split", "traceable"]
+
+
+class Untraceable(TypeError):
+    """A value that no trace can follow: a string, an arbitrary object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The part of a call that is held fixed: its structure, and the leaves that are no arrays.
+
+    Hashable, and equal only for leaves of the same type: 1, 1.0 and True are different arguments.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+    """Per leaf: None for an array, else (type, value)."""
+
+
+def traceable(leaf: Any) -> bool:
+    """Whether ``jax.jit`` takes a leaf of this type."""
+    return (
+        isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+        or hasattr(leaf, "__jax_array__")
+        or hasattr(leaf, "aval")
+        or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return traceable(leaf) and not isinstance(leaf, (bool, int, float, complex)) or isinstance(leaf, np.generic)
+
+
+def split(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+    """(the arrays among the leaves, the rest)."""
+    leaves, structure = jax.tree.flatten((tuple(args), kwargs))
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    return arrays, Static(structure, tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
+
+
+def join(static: Static, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse of :func:`split`."""
+    left = iter(arrays)
+    leaves = [next(left) if fixed is None else fixed[1] for fixed in static.leaves]
+    args, kwargs = jax.tree.unflatten(static.structure, leaves)
+    return args, kwargs

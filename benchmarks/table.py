@@ -1,0 +1,212 @@
+"""``python -m benchmarks table``: measures block sizes, and writes the tuned table that they belong to."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import datetime
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopallas import compat
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.implementation import Device
+from autopallas.patterns import Match, find
+from autopallas.plan import Decision
+from autopallas.rewrite.splice import splice
+from autopallas.tuning import Measurement, measure
+from autopallas.tuning.table import Key, Row
+from benchmarks import environment, terminal
+from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
+from benchmarks.run import select
+
+ROWS = "_ROWS"
+"""The name of the dictionary of CPU rows in a table's module, which is rewritten; nothing else in the module is."""
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
+"""How far from the original's result a candidate may be; one that is further is wrong and not taken."""
+
+CLEARLY = 1.05
+"""A later candidate takes the place of an earlier one only where it is faster by this factor: less is noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """One row, where it belongs, and what else was tried: block sizes -> ratio to the original, None on failure."""
+
+    key: Key
+    row: Row | None
+    tried: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The original of a case as the pipeline sees it: one recognised site in a graph."""
+
+    graph: Graph
+    match: Match
+
+    @staticmethod
+    def of(function: Callable[..., Any], operands: Sequence[Any]) -> Place:
+        graph = Graph(flatten(jax.make_jaxpr(function)(*operands)))
+        matches, misses = find(graph, None, True)
+        if len(matches) != 1:
+            raise ValueError(f"{len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
+        return Place(graph, matches[0])
+
+    def replaced(self, implementation: str, block_sizes: Any, device: Device) -> Callable[..., Any]:
+        """The function with its site replaced by what is given: exactly what ``optimize`` would run."""
+        decision = Decision("applied", "tuning", device.platform, implementation, block_sizes, "explicit")
+        run = compat.jaxpr_as_fun(splice(self.graph, [self.match], [decision]))
+        return lambda *operands: run(*operands)[0]
+
+
+def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
+    """Measures the first ``count`` candidates for the case's block sizes against each other and the original."""
+    offered = benchmark(case.kernel)
+    tables = importlib.import_module(f"autopallas.kernels.{case.kernel}.tuned_block_sizes")
+    sizes = importlib.import_module(f"autopallas.kernels.{case.kernel}.block_sizes").BlockSizes
+    device = Device.current()
+    arguments = offered.arguments(case)
+    operands = arguments[:-1] if case.direction == "forward+backward" else arguments
+    original = offered.original(case)
+    place = Place.of(original, operands)
+    choices = {str(list(c.to_dict().values())): c for c in sizes.candidates(place.match.spec)[:count]}
+    functions = {ORIGINAL: jax.jit(offered.in_direction(case, original))}
+    for name, choice in choices.items():
+        functions[name] = jax.jit(offered.in_direction(case, place.replaced(implementation, choice, device)))
+    reference = jax.device_get(functions[ORIGINAL](*arguments))
+    measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference, warm_up=0)
+    key = tables.table_key(place.match.spec, implementation, case.direction)
+    tried = {name: _ratio(measured, name, TOLERANCE[case.dtype]) for name in choices}
+    best = _best(tried)
+    return Tuned(key, None if best is None else _row(choices[best], measured, best, tried[best] or 0.0), tried)
+
+
+def _ratio(measured: Measurement, name: str, tolerance: float) -> float | None:
+    """How many times as fast as the original; None where the candidate failed or computes something else.
+
+    By wall time or by CPU time, whichever says less: a gain that only one clock sees may be the work of other programs.
+    """
+    timing = measured[name]
+    wall, cpu = measured.ratio(name, clock="wall"), measured.ratio(name, clock="cpu")
+    if timing.failure or timing.difference is None or timing.difference.maximum > tolerance or not (wall and cpu):
+        return None
+    return min(wall.median, cpu.median) if jax.default_backend() == "cpu" else wall.median
+
+
+def _best(tried: Mapping[str, float | None]) -> str | None:
+    best: str | None = None
+    best_ratio = 0.0
+    for name, ratio in tried.items():
+        if ratio is not None and ratio > best_ratio * (CLEARLY if best else 1.0):
+            best, best_ratio = name, ratio
+    return best
+
+
+def _row(block_sizes: Any, measured: Measurement, name: str, ratio: float) -> Row:
+    kernel = measured[name].spread()
+    assert kernel, "a ratio was formed from it"
+    return Row(
+        block_sizes=block_sizes,
+        kernel_us=_rounded(kernel.median * 1e6),
+        original_us=_rounded(kernel.median * 1e6 * ratio),  # so that the row's ratio is that of paired runs
+        kernel_bytes=measured[name].temporary_bytes or 0,
+        original_bytes=measured[ORIGINAL].temporary_bytes or 0,
+        evidence="measured",
+        date=datetime.date.today().isoformat(),
+        versions=", ".join((f"jax {jax.__version__}", *environment.vector_extensions().split()[-1:])),
+    )
+
+
+def _rounded(microseconds: float) -> float:
+    return float(f"{microseconds:.4g}")
+
+
+def source_with_rows(source: str, rows: Mapping[Key, Row], order: Callable[[Key], Any]) -> str:
+    """The module's source with the dictionary :data:`ROWS` replaced by the given rows."""
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == ROWS:
+            lines = source.splitlines(keepends=True)
+            assert node.end_lineno is not None
+            return "".join([*lines[: node.lineno - 1], _literal(rows, order), *lines[node.end_lineno :]])
+    raise ValueError(f"the module assigns no dictionary called {ROWS}")
+
+
+def _literal(rows: Mapping[Key, Row], order: Callable[[Key], Any]) -> str:
+    lines = [f"{ROWS}: dict[Key, Row] = {{\n"]
+    for key in sorted(rows, key=order):
+        row = rows[key]
+        sizes = f"{type(row.block_sizes).__name__}({', '.join(map(str, row.block_sizes.to_dict().values()))})"
+        figures = ", ".join(map(str, (row.kernel_us, row.original_us, row.kernel_bytes, row.original_bytes)))
+        origin = ", ".join(f'"{text}"' for text in (row.evidence, row.date, row.versions))
+        name = "(" + ", ".join(f'"{text}"' for text in key) + ")"
+        lines += [f"    {name}: Row(\n", f"        {sizes}, {figures}, {origin}\n", "    ),\n"]
+    return "".join([*lines, "}\n"])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status: 1 where a case gave no row."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.kernel not in KERNELS:
+        parser.error(f"no benchmark is called {options.kernel!r}; there are: {', '.join(KERNELS)}")
+    cases = select([options.kernel], "table", options.filter)
+    if options.list:
+        print("\n".join(map(str, cases)))
+        return 0
+    tables = importlib.import_module(f"autopallas.kernels.{options.kernel}.tuned_block_sizes")
+    operation = importlib.import_module(f"autopallas.kernels.{options.kernel}").OPERATION
+    device = Device.current()
+    implementation = options.implementation or operation.requested(None, device)[0]
+    known = tables.TABLE.get(tables.table_device(device), {})
+    say = terminal.progress()
+    measured: dict[Key, Row] = {}
+    missing = 0
+    for number, case in enumerate(cases, 1):
+        say(f"[{number}/{len(cases)}] {case}")
+        try:
+            tuned = tune(case, implementation, options.candidates, options.seconds)
+        except Exception as error:
+            missing += 1
+            print(f"{case}: {type(error).__name__}: {error}", flush=True)
+            continue
+        tried = ", ".join(f"{name} {'failed' if r is None else f'{r:.2f}'}" for name, r in tuned.tried.items())
+        print(f"{case}: {tried}", flush=True)
+        if tuned.row is None:
+            missing += 1
+        else:
+            measured[tuned.key] = tuned.row
+    names = [bucket.name for bucket in tables.BUCKETS]
+    rows = {**known, **measured}
+    path = Path(str(tables.__file__))
+    rewritten = source_with_rows(path.read_text(), rows, lambda key: (*key[:3], names.index(key[3]), key[4]))
+    if device.platform != "cpu" or options.print:
+        print(_literal(measured, lambda key: (*key[:3], names.index(key[3]), key[4])))
+    else:
+        path.write_text(rewritten)
+        print(f"wrote {len(measured)} rows into {path}")
+    return int(missing > 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks table",
+        description="Measures the candidates for block sizes, the original among them, for each row of an operation's "
+        "tuned table on this device, and writes the rows into the table's module. Rows that were not measured stay.",
+    )
+    parser.add_argument("kernel", metavar="OPERATION", help=f"one of: {', '.join(KERNELS)}")
+    parser.add_argument("--implementation", help="what to tune (the first in the platform's order)")
+    parser.add_argument("--filter", action="append", default=[], metavar="WORDS", help="only rows with all these words")
+    parser.add_argument("--list", action="store_true", help="show what would be measured")
+    parser.add_argument("--candidates", type=int, default=3, help="block sizes to try for each row (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time for the runs of each row (%(default)s)")
+    parser.add_argument("--print", action="store_true", help="print the rows measured and write nothing")
+    parser.add_argument("--no-allocator-settings", action="store_true", help="use the memory allocator as it comes")
+    return parser
