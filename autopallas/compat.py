@@ -22,6 +22,7 @@ __all__ = [
     "batching",
     "bodies",
     "dce_jaxpr",
+    "extended_scan",
     "has_input_effects",
     "inlined_equation",
     "is_jaxpr",
@@ -35,7 +36,7 @@ __all__ = [
     "new_jaxpr_eqn",
     "opened",
     "rebuilt",
-    "scan_constants",
+    "scan_parts",
     "trace_context",
     "versions",
     "without_dead_code",
@@ -114,12 +115,26 @@ def location(equation: JaxprEqn | None) -> str:
     return "unknown" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
-def scan_constants(equation: JaxprEqn) -> int:
-    """How many leading operands of a scan are its loop constants."""
+def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are loop constants, and how many are carried; the rest is read slice by slice."""
     if "num_consts" in equation.params:
-        return int(equation.params["num_consts"])
-    constants, _, _ = equation.params["ft_in"].update(equation.invars).unpack()
-    return len(list(constants))
+        return int(equation.params["num_consts"]), int(equation.params["num_carry"])
+    constants, carried, _ = equation.params["ft_in"].update(equation.invars).unpack()
+    return len(list(constants)), len(list(carried))
+
+
+def extended_scan(params: dict[str, Any], read: int, stacked: int) -> dict[str, Any]:
+    """A scan's parameters after its body got further slices to read and further results to stack, each at the end."""
+    if "num_consts" in params:
+        return params
+    from jax._src import flattree
+
+    constants, carried, slices = params["ft_in"].unpack()
+    carried_out, results = params["ft_out"].unpack()
+    return params | {
+        "ft_in": flattree.pack((constants, carried, (slices, flattree.nones(read)))),
+        "ft_out": flattree.pack((carried_out, (results, flattree.nones(stacked)))),
+    }
 
 
 def without_dead_code(program: Any) -> Any:

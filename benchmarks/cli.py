@@ -42,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     grid = "quick" if options.quick else "wide" if options.wide else "standard"
     cases = select(options.kernels or KERNELS, grid, options.filter)
     if options.list:
-        print("\n".join(str(case) for case in cases))
+        for case in cases:
+            print(case)
         return 0
     if not cases:
         print("no case matches; see --list")

@@ -13,13 +13,13 @@ SIZE = {"cpu": 2048, "gpu": 8192, "tpu": 8192}
 """Rows and columns of the square matrices: large enough for full speed, small enough for a few runs."""
 
 
-def matmul_peak(dtypes: Iterable[str], seconds: float = 2.0) -> dict[str, float]:
+def matmul_peak(dtypes: Iterable[str], seconds: float = 5.0) -> dict[str, float]:
     """Floating-point operations per second of ``x @ y`` by dtype: that of the fastest run, for a peak is a bound."""
     size = SIZE.get(jax.default_backend(), 2048)
     peaks = {}
     for dtype in dtypes:
         x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
-        timing = measure({dtype: jnp.matmul}, (x, x), seconds=seconds, repetitions=20)[dtype]
+        timing = measure({dtype: jnp.matmul}, (x, x), seconds=seconds, repetitions=40)[dtype]
         spread = timing.spread()
         if spread is not None:
             peaks[dtype] = 2.0 * size**3 / spread.minimum

@@ -159,7 +159,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"no benchmark is called {options.kernel!r}; there are: {', '.join(KERNELS)}")
     cases = select([options.kernel], "table", options.filter)
     if options.list:
-        print("\n".join(map(str, cases)))
+        for case in cases:
+            print(case)
         return 0
     tables = importlib.import_module(f"autopallas.kernels.{options.kernel}.tuned_block_sizes")
     operation = importlib.import_module(f"autopallas.kernels.{options.kernel}").OPERATION

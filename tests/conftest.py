@@ -5,3 +5,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 for _name in [name for name in os.environ if name.startswith("AUTOPALLAS_")]:
     del os.environ[_name]
+
+# Compilation takes most of a test's time.  LLVM's optimisations are more than half of that; they change how fast a
+# program is, which no test measures, not what it computes or how much memory XLA plans for it.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopallas.kernels.attention import tuned_block_sizes
+from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.tuning import Failure, Measurement, Timing
-from benchmarks import attention, cli, environment, resident, rows, terminal
+from autopallas.tuning.table import Key, Row
+from benchmarks import attention, cli, environment, peak, resident, rows, table, terminal
 from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
 
@@ -65,16 +68,17 @@ def test_a_misspelt_operation_or_option_is_an_error_that_names_the_valid_ones(
     assert cli.main(["--filter", "nothing"]) == 2
 
 
-@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("mask", list(attention.ORIGINALS))
-def test_oracle_and_all_candidates_compute_the_same(mask: str, direction: str) -> None:
-    case = small(direction, mask)
+def test_oracle_original_and_library_compute_the_same(mask: str) -> None:
+    case = small("forward+backward", mask)
     arguments = attention.arguments(case)
     expected = jax.tree.leaves(attention.oracle(case, arguments))
-    assert len(expected) == (4 if direction == "forward+backward" else 1)
     assert all(e.dtype == np.float64 for e in expected)
-    for candidate in attention.candidates(case).values():
-        result = jax.tree.leaves(jax.jit(candidate.function)(*arguments))
+    assert np.array_equal(attention.oracle(small("forward", mask), arguments[:-1]), expected[0])
+    candidates = attention.candidates(case)
+    for name in (ORIGINAL, "jax.nn"):
+        result = jax.tree.leaves(jax.jit(candidates[name].function)(*arguments))
+        assert len(result) == len(expected) == 4
         for e, r in zip(expected, result, strict=True):
             assert np.abs(e - np.asarray(r)).max() < 5e-6 * np.abs(e).max()
 
@@ -92,8 +96,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "grid", lambda name: (small("forward+backward"),))
-        patch.setattr("benchmarks.peak.SIZE", {})
-        assert cli.main(["attention", "--output", str(directory), "--seconds", "0.5", "--repetitions", "4"]) == 0
+        patch.setitem(peak.SIZE, jax.default_backend(), 64)
+        effort = ["--seconds", "0.5", "--repetitions", "4", "--no-resident-memory"]
+        assert cli.main(["attention", "--output", str(directory), *effort]) == 0
     return directory
 
 
@@ -152,6 +157,41 @@ def test_table_fits_a_terminal_of_100_columns(written: Path) -> None:
     records = json.loads((written / f"attention-{jax.default_backend()}.json").read_text())
     found = [rows.Row(**{**record, "wall_seconds": 12.3456, "temporary_bytes": 2**33}) for record in records]
     assert max(map(len, terminal.table(found).splitlines())) <= 100
+
+
+def test_table_has_a_case_for_every_bucket_and_kind_of_mask() -> None:
+    filed = set()
+    for case in attention.grid("table"):
+        if case.dtype == "float32" and case.direction == "forward":
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in attention.arguments(case)]
+            spec = table.Place.of(attention.original(case), shapes).match.spec
+            filed.add(tuned_block_sizes.table_key(spec, "xla", case.direction)[3:])
+    squares = [b.name for b in tuned_block_sizes.BUCKETS if b.name.startswith("T")]
+    assert filed == {
+        *((bucket, mask) for bucket in squares for mask in ("full", "causal", "static", "dynamic")),
+        *((bucket, mask) for bucket in ("decode", "other") for mask in ("full", "dynamic")),
+    }
+
+
+def test_a_tuned_row_holds_what_was_measured_of_the_best_candidate() -> None:
+    tuned = table.tune(small("forward", "padded"), "xla", count=1, seconds=0.1)
+    assert tuned.key == ("xla", "forward", "float32", "T256", "dynamic")
+    assert tuned.row is not None
+    assert str(list(tuned.row.block_sizes.to_dict().values())) in tuned.tried
+    assert tuned.row.evidence == "measured"
+    assert tuned.row.speedup == pytest.approx(max(r for r in tuned.tried.values() if r), rel=1e-2)
+
+
+def test_regenerated_table_is_python_that_gives_the_same_rows() -> None:
+    row = Row(BlockSizes(128, 256), 12.5, 25.0, 1000, 2000, "measured", "2026-01-31", "jax 0.12, avx2")
+    keys: list[Key] = [("xla", "forward", "float32", bucket, "full") for bucket in ("T512", "T256")]
+    before = "import this_first\n\n_ROWS: dict[Key, Row] = {\n}\n\nTABLE = {'cpu': _ROWS}\n"
+    after = table.source_with_rows(before, dict.fromkeys(keys, row), lambda key: key)
+    assert after.startswith("import this_first\n\n_ROWS")
+    names: dict[str, Any] = {"BlockSizes": BlockSizes, "Row": Row, "Key": Key}
+    exec(after.partition("\n")[2], names)
+    assert list(names["TABLE"]["cpu"].items()) == [(key, row) for key in reversed(keys)]
+    assert table.source_with_rows(after, names["_ROWS"], lambda key: key) == after
 
 
 def test_settings_in_force_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,21 @@
 """Value numbering: equal computations get one number, across all nested bodies.
 
 The constants of a loop keep their outer number inside, the operands of a branch too, and a checkpoint's recomputation is
-the same value as what it recomputes.  Numbers grow from operands to results, so a smaller number never depends on a
-larger one.
+the same value as what it recomputes.  In a scan a number stands for a family of values, one per index of the scanned
+axis: what one scan stacks and another reads slice by slice (a forward scan's residuals, in the backward) is one family
+under one number.
+
+Numbers grow from operands to results, so a smaller number never depends on a larger one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jax import numpy as jnp
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
@@ -21,7 +25,9 @@ _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", 
 """Parameters that do not change the value."""
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_RECOMPUTING = frozenset({"remat", "remat2", "checkpoint"})
+_TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
+"""Equations whose results are their body's results.  (An inner jit is here where it has shardings of its own.)"""
+_IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
 
 
 class Node:
@@ -50,6 +56,7 @@ class Graph:
       definitions: per number, the node that computes it (absent for inputs, literals and constants).
       users: per number, the nodes that read it; for what enters a body under its own number, the nodes in there.
       returned: numbers that leave a body as its result (a checkpoint's are the same values outside, so they do not).
+      frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
         the variable); inputs have position -1.
@@ -64,6 +71,7 @@ class Graph:
         self.definitions: dict[int, Node] = {}
         self.users: dict[int, list[Node]] = defaultdict(list)
         self.returned: set[int] = set()
+        self.frames: dict[Body, tuple[int, ...]] = {}
         self.numbers: dict[Body, dict[Var, int]] = {}
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
         self._table: dict[Hashable, tuple[int, ...]] = {}
@@ -97,12 +105,11 @@ class Graph:
         return len(self.avals) - 1
 
     def _literal(self, literal: Literal) -> int:
-        value = np.asarray(literal.val)
-        key = ("literal", str(literal.aval.dtype), value.tobytes(), tuple(literal.aval.shape))
+        key = _literal_key(literal)
         if key not in self._table:
             number = self._new(literal.aval)
             self._table[key] = (number,)
-            self.literals[number] = value
+            self.literals[number] = np.asarray(literal.val)
         return self._table[key][0]
 
     def _constant(self, variable: Var, value: Any) -> int:
@@ -119,6 +126,7 @@ class Graph:
         ``frame`` tells apart what may not be merged: a custom rule governs the derivative of its body, and inside a
         shard_map an equation without operands (axis_index) means something else than outside.
         """
+        self.frames[body] = frame
         numbers = self.numbers[body] = {}
         positions = self.positions[body] = {}
 
@@ -145,7 +153,9 @@ class Graph:
     ) -> list[int]:
         if children:
             return self._holding(body, equation, operands, children, frame)
-        key = None if equation.effects else self._key(equation, operands, frame)
+        if is_identity(equation):
+            return operands
+        key = None if equation.effects else self.key(equation, operands, frame)
         if key is not None and key in self._table:
             return list(self._table[key])
         outputs = tuple(self._new(v.aval) for v in equation.outvars)
@@ -153,6 +163,28 @@ class Graph:
             self._table[key] = outputs
         self._node(equation, tuple(operands), outputs, body)
         return list(outputs)
+
+    # ------------------------------------------------------------------ looking up
+
+    def find(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+        """The numbers of an equation's results if the program computes them, else None."""
+        if is_identity(equation):
+            return operands
+        key = self.key(equation, operands, frame)
+        found = None if key is None else self._table.get(key)
+        return None if found is None else list(found)
+
+    def find_literal(self, literal: Literal) -> int | None:
+        """The number of a literal, if the program has it."""
+        found = self._table.get(_literal_key(literal))
+        return None if found is None else found[0]
+
+    def _element(self, stacked: int, aval: Any) -> int:
+        """The family of slices of a value along its leading axis."""
+        key = ("element", stacked)
+        if key not in self._table:
+            self._table[key] = (self._new(aval),)
+        return self._table[key][0]
 
     def _node(
         self,
@@ -169,7 +201,8 @@ class Graph:
         for number in outputs:
             self.definitions[number] = node
 
-    def _key(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Hashable | None:
+    def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
+        """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
         params = tuple((k, v) for k, v in sorted(equation.params.items()) if k not in _IGNORED)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
@@ -186,7 +219,7 @@ class Graph:
     ) -> list[int]:
         """An equation that holds bodies.  What enters a body unchanged keeps its number."""
         name = equation.primitive.name
-        if name in _RECOMPUTING and len(children) == 1 and not equation.effects:
+        if name in _TRANSPARENT and len(children) == 1 and not equation.effects:
             return self._add(children[0].body, operands, frame)
         shared: set[int] = set()  # positions of operands that the bodies read under their own number
         for child in children:
@@ -194,9 +227,11 @@ class Graph:
             given: list[int | None] = [None] * len(inner.invars)
             inside = frame
             if name == "scan":
-                constants = compat.scan_constants(equation)
+                constants, carried = compat.scan_parts(equation)
                 given[:constants] = operands[:constants]
                 shared.update(range(constants))
+                for i in range(constants + carried, len(operands)):
+                    given[i] = self._element(operands[i], inner.invars[i].aval)
             elif name == "while":
                 condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
                 start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
@@ -209,18 +244,37 @@ class Graph:
                 inside = (*frame, id(equation))
                 if len(inner.invars) == len(operands):
                     given = list(operands)
-            elif name in ("jit", "pjit"):
-                given = list(operands)
-                shared.update(range(len(operands)))
             elif name == "shard_map":
                 inside = (*frame, id(equation))
             numbers = [
                 self._new(v.aval) if number is None else number for v, number in zip(inner.invars, given, strict=True)
             ]
-            self.returned.update(self._add(inner, numbers, inside))
+            results = self._add(inner, numbers, inside)
+            self.returned.update(results)
         outputs = tuple(self._new(v.aval) for v in equation.outvars)
+        if name == "scan":
+            _, carried = compat.scan_parts(equation)
+            for stacked, element in list(zip(outputs, results, strict=True))[carried:]:
+                self._table[("element", stacked)] = (element,)
         self._node(equation, tuple(operands), outputs, body, shared)
         return list(outputs)
+
+
+def is_identity(equation: JaxprEqn) -> bool:
+    """Whether the results of an equation are its operands."""
+    name = equation.primitive.name
+    if name in _IDENTITY:
+        return True
+    if name == "convert_element_type":
+        return bool(equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype)
+    if name == "reduce_precision":
+        own = jnp.finfo(equation.invars[0].aval.dtype)
+        return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (own.nexp, own.nmant)
+    return False
+
+
+def _literal_key(literal: Literal) -> Hashable:
+    return "literal", str(literal.aval.dtype), np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
 
 
 def _hashable(value: Any) -> Hashable:

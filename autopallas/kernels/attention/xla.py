@@ -172,9 +172,10 @@ def backward(
     gradients = _Gradients.zeros(spec, query, key, value, sides, sink)
 
     def rows(place: _Rows, carry: _Gradients) -> _Gradients:
-        return _backward_rows(spec, plan, place, carry, query, key, value, sides, sink, out, logsumexp, dout)
+        return _backward_rows(spec, plan, place, carry, query, key, value, sides, sink, out, normalizers, dout)
 
     with jax.named_scope("autopallas_attention_xla_backward"):
+        normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp)
         found = _over_rows(plan, spec, rows, gradients)
     dsides = iter(found.sides)
     return (
@@ -184,6 +185,43 @@ def backward(
         tuple(next(dsides).astype(s.dtype) if s.differentiable else None for s in spec.sides),
         None if found.sink is None or sink is None else found.sink.astype(sink.dtype),
     )
+
+
+def _normalizers(
+    spec: AttentionSpec,
+    plan: Schedule,
+    query: Array,
+    key: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    logsumexp: Array,
+) -> tuple[Array, Array]:
+    """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
+
+    The logsumexp serves where it can.  It is rounded to about 1e-7 of its size, and so are, relatively, the probabilities
+    times that size: a row whose every key is masked with -1e9 has logsumexp -1e9 + log(S) = -1e9, and every probability
+    would be 1.  With such rows, and where the sum may not be positive, maximum and sum are computed anew.
+    """
+
+    def anew() -> tuple[Array, Array]:
+        def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            running = _stream(spec, plan, place, query, key, None, sides, sink)
+            found = (running.maximum, 1 / running.total)
+            window = place.window("BKGT")
+            shift, factor = (store(c, window, place.restored(f)[..., 0]) for c, f in zip(carry, found, strict=True))
+            return shift, factor
+
+        empty = jnp.zeros_like(logsumexp)
+        shift, factor = _over_rows(plan, spec, rows, (empty, empty))
+        return shift, factor
+
+    if spec.inner_weights:
+        return anew()
+    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
+    return lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+
+
+_LARGE_LOGSUMEXP = 256.0
 
 
 class _Gradients(NamedTuple):
@@ -223,7 +261,7 @@ def _backward_rows(
     sides: Sequence[Array],
     sink: Array | None,
     out: Array,
-    logsumexp: Array,
+    normalizers: tuple[Array, Array],
     dout: Array,
 ) -> _Gradients:
     """The contributions of one block of rows.
@@ -237,13 +275,7 @@ def _backward_rows(
     q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
     delta = jnp.sum(do.astype(dtype) * place.rows(out).astype(dtype), axis=-1, keepdims=True)
     delta = place.ungrouped(delta)
-    statistic = place.ungrouped(place.rows(logsumexp[..., None]))
-    factor = None
-    if spec.inner_weights:
-        # The sum may be zero or negative, of which the logsumexp alone does not tell.
-        running = _stream(spec, plan, place, query, key, None, sides, sink)
-        statistic = running.maximum + jnp.log(jnp.abs(running.total))
-        factor = jnp.where(running.total == 0, jnp.nan, jnp.sign(running.total))
+    shift, factor = (place.ungrouped(place.rows(x[..., None])) for x in normalizers)
 
     def tile(
         key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
@@ -258,9 +290,7 @@ def _backward_rows(
             return _logits(spec, programs, score, here.with_floating(spec, floating))
 
         x, logits_vjp = jax.vjp(logits, score, here.floating(spec))
-        e = jnp.exp(x - statistic)
-        if factor is not None:
-            e = e * factor
+        e = jnp.exp(x - shift) * factor
         p_normal, inner_vjp = _weighted_vjp(spec, programs.inner_weights, e, here)
         p, outer_vjp = _weighted_vjp(spec, programs.weights, p_normal, here)
         dvalue = _rows_by_tile(spec, place, do_transposed, p)
@@ -287,9 +317,7 @@ def _backward_rows(
     dq, gradients = plan.over_columns(place.block, tile, (start, gradients))
     gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
     if sink is not None and gradients.sink is not None and spec.sink is not None:
-        weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - statistic)
-        if factor is not None:
-            weight = weight * factor
+        weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - shift) * factor
         dsink = _reduced(place.restored(-weight * delta), spec.sink)
         gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
     return gradients

@@ -1,0 +1,37 @@
+"""Every spelling of attention is found, exactly as often as it is there, and computes what it did."""
+
+from __future__ import annotations
+
+import pytest
+from recognition.compare import compare
+from recognition.spellings import EQUAL, ODD, SPELLINGS
+
+NOT_YET: dict[str, str] = {}
+"""Spellings that are not found yet, and the reason that the report gives; their results must be right all the same."""
+
+
+def check(spelling, sizes, dtype):
+    compared = compare(spelling.program(sizes), spelling.arguments(sizes, dtype), spelling.gradients)
+    assert compared.complaints == []
+    assert not compared.report.failures
+    if spelling.name in NOT_YET:
+        assert compared.counts() == 0
+        assert any(NOT_YET[spelling.name] in reason for reason in compared.reasons())
+        return
+    assert compared.counts() == spelling.sites(sizes), compared.reasons()
+    assert compared.reasons() == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spelling_is_found_and_exact_in_value_and_gradient(name, dtype):
+    check(SPELLINGS[name], ODD, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name, spelling in SPELLINGS.items() if spelling.equal_sizes])
+def test_spelling_is_found_where_all_axes_have_one_size(name):
+    check(SPELLINGS[name], EQUAL, "float32")
+
+
+def test_the_catalogue_holds_at_least_forty_spellings():
+    assert len(SPELLINGS) - len(NOT_YET) >= 40

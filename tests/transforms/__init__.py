@@ -1,0 +1,1 @@
+"""The optimized function under every transformation of JAX, and in every use that jit allows."""
