@@ -14,6 +14,7 @@ from autopallas.errors import (
 from autopallas.optimize import explain, optimize
 from autopallas.options import options
 from autopallas.report import Report
+from autopallas.verification.verify import Verification, verify
 
 __all__ = [
     "AutopallasWarning",
@@ -21,11 +22,13 @@ __all__ = [
     "Report",
     "RequirementError",
     "UnsupportedError",
+    "Verification",
     "VerificationError",
     "__version__",
     "explain",
     "optimize",
     "options",
+    "verify",
 ]
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
+from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -52,17 +52,27 @@ def opened(body: Any) -> tuple[Jaxpr, list[Any]]:
     return (body.jaxpr, list(body.consts)) if hasattr(body, "consts") else (body, [])
 
 
-def rebuilt(body: Any, constvars: Sequence[Var], consts: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]) -> Any:
-    """``body`` with other equations, results and constants: same inputs, same kind (open or closed).
-
-    The debug information is left out: it names the arguments and results of the old one.
-    """
-    jaxpr, _ = opened(body)
-    new = Jaxpr(list(constvars), list(jaxpr.invars), list(outvars), list(eqns), jaxpr.effects)
+def rebuilt(
+    body: Any,
+    constvars: Sequence[Var],
+    consts: Sequence[Any],
+    invars: Sequence[Var],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+) -> Any:
+    """A jaxpr with the effects of ``body``, open or closed as that is."""
+    info = debug_info("autopallas", len(invars), len(outvars))
+    effects = opened(body)[0].effects
+    new = Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=info)
     if isinstance(body, ClosedJaxpr):
         return ClosedJaxpr(new, list(consts))
     assert not consts
     return new
+
+
+def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
+    """Debug information for a jaxpr that no Python function gave."""
+    return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
 
 
 def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
@@ -135,6 +145,14 @@ def extended_scan(params: dict[str, Any], read: int, stacked: int) -> dict[str, 
         "ft_in": flattree.pack((constants, carried, (slices, flattree.nones(read)))),
         "ft_out": flattree.pack((carried_out, (results, flattree.nones(stacked)))),
     }
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are loop constants, and how many are carried; the others are read row by row."""
+    if "num_consts" in equation.params:
+        return int(equation.params["num_consts"]), int(equation.params["num_carry"])
+    constants, carried, _ = equation.params["ft_in"].update(equation.invars).unpack()
+    return len(list(constants)), len(list(carried))
 
 
 def without_dead_code(program: Any) -> Any:

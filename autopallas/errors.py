@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError"]
 
 
@@ -18,7 +20,14 @@ class UnsupportedError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """A rewritten program's numbers differ from the original's by more than the tolerance."""
+    """A rewritten program's numbers differ from the original's by more than the tolerance.
+
+    ``verification`` is the :class:`autopallas.Verification` that says which, and by how much.
+    """
+
+    def __init__(self, message: str, verification: Any = None):
+        super().__init__(message)
+        self.verification = verification
 
 
 class AutopallasWarning(UserWarning):

@@ -23,13 +23,14 @@ from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
 from autopallas.rewrite import splice
+from autopallas.verification import first_call
 
-__all__ = ["Optimized", "explain", "optimize", "rewrite"]
+__all__ = ["Optimized", "explain", "inside", "optimize", "rewrite"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_inside = compat.trace_context(False)
+inside = compat.trace_context(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
 _MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
@@ -48,7 +49,7 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
     failures: list[Failure] = []
     stage = "graph"
     try:
-        graph = Graph(flatten(compat.without_dead_code(program)))
+        graph = Graph(flatten(program))
         stage = "patterns"
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
@@ -109,8 +110,13 @@ class Optimized(Generic[P, R]):
         self._as_it_is: Exception | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._plain_call(_call, args, kwargs) if self._plain else self._jit(*args, **kwargs)
-        return result
+        try:
+            result: R = self._plain_call(_call, args, kwargs) if self._plain else self._jit(*args, **kwargs)
+            return result
+        except first_call.FirstCall:
+            first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
+        with first_call.unchecked():
+            return self(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -126,15 +132,18 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        return self._jit.lower(*args, **kwargs)
+        with first_call.unchecked():
+            return self._jit.lower(*args, **kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        return self._jit.trace(*args, **kwargs)
+        with first_call.unchecked():
+            return self._jit.trace(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        return self._jit.eval_shape(*args, **kwargs)
+        with first_call.unchecked():
+            return self._jit.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As of ``jax.jit``: the next call traces anew."""
@@ -146,8 +155,10 @@ class Optimized(Generic[P, R]):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
-        if options.disabled or _inside.value:
+        if options.disabled or inside.value:
             return self._inner(*args, **kwargs)
+        if options.verify:
+            first_call.demand()
         arrays, static = split(args, kwargs)
 
         def program_of(*arrays: Any) -> Any:
@@ -157,7 +168,7 @@ class Optimized(Generic[P, R]):
                 raise Untraceable("it returns something that is neither an array nor a number")
             return result
 
-        with _inside(True):
+        with inside(True):
             program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
         program, report = rewrite(program, options)
         self._publish(report)
@@ -214,7 +225,8 @@ def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
-    return jitted.eval_shape(*args, **kwargs)
+    with first_call.unchecked():
+        return jitted.eval_shape(*args, **kwargs)
 
 
 @overload

@@ -30,7 +30,7 @@ examples:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command line; returns the exit status: 1 where an optimized program failed."""
+    """Runs the command line; returns the exit status: 1 where an optimized program failed or was left as it was."""
     if arguments and arguments[0] == "table":
         from benchmarks import table
 
@@ -50,20 +50,23 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     effort = Effort(options.seconds, options.repetitions, not options.no_resident_memory)
     found: list[rows.Row] = []
-    for of_case in run(cases, effort, terminal.progress()):
-        if not found:
-            print(terminal.header(of_case))
-        found += of_case
-        print(terminal.table(of_case), flush=True)
-    # Parts of a grid have files of their own, so that they do not take the place of a whole one.
-    suffix = "" if grid == "standard" else f"-{grid}"
-    suffix += "-part" if options.filter else ""
-    print()
-    for kernel in dict.fromkeys(row.kernel for row in found):
-        of_kernel = [row for row in found if row.kernel == kernel]
-        paths = rows.write(of_kernel, options.output, f"{kernel}-{environment.backend()}{suffix}")
-        print("wrote", *paths)
-    return int(any(row.failure for row in found if row.candidate == AUTOPALLAS))
+    complete = False
+    try:
+        for of_case in run(cases, effort, terminal.progress()):
+            if not found:
+                print(terminal.header(of_case))
+            found += of_case
+            print(terminal.table(of_case), flush=True)
+        complete = not options.filter
+    finally:
+        # Parts of a grid have files of their own, so that they do not take the place of a whole one.
+        suffix = ("" if grid == "standard" else f"-{grid}") + ("" if complete else "-part")
+        print()
+        for kernel in dict.fromkeys(row.kernel for row in found):
+            of_kernel = [row for row in found if row.kernel == kernel]
+            print("wrote", *rows.write(of_kernel, options.output, f"{kernel}-{environment.backend()}{suffix}"))
+    left_alone = [row for row in found if row.candidate == AUTOPALLAS and (row.failure or row.block_sizes is None)]
+    return int(bool(left_alone))
 
 
 def _parser() -> argparse.ArgumentParser:

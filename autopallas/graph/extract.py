@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopallas.compat import ClosedJaxpr, Jaxpr, Literal, Var
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["jaxpr_of", "nodes_between"]
+__all__ = ["closed", "copied", "jaxpr_of", "nodes_between"]
 
 
 def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int]) -> tuple[list[Node], list[int]]:
@@ -36,8 +37,20 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
 
 
 def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> Any:
-    """A closed jaxpr from ``operands`` to ``results`` by way of ``nodes``."""
-    variables = {number: Var(graph.avals[number]) for number in operands}
+    """A closed jaxpr from ``operands`` to ``results`` by way of ``nodes``.
+
+    Of operands with the same number, the first is read.
+    """
+    inputs = [Var(graph.avals[number]) for number in operands]
+    variables: dict[int, Any] = {}
+    for number, variable in zip(operands, inputs, strict=True):
+        variables.setdefault(number, variable)
+    equations = copied(graph, nodes, variables)
+    return closed(inputs, [variables[n] for n in results], equations)
+
+
+def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> list[JaxprEqn]:
+    """The equations of some nodes, over ``variables``, to which their results are added."""
     equations = []
     for node in nodes:
         inputs = [
@@ -46,8 +59,11 @@ def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], resul
         ]
         for number in node.outputs:
             variables.setdefault(number, Var(graph.avals[number]))
-        equations.append(
-            node.equation.replace(invars=inputs, outvars=[variables[number] for number in node.outputs])
-        )
-    jaxpr = Jaxpr([], [variables[n] for n in operands], [variables[n] for n in results], equations)
-    return ClosedJaxpr(jaxpr, [])
+        equations.append(node.equation.replace(invars=inputs, outvars=[variables[number] for number in node.outputs]))
+    return equations
+
+
+def closed(inputs: Sequence[Var], results: Sequence[Any], equations: Sequence[JaxprEqn]) -> Any:
+    """A closed jaxpr without constants."""
+    info = compat.debug_info("autopallas", len(inputs), len(results))
+    return ClosedJaxpr(Jaxpr([], list(inputs), list(results), list(equations), debug_info=info), [])

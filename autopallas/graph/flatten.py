@@ -48,21 +48,36 @@ class Body:
                 yield from child.body.walk()
 
 
-def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
-    """The tree of bodies of a jaxpr, open or closed."""
+def flatten(jaxpr: Any) -> Body:
+    """The tree of bodies of a jaxpr, open or closed.  Each variable belongs to one body."""
+    return _flatten(jaxpr, (), set())
+
+
+def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int]) -> Body:
     inner, consts = compat.opened(jaxpr)
-    body = Body(jaxpr, path, list(inner.constvars), list(consts), list(inner.invars))
-    body.outvars = _inline(body, inner, {}, ())
+    renamed = id(inner) in seen  # one jaxpr object may be the body of two loops
+    seen.add(id(inner))
+    constvars, invars = list(inner.constvars), list(inner.invars)
+    bound: dict[Var, Var | Literal] = {}
+    if renamed:
+        constvars, invars = [Var(v.aval) for v in constvars], [Var(v.aval) for v in invars]
+        bound = dict(zip([*inner.constvars, *inner.invars], [*constvars, *invars], strict=True))
+    body = Body(jaxpr, path, constvars, list(consts), invars)
+    body.outvars = _inline(body, inner, bound, (), renamed, seen)
     return body
 
 
 def _inline(
-    body: Body, jaxpr: Any, bound: Mapping[Var, Var | Literal], calls: tuple[JaxprEqn, ...]
+    body: Body,
+    jaxpr: Any,
+    bound: Mapping[Var, Var | Literal],
+    calls: tuple[JaxprEqn, ...],
+    renamed: bool,
+    seen: set[int],
 ) -> list[Var | Literal]:
     """Appends the equations of ``jaxpr`` to ``body``; returns its results.
 
-    ``bound`` gives the values of the inputs of an inlined call.  The variables of an inlined body are renamed: one
-    jaxpr object may be called twice.
+    ``bound`` gives the values of the inputs of an inlined call, whose variables are renamed: it may be called twice.
     """
     known: dict[Var, Var | Literal] = dict(bound)
 
@@ -78,18 +93,19 @@ def _inline(
             body.constvars += names
             body.consts += consts
             arguments = dict(zip([*inner.constvars, *inner.invars], [*names, *inputs], strict=True))
-            known.update(zip(equation.outvars, _inline(body, inner, arguments, (*calls, equation)), strict=True))
-            continue
-        if calls:
-            results = [Var(v.aval) for v in equation.outvars]
+            results = _inline(body, inner, arguments, (*calls, equation), True, seen)
             known.update(zip(equation.outvars, results, strict=True))
-            equation = compat.inlined_equation(equation, inputs, results, calls)
+            continue
+        if renamed:
+            outputs = [Var(v.aval) for v in equation.outvars]
+            known.update(zip(equation.outvars, outputs, strict=True))
+            equation = compat.inlined_equation(equation, inputs, outputs, calls)
         elif any(a is not b for a, b in zip(inputs, equation.invars, strict=True)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
         if equation.primitive.name not in _KERNELS:
             children = [
-                Child(name, position, flatten(inner, (*body.path, _label(equation, name, position))))
+                Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen))
                 for name, position, inner in compat.bodies(equation)
             ]
             if children:

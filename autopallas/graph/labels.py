@@ -139,6 +139,11 @@ class Space:
 
     def operands(self, ref: Ref) -> list[Ref] | None:
         """The operands of an elementwise equation (or of a dot without contraction), pulled; None if it is neither."""
+        found = self.uses(ref)
+        return None if found is None else [self.canonical(operand) for operand in found]
+
+    def uses(self, ref: Ref) -> list[Ref] | None:
+        """The same as the equation reads them: with their layout operations still to undo."""
         node = self.graph.definitions.get(ref.value)
         if node is None:
             return None
@@ -151,11 +156,11 @@ class Space:
                     return None
                 dimensions = zip(own, shape, ref.view, strict=False)  # a scalar operand has no dimensions
                 view = tuple((0, ()) if m == 1 != n else dimension for m, n, dimension in dimensions)
-                found.append(self.canonical(Ref(value, view)))
+                found.append(Ref(value, view))
             return found
         if is_product(node):
             left, right, _ = self.dot(ref)
-            return [self.canonical(left), self.canonical(right)]
+            return [left, right]
         return None
 
     def dot(self, ref: Ref, contracted: Sequence[Dimension] | None = None) -> tuple[Ref, Ref, list[Dimension]]:
@@ -185,15 +190,17 @@ class Space:
         )
 
     def contraction(self, ref: Ref) -> tuple[Ref, Ref, list[Dimension]] | None:
-        """(a, b, contracted dimensions) if the value is a dot_general or sum(a * b), else None."""
+        """(a, b, contracted dimensions) if the value is a dot_general or sum(a * b), else None.
+
+        The operands are given as the equation reads them, with their layout operations still to undo.
+        """
         node = self.graph.definitions.get(ref.value)
         if node is None:
             return None
         if node.name == "dot_general":
             if is_product(node):
                 return None
-            left, right, contracted = self.dot(ref)
-            return self.canonical(left), self.canonical(right), contracted
+            return self.dot(ref)
         if node.name != "reduce_sum":
             return None
         axes, kept = node.params["axes"], iter(ref.view)
@@ -207,7 +214,7 @@ class Space:
         definition = self.graph.definitions.get(product.value)
         if definition is None or not (definition.name == "mul" or is_product(definition)):
             return None
-        factors = self.operands(product)
+        factors = self.uses(product)
         if factors is None or not all(f.view for f in factors):
             return None
         return factors[0], factors[1], [view[d] for d in axes]

@@ -8,23 +8,27 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from autopallas import compat
-from autopallas.graph import Graph, Node, Ref
-from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.compat import Literal, Var
+from autopallas.graph import Body, Graph, Node, Ref
+from autopallas.graph.edit import surviving
+from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import ELEMENTWISE, Atom, Dimension, is_product
 from autopallas.kernels.attention.site import AttentionSite, RowTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
+from autopallas.patterns.backward import Backward, Forward, Level, Lookup, Search, differentiable, settle
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope
-from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, NoNormaliser, Softmax, Term
 from autopallas.program import Constant
 
@@ -32,10 +36,16 @@ _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_ge
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
 
 
+class Escape(Mismatch):
+    """An intermediate value of a proved site is used outside it."""
+
+
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Every attention in a graph, and what nearly was one: one outcome for each product of queries and keys."""
     reach = _reach(graph)
+    alive = surviving(graph, ())
     matches: dict[int, Match] = {}
+    drafts: dict[int, _Draft] = {}
     misses: dict[int, NearMiss] = {}
     for node in graph.nodes:
         if node.name not in ("dot_general", "reduce_sum"):
@@ -43,17 +53,46 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         for side in (0, 1):
             if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
                 continue
-            attempt = _Attempt(graph, reach, assume_finite)
+            attempt = _Attempt(graph, reach, alive, assume_finite)
+            score = None
             try:
-                match = attempt.match(node, side)
+                draft = attempt.draft(node, side)
+                score = attempt.scope.score
+                if draft is not None and score is not None and score not in matches:
+                    matches[score] = draft.match()
+            except Escape as escape:
+                assert draft is not None and score is not None
+                drafts.setdefault(score, draft)
+                misses.setdefault(score, NearMiss("attention", draft.location, escape.reason))
             except Mismatch as mismatch:
-                if attempt.scope.score is not None:
-                    location = compat.location(node.equation)
-                    misses.setdefault(attempt.scope.score, NearMiss("attention", location, mismatch.reason))
-                continue
-            if match is not None and attempt.scope.score is not None:
-                matches.setdefault(attempt.scope.score, match)
-    return list(matches.values()), [miss for score, miss in misses.items() if score not in matches]
+                score = attempt.scope.score
+                if score is not None:
+                    misses.setdefault(score, NearMiss("attention", compat.location(node.equation), mismatch.reason))
+    waiting = {score: draft for score, draft in drafts.items() if score not in matches}
+    _with_backward(graph, waiting, matches, misses)
+    ordered = [matches[score] for score in sorted(matches)]
+    return ordered, [miss for score, miss in misses.items() if score not in matches]
+
+
+def _with_backward(
+    graph: Graph, drafts: dict[int, _Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
+) -> None:
+    """Settles the sites whose intermediate values are used elsewhere: by their own backward, or else it is a near miss."""
+    searches = {score: search for score, draft in drafts.items() if (search := draft.search()) is not None}
+    if not searches:
+        return
+    lookup = Lookup(graph)
+    given = {number for match in matches.values() for number in match.results}
+    complete, _ = settle(graph, lookup, list(searches.values()), given)
+    for score, search in searches.items():
+        if search.found and search not in complete:
+            reason = f"only a part of its backward was recognised; {misses[score].reason}"
+            misses[score] = NearMiss("attention", misses[score].location, reason)
+        if search in complete:
+            try:
+                matches[score] = drafts[score].match_with(search)
+            except Mismatch as mismatch:
+                misses[score] = NearMiss("attention", misses[score].location, mismatch.reason)
 
 
 def _reach(graph: Graph) -> list[tuple[bool, bool]]:
@@ -100,12 +139,13 @@ def _sums_product(graph: Graph, node: Node) -> bool:
 class _Attempt:
     """One try to read a contraction as the second one of an attention."""
 
-    def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], assume_finite: bool):
-        self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
+    def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], alive: set[int], assume_finite: bool):
+        self.graph, self.reach, self.alive, self.assume_finite = graph, reach, alive, assume_finite
         self.scope = Scope(graph)
+        self.query_first = True
 
-    def match(self, node: Node, side: int) -> Match | None:
-        """The match, or None where there is not even a product of queries and keys.
+    def draft(self, node: Node, side: int) -> _Draft | None:
+        """A proved site, or None where there is not even a product of queries and keys.
 
         Raises:
           Mismatch: it looks like an attention and is not, or cannot be proved to be.
@@ -143,7 +183,7 @@ class _Attempt:
 
     # ------------------------------------------------------------------ the proof
 
-    def _match(self, node: Node, side: int, root: int, steps: Sequence[tuple[int, int | None]]) -> Match | None:
+    def _match(self, node: Node, side: int, root: int, steps: Sequence[tuple[int, int | None]]) -> _Draft | None:
         scope, space, graph = self.scope, self.scope.space, self.graph
         top = space.full(root)
         outside: list[tuple[int, Ref]] = []
@@ -182,10 +222,10 @@ class _Attempt:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest = self._prove(softmax, found)
         draft = _Draft(
-            self, softmax, root, top, score, query, key, value, key_axis, head_axis, found, normaliser, rest
+            self, softmax, node, side, root, top, score, query, key, value, key_axis, head_axis, found, normaliser, rest
         )
-        draft.settle()
-        return draft.finish(node)
+        draft.assemble()  # visits everything once, so that no label is refined any more
+        return draft
 
     def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:
         """Whether every contracted dimension is an axis of the scores."""
@@ -200,6 +240,7 @@ class _Attempt:
         """
         space = self.scope.space
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
+        first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Any] = set()
         todo = [(weights, False)]
         while todo:
@@ -212,8 +253,10 @@ class _Attempt:
             contraction = space.contraction(ref)
             if contraction is not None:
                 a, b, contracted = contraction
-                if under and softmax.carries_axis(a) != softmax.carries_axis(b):
-                    query, keys = (b, a) if softmax.carries_axis(a) else (a, b)
+                has_axis = [softmax.carries_axis(space.canonical(x)) for x in (a, b)]
+                if under and has_axis[0] != has_axis[1]:
+                    query, keys = (b, a) if has_axis[0] else (a, b)
+                    first[ref.value] = not has_axis[0]
                     size = space.extent([x for _, atoms in contracted for x in atoms])
                     found.append((size, -len(found), ref, query, keys, contracted))
                 continue
@@ -222,7 +265,8 @@ class _Attempt:
         if not found:
             return None
         _, _, ref, query, keys, contracted = max(found, key=lambda f: f[:2])
-        return space.canonical(ref), space.canonical(query), space.canonical(keys), contracted
+        self.query_first = first[ref.value]
+        return space.canonical(ref), query, keys, contracted
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
         """The normaliser, and the terms beside it, none of which depends on the scores."""
@@ -252,6 +296,8 @@ class _Draft:
         self,
         attempt: _Attempt,
         softmax: Softmax,
+        second: Node,
+        side: int,
         root: int,
         top: Ref,
         score: Ref,
@@ -265,44 +311,46 @@ class _Draft:
         rest: list[Term],
     ):
         self.attempt, self.softmax, self.root, self.top = attempt, softmax, root, top
+        self.second, self.side, self.query_first = second, side, attempt.query_first
         self.graph, self.scope, self.space = attempt.graph, attempt.scope, attempt.scope.space
-        self.score, self.query, self.key, self.value = score, query, key, self.space.canonical(value)
+        self.score, self.query, self.key, self.value = score, query, key, value
         self.key_axis, self.head_axis = key_axis, [a for _, atoms in head_axis for a in atoms]
         self.found, self.normaliser, self.rest = found, normaliser, rest
         self.body = self.graph.definitions[root].body
+        self.location = compat.location(second.equation)
 
-    def settle(self) -> None:
-        """Visits everything once, so that no label is refined any more."""
-        self._assemble()
+    def match(self) -> Match:
+        """The site in its forward direction.
 
-    def finish(self, node: Node) -> Match:
-        site, carrier = self._assemble()
+        Raises:
+          Escape: an intermediate value is used elsewhere.
+        """
+        site, carrier = self.assemble()
         graph = self.graph
+        if self.root not in self.attempt.alive:
+            raise Escape("only its derivative is used")
         nodes, free = nodes_between(graph, carrier.operands, [self.root])
-        for number in free:  # what cancels in the proof, but not in the original equations
-            if not carrier.available(number):
-                raise Mismatch("an operand is computed in an enclosing body and not passed in")
-            carrier.operands.append(number)
         self._escapes(nodes)
+        for number in free:  # what cancels in the proof, but not in the original equations
+            carrier.further(number)
         if any(n.equation.effects for n in nodes):
             raise Mismatch("the equations have side effects")
         operands = tuple(carrier.operands)
-        site = replace(site, types=tuple(graph.dtype(number) for number in operands))
         return Match(
             op="attention",
-            site=site,
+            site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
             direction="forward",
             operands=operands,
             results=(self.root,),
             equations=tuple(nodes),
             original=jaxpr_of(graph, nodes, operands, [self.root]),
             body=self.body,
-            location=compat.location(node.equation),
+            location=self.location,
         )
 
     def _escapes(self, nodes: Sequence[Node]) -> None:
         """Refuses a site of which an intermediate value is used elsewhere."""
-        graph, scope = self.graph, self.scope
+        graph, scope, alive = self.graph, self.scope, self.attempt.alive
         inside = {id(n) for n in nodes}
         rows = math.prod(graph.shape(self.score.value)) // self.space.extent(self.key_axis)
         for n in nodes:
@@ -311,19 +359,148 @@ class _Draft:
                     continue
                 size = math.prod(graph.shape(number))
                 what = "row statistics" if size <= rows else "scores or probabilities"
+                if number not in alive:
+                    continue
                 if number in graph.returned:
-                    raise Mismatch(f"the {what} are also returned")
-                other = next((u for u in graph.users[number] if id(u) not in inside), None)
+                    raise Escape(f"the {what} are also returned")
+                users = (u for u in graph.users[number] if alive.intersection(u.outputs) or u.equation.effects)
+                other = next((u for u in users if id(u) not in inside), None)
                 if other is not None:
                     where = compat.location(other.equation)
-                    raise Mismatch(f"the {what} are also used by {other.name} at {where}")
+                    raise Escape(f"the {what} are also used by {other.name} at {where}")
+
+    # ------------------------------------------------------------------ the backward
+
+    def search(self) -> Search | None:
+        """What to look for in the program as this site's backward; None if the site spans several bodies."""
+        products = self._products()
+        forward = Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in products)
+        if not forward.complete:
+            return None
+        roles = self._uses(forward)
+        if roles is None:
+            return None
+        others = [i for i, use in enumerate(forward.uses) if i not in roles and differentiable(use)]
+        query, key, value = roles
+        wanted = [i for i in (value, query, key) if differentiable(forward.uses[i])]
+        return Search(forward, wanted, others)
+
+    def _products(self) -> set[int]:
+        """Where the scores are a sum of products: the values between the product and the sum."""
+        found: set[int] = set()
+        value = self.score.value
+        while self.graph.name(value) in ("reduce_sum", "convert_element_type"):
+            value = self.graph.definitions[value].inputs[0]
+            found.add(value)
+        return found
+
+    def _uses(self, forward: Forward) -> tuple[int, int, int] | None:
+        """The positions of queries, keys and values among the uses of the forward."""
+        graph = self.graph
+        first = min(self._products(), default=self.score.value)
+        second = self.second.outputs[0]
+        if self.second.name == "reduce_sum":
+            while graph.name(second) in ("reduce_sum", "convert_element_type"):
+                second = graph.definitions[second].inputs[0]
+        numbers = graph.numbers[self.body]
+
+        def use(value: int, position: int) -> int | None:
+            for i, u in enumerate(forward.uses):
+                if u.position == position and numbers[forward.equations[u.equation].outvars[0]] == value:
+                    return i
+            return None
+
+        query_position = 0 if self.query_first else 1
+        found = use(first, query_position), use(first, 1 - query_position), use(second, 1 - self.side)
+        return None if None in found else found  # type: ignore[return-value]
+
+    def match_with(self, search: Search) -> Match:
+        """The site together with the backwards that were found for it."""
+        graph, forward = self.graph, search.forward
+        roles = self._uses(forward)
+        assert roles is not None
+        bodies = [_home(graph, backward) for backward in search.found]
+        levels: dict[int, int] = {}  # per use, how far back its operand lies
+        for backward, body in zip(search.found, bodies, strict=True):
+            for use, steps in backward.levels.items():
+                fitting = [i for i, step in enumerate(steps) if self._reachable(step, body)]
+                if not fitting:
+                    raise Mismatch("the backward lacks an operand where it stands")
+                levels[use] = min(levels.get(use, fitting[-1]), fitting[-1])
+        pins = {use: search.found[0].levels[use][level].operand for use, level in levels.items()
+                if use in search.found[0].levels}
+        if levels.keys() != pins.keys():
+            raise Mismatch("two backwards of the site give the cotangents of different operands")
+        sides = [pin for use, pin in pins.items() if use not in roles]
+        if len(set(sides)) != len(sides):
+            raise Mismatch("a side input with a gradient is read in two places")
+        site, carrier = self.assemble({r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(bodies))
+        positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
+        positions |= {use: role for role, use in enumerate(roles) if use in pins}
+        original = self._original(forward, roles, carrier)
+        operands = tuple(carrier.operands)
+        return Match(
+            op="attention",
+            site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
+            direction="forward+backward",
+            operands=operands,
+            results=(self.root,),
+            equations=(),
+            original=original,
+            body=self.body,
+            location=self.location,
+            backwards=tuple(
+                BackwardMatch(
+                    body,
+                    backward.cotangent,
+                    tuple((positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items()),
+                )
+                for backward, body in zip(search.found, bodies, strict=True)
+            ),
+        )
+
+    def _reachable(self, level: Level, body: Body) -> bool:
+        """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
+        positions = self.graph.positions
+        return (
+            level.operand in positions[self.body]
+            and level.operand in positions[body]
+            and positions[body].get(level.cotangent, (-1,))[0] >= 0
+        )
+
+    def _original(self, forward: Forward, roles: tuple[int, int, int], carrier: Carrier) -> Any:
+        """The forward's equations from the site's operands, each of which is one input, to the result."""
+        graph, numbers = self.graph, self.graph.numbers[self.body]
+        others = [use for i, use in enumerate(forward.uses) if i not in roles]
+        nodes, free = nodes_between(graph, carrier.operands[carrier.roles :], [use.number for use in others])
+        for number in free:
+            carrier.further(number)
+        inputs = [Var(graph.avals[number]) for number in carrier.operands]
+        variables: dict[int, Any] = dict(zip(carrier.operands[carrier.roles :], inputs[carrier.roles :], strict=True))
+        equations = copied(graph, nodes, variables)
+        given: list[Any] = [
+            Literal(graph.literals[use.number], use.variable.aval)
+            if use.number in graph.literals
+            else variables.get(use.number)
+            for use in forward.uses
+        ]
+        for role, use in enumerate(roles):
+            variable: Any = inputs[role]
+            steps = list(forward.steps_back(forward.uses[use]))
+            reached = [forward.uses[use].number, *(numbers[e.invars[0]] for e in steps)]
+            for equation in reversed(steps[: reached.index(carrier.operands[role])]):
+                result = Var(equation.outvars[0].aval)
+                equations.append(equation.replace(invars=[variable], outvars=[result]))
+                variable = result
+            given[use] = variable
+        return closed(inputs, [forward.root], [*equations, *forward.over(given)])
 
     # ------------------------------------------------------------------ roles of labels
 
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
         """(labels of T, labels of Dv), after checking that every label has a role."""
         space = self.space
-        query, key, value = (space.atoms(r) for r in (self.query, self.key, self.value))
+        query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
         keys, heads = set(space.resolve(self.key_axis)), set(space.resolve(self.head_axis))
         result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
         weights = space.atoms(self.score) | {a for a in result if a not in value}
@@ -333,7 +510,7 @@ class _Draft:
             raise Mismatch("the contracted axis is not the key axis of the scores")
         if (value & query) - key:
             raise Mismatch("the values depend on the query")
-        if self.scope.depends(self.value.value):
+        if self.scope.depends(space.canonical(self.value).value):
             raise Mismatch("the values depend on the scores")
         if len(result) != len(set(result)):
             raise Mismatch("the result has an axis twice")
@@ -354,12 +531,21 @@ class _Draft:
 
     # ------------------------------------------------------------------ the site
 
-    def _assemble(self) -> tuple[AttentionSite, Carrier]:
+    def assemble(
+        self,
+        pinned_roles: Mapping[int, int | None] = MappingProxyType({}),
+        pinned_sides: frozenset[int] = frozenset(),
+        further: tuple[Body, ...] = (),
+    ) -> tuple[AttentionSite, Carrier]:
+        """The site and what it reads; ``pinned``: the values to take as queries, keys, values and side inputs;
+        ``further``: bodies, besides its own, in which the operands must be at hand."""
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
-        carrier = Carrier(self.scope, self.body, (query_axis, key_axis), self.score)
-        query, key, value = (carrier.operand(r) for r in (self.query, self.key, self.value))
+        carrier = Carrier(self.scope, (self.body, *further), (query_axis, key_axis), self.score, pinned_sides)
+        query, key, value = (
+            carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
+        )
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
@@ -378,7 +564,6 @@ class _Draft:
         for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
             self._no_dropout(carrier, sides)
         first = graph.definitions[self.score.value]
-        second = self._second_contraction()
         labels = _Labels(space)
         site = AttentionSite(
             sizes=(),
@@ -407,26 +592,10 @@ class _Draft:
             factors=tuple(labels.term(t) for t in factors),
             live=live_program,
             score_precision=_precision(first),
-            value_precision=_precision(second),
+            value_precision=_precision(self.second),
             assume_finite=self.attempt.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
-
-    def _second_contraction(self) -> Node:
-        at = self.root
-        while self.graph.name(at) not in ("dot_general", "reduce_sum"):
-            node = self.graph.definitions[at]
-            at = next(i for i in node.inputs if self.scope.depends(i) and self._leads_to_contraction(i))
-        return self.graph.definitions[at]
-
-    def _leads_to_contraction(self, value: int) -> bool:
-        name = self.graph.name(value)
-        if name in ("dot_general", "reduce_sum"):
-            node = self.graph.definitions[value]
-            return name == "dot_general" or _sums_product(self.graph, node)
-        return name in _LAYOUT | {"convert_element_type"} and self._leads_to_contraction(
-            self.graph.definitions[value].inputs[0]
-        )
 
     def _masks(self) -> tuple[Expression, list[Factor], list[Factor]]:
         """The argument with the masks of the normaliser folded in as -inf; factors after it; factors within it.
@@ -544,6 +713,16 @@ class _Draft:
             if not (node.name == "dot_general" or self.graph.dtype(number).kind == "V"):
                 todo += node.inputs
         return False
+
+
+def _home(graph: Graph, backward: Backward) -> Body:
+    """The body that computes the cotangents."""
+    for body, positions in graph.positions.items():
+        firsts = (levels[0].cotangent for levels in backward.levels.values())
+        if all(positions.get(number, (-1,))[0] >= 0 for number in firsts):
+            if backward.cotangent in positions:
+                return body
+    raise Mismatch("the backward is spread over several bodies")
 
 
 class _Labels:

@@ -25,11 +25,18 @@ class Carrier:
     """Collects what one site reads: operands (values of the program) and side inputs of its programs."""
 
     def __init__(
-        self, scope: Scope, body: Body, axes: tuple[tuple[Atom, ...], tuple[Atom, ...]], score: Ref
+        self,
+        scope: Scope,
+        bodies: Sequence[Body],
+        axes: tuple[tuple[Atom, ...], tuple[Atom, ...]],
+        score: Ref,
+        pinned: frozenset[int] = frozenset(),
     ):
-        self.scope, self.body, self.score = scope, body, score
+        self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
         """The labels of (T, S): those that positions count."""
+        self.pinned = pinned
+        """Values that must be operands as they are, since their cotangents are asked for."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Any, float] = {}
@@ -37,15 +44,42 @@ class Carrier:
     # ------------------------------------------------------------------ operands
 
     def available(self, value: int) -> bool:
-        """Whether the body in which the site will stand has a variable for this value."""
-        return value in self.scope.graph.positions[self.body]
+        """Whether every body in which a part of the site will stand has a variable for this value."""
+        return all(value in self.scope.graph.positions[body] for body in self.bodies)
 
-    def operand(self, ref: Ref) -> Operand:
-        """A use of a value as an operand of the site, with as much layout undone as values are available for."""
+    def further(self, value: int) -> None:
+        """One more operand, which no program reads but the original equations do."""
+        if not self.available(value):
+            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+        self.operands.append(value)
+
+    def role(self, ref: Ref, value: int | None = None) -> Operand:
+        """An operand of its own (queries, keys, values), even where its value is an operand already.
+
+        Of the values that hold the same elements, ``value`` is taken, or by default the furthest back that is available.
+        """
+        found = self._furthest(ref, value)
+        self.operands.append(found.value)
+        return Operand(len(self.operands) - 1, found.view)
+
+    def side_operand(self, ref: Ref) -> Operand:
+        """A use of a value as a side input."""
+        found = self._furthest(ref, self.pin(ref))
+        if found.value not in self.operands[self.roles :]:
+            self.operands.append(found.value)
+        return Operand(self.operands.index(found.value, self.roles), found.view)
+
+    roles = 3
+    """The first operands are those of the roles."""
+
+    def pin(self, ref: Ref) -> int | None:
+        return next((step.value for step in self.scope.space.chain(ref) if step.value in self.pinned), None)
+
+    def _furthest(self, ref: Ref, value: int | None) -> Ref:
         space = self.scope.space
         found: Ref | None = None
         for step in space.chain(ref):
-            if self.available(step.value):
+            if self.available(step.value) if value is None else step.value == value:
                 found = step
         if found is None:
             raise Mismatch("an operand is computed in an enclosing body and not passed in")
@@ -53,16 +87,14 @@ class Carrier:
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):
             raise Mismatch("an operand is read along a diagonal")
-        if found.value not in self.operands:
-            self.operands.append(found.value)
-        return Operand(self.operands.index(found.value), view)
+        return Ref(found.value, view)
 
     def source(self, ref: Ref) -> Operand | Positions:
-        """An operand, or positions where the value is an iota."""
-        ref = self.scope.space.canonical(ref)
-        if (dimension := self._iota(ref)) is not None:
-            return Positions(dimension, self.scope.graph.dtype(ref.value))
-        return self.operand(ref)
+        """A side operand, or positions where the value is an iota."""
+        canonical = self.scope.space.canonical(ref)
+        if (dimension := self._iota(canonical)) is not None:
+            return Positions(dimension, self.scope.graph.dtype(canonical.value))
+        return self.side_operand(ref)
 
     def _iota(self, ref: Ref) -> Dimension | None:
         node = self.scope.node(ref)
@@ -80,17 +112,17 @@ class Carrier:
 
     def leaf_cost(self, ref: Ref) -> float:
         """Bytes of a value as a side input; infinite if it cannot be one."""
-        if self._iota(ref) is not None:
+        if self._iota(self.scope.space.canonical(ref)) is not None:
             return 0.0
         if not any(self.available(step.value) for step in self.scope.space.chain(ref)):
             return math.inf
         space, graph = self.scope.space, self.scope.graph
-        return float(math.prod(space.sizes[a] for a in space.atoms(ref)) * graph.dtype(ref.value).itemsize)
+        atoms = space.atoms(space.canonical(ref))
+        return float(math.prod(space.sizes[a] for a in atoms) * graph.dtype(ref.value).itemsize)
 
     def cost(self, ref: Ref) -> float:
         """The least bytes of side inputs with which a value can be had."""
-        ref = self.scope.space.canonical(ref)
-        if self.scope.number(ref) is not None:
+        if self.pin(ref) is not None or self.scope.number(ref) is not None:
             return 0.0
         key = self.scope.key(ref)
         if key not in self._costs:
@@ -102,8 +134,9 @@ class Carrier:
 
     def parts(self, ref: Ref) -> list[Ref] | None:
         """The operands of an elementwise value that a kernel could compute itself."""
+        ref = self.scope.space.canonical(ref)
         node = self.scope.node(ref)
-        return None if node is None or node.equation.effects else self.scope.space.operands(ref)
+        return None if node is None or node.equation.effects else self.scope.space.uses(ref)
 
     def cut_here(self, ref: Ref) -> bool:
         """Whether a value that does not depend on the scores is best passed in as it is."""
@@ -184,6 +217,9 @@ class ProgramBuilder:
             case Apply():
                 arguments = tuple(self._register(a) for a in expression.arguments)
                 return self._emit(expression.primitive, _params(expression.params), arguments, expression.dtype)
+        if self.carrier.pin(expression) is not None:
+            source = self.carrier.side_operand(expression)
+            return self._input(Side(self.carrier.side(source), scope.graph.dtype(expression.value)))
         ref = space.canonical(expression)
         dtype = scope.graph.dtype(ref.value)
         if ref.value == scope.score:
@@ -203,15 +239,15 @@ class ProgramBuilder:
         index = self._index(ref, dtype)
         if index is not None:
             return self._input(index)
-        if not self.carrier.cut_here(ref):
+        if not self.carrier.cut_here(expression):
             return self._elementwise(ref, dtype)
         if not (dtype.kind in "iub" or np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"):
             raise Mismatch(f"a side input has the dtype {dtype}")
-        return self._input(Side(self.carrier.side(self.carrier.source(ref)), dtype))
+        return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
     def _elementwise(self, ref: Ref, dtype: Any) -> Any:
         space = self.scope.space
-        node, operands = self.scope.node(ref), space.operands(ref)
+        node, operands = self.scope.node(ref), space.uses(ref)
         if node is None or operands is None or node.equation.effects:
             raise Mismatch(f"the scores pass through {self.scope.name(ref)}")
         key = self.scope.key(ref)

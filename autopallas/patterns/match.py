@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from autopallas.graph import Body, Node
 
-__all__ = ["Match", "Mismatch", "NearMiss"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss"]
 
 
 class Mismatch(Exception):
@@ -16,6 +16,21 @@ class Mismatch(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardMatch:
+    """A backward of a site in the same program.
+
+    Attributes:
+      body: the body that holds it.
+      cotangent: number of the cotangent of the site's result.
+      gradients: (position among the site's operands, number of the value that is its cotangent).
+    """
+
+    body: Body
+    cotangent: int
+    gradients: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +47,7 @@ class Match:
       original: the same as a closed jaxpr.
       body: the body in which the site was found.
       location: "file:line (function)" of the user's code.
+      backwards: the backwards that the program holds; with any, each operand is one use of a value.
     """
 
     op: str
@@ -43,6 +59,7 @@ class Match:
     original: Any
     body: Body
     location: str
+    backwards: tuple[BackwardMatch, ...] = ()
 
     @property
     def spec(self) -> Any:

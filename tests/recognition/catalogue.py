@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,17 +65,12 @@ class Spelling:
     extra: Inputs
     sites: Callable[[Sizes], int]
     gradients: bool
-    equal_sizes: bool
 
     def program(self, sizes: Sizes) -> Callable[..., Any]:
         return functools.partial(self.function, sizes)
 
     def arguments(self, sizes: Sizes, dtype: Any) -> Sequence[Any]:
         return [*self.inputs(sizes, dtype), *self.extra(sizes, dtype)]
-
-    @property
-    def number(self) -> int:
-        return zlib.crc32(self.name.encode())
 
 
 SPELLINGS: dict[str, Spelling] = {}
@@ -87,7 +81,6 @@ def spelling(
     extra: Inputs = lambda sizes, dtype: (),
     sites: int | Callable[[Sizes], int] = 1,
     gradients: bool = True,
-    equal_sizes: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enters a function into the catalogue.  ``sites`` is how many attentions are in it."""
 
@@ -95,7 +88,7 @@ def spelling(
         name = function.__name__
         assert name not in SPELLINGS, name
         count = sites if callable(sites) else lambda _: sites
-        SPELLINGS[name] = Spelling(name, function, inputs, extra, count, gradients, equal_sizes)
+        SPELLINGS[name] = Spelling(name, function, inputs, extra, count, gradients)
         return function
 
     return enter

@@ -68,6 +68,17 @@ def _in_jax(equation: Any, *arguments: Any) -> Any:
         return promoted(results)
 
 
+def _scatter_add(equation: Any, *arguments: Any) -> Any:
+    params = equation.params
+    with jax.enable_x64(True):
+        return promoted(
+            jax.lax.scatter_add(
+                *map(jnp.asarray, arguments), params["dimension_numbers"], mode=params["mode"],
+                indices_are_sorted=params["indices_are_sorted"], unique_indices=params["unique_indices"],
+            )
+        )  # fmt: skip
+
+
 def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
@@ -149,11 +160,10 @@ def _dot(equation: Any, a: Any, b: Any) -> Any:
 
 def _scan(equation: Any, *arguments: Any) -> list[Any]:
     params = equation.params
-    consts = compat.scan_constants(equation)
     if "num_carry" in params:
-        carries = params["num_carry"]
+        consts, carries = params["num_consts"], params["num_carry"]
     else:
-        carries = len(list(params["ft_in"].update(equation.invars).unpack()[1]))
+        consts, carries = (len(list(part)) for part in params["ft_in"].update(equation.invars).unpack()[:2])
     length = params["length"]
     carry = list(arguments[consts : consts + carries])
     stacked: list[list[Any]] = []
@@ -217,6 +227,7 @@ _RULES |= {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "split": _split,
+    "scatter-add": _scatter_add,
     "reduce_sum": _reduction(np.sum),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),

@@ -237,7 +237,7 @@ def learned_bias(sizes, q, k, v, bias):
 
 @spelling(extra=lambda sizes, dtype: [array(sizes.heads, dtype=dtype), array(sizes.keys, dtype=dtype)])
 def two_small_learned_biases(sizes, q, k, v, per_head, per_key):
-    return softmax(q @ k.mT + per_head[:, None, None] * 0.5 + per_key) @ v
+    return softmax(q @ k.mT + per_head[:, None, None] * jnp.sin(jnp.arange(sizes.keys)).astype(q.dtype) + per_key) @ v
 
 
 @spelling()

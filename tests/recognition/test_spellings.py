@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 from recognition.compare import compare
-from recognition.spellings import EQUAL, ODD, SPELLINGS
+from recognition.spellings import EQUAL, ODD, SPELLINGS, layouts
 
-NOT_YET: dict[str, str] = {}
+NOT_YET: dict[str, str] = {
+    "squared_scores": "which has a derivative of its own",  # relu is a custom_jvp, which no score program holds yet
+}
 """Spellings that are not found yet, and the reason that the report gives; their results must be right all the same."""
 
 
-def check(spelling, sizes, dtype):
-    compared = compare(spelling.program(sizes), spelling.arguments(sizes, dtype), spelling.gradients)
+def check(spelling, sizes, dtype, gradients=True):
+    compared = compare(spelling.program(sizes), spelling.arguments(sizes, dtype), gradients and spelling.gradients)
     assert compared.complaints == []
     assert not compared.report.failures
     if spelling.name in NOT_YET:
@@ -28,9 +30,9 @@ def test_spelling_is_found_and_exact_in_value_and_gradient(name, dtype):
     check(SPELLINGS[name], ODD, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name, spelling in SPELLINGS.items() if spelling.equal_sizes])
-def test_spelling_is_found_where_all_axes_have_one_size(name):
-    check(SPELLINGS[name], EQUAL, "float32")
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if hasattr(layouts, name)])
+def test_layout_is_found_where_all_axes_have_one_size(name):
+    check(SPELLINGS[name], EQUAL, "float32", gradients=False)
 
 
 def test_the_catalogue_holds_at_least_forty_spellings():

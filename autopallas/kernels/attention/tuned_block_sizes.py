@@ -34,7 +34,200 @@ BUCKETS: tuple[Bucket, ...] = (
     Bucket("other", {}),
 )
 
-_ROWS: dict[Key, Row] = {}
+_ROWS: dict[Key, Row] = {
+    ("xla", "forward", "bfloat16", "decode", "dynamic"): Row(
+        BlockSizes(1, 256), 1885.0, 1631.0, 5257536, 8456192, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "decode", "full"): Row(
+        BlockSizes(1, 256), 2178.0, 1506.0, 5257464, 8456192, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T256", "causal"): Row(
+        BlockSizes(256, 256), 5111.0, 6875.0, 5251072, 3153920, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T256", "dynamic"): Row(
+        BlockSizes(256, 256), 6168.0, 7845.0, 5251072, 3153920, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T256", "full"): Row(
+        BlockSizes(256, 256), 4449.0, 5342.0, 5767168, 3153920, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T256", "static"): Row(
+        BlockSizes(256, 256), 3279.0, 4069.0, 5251072, 3153920, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T512", "causal"): Row(
+        BlockSizes(256, 256), 14880.0, 20740.0, 8159680, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T512", "dynamic"): Row(
+        BlockSizes(256, 256), 25510.0, 24790.0, 5800320, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T512", "full"): Row(
+        BlockSizes(256, 256), 22900.0, 20460.0, 5800248, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T512", "static"): Row(
+        BlockSizes(256, 256), 30080.0, 36240.0, 5801416, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T1024", "causal"): Row(
+        BlockSizes(256, 256), 47410.0, 82990.0, 9732544, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T1024", "dynamic"): Row(
+        BlockSizes(256, 256), 113900.0, 117400.0, 7373184, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T1024", "full"): Row(
+        BlockSizes(256, 256), 79320.0, 76680.0, 7373112, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T1024", "static"): Row(
+        BlockSizes(256, 256), 64270.0, 112600.0, 9479824, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T2048", "causal"): Row(
+        BlockSizes(256, 256), 222800.0, 326200.0, 6439360, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T2048", "dynamic"): Row(
+        BlockSizes(256, 256), 143100.0, 166000.0, 5259648, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T2048", "full"): Row(
+        BlockSizes(256, 256), 193200.0, 177900.0, 5259576, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T2048", "static"): Row(
+        BlockSizes(256, 256), 69980.0, 171800.0, 5261008, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T4096", "causal"): Row(
+        BlockSizes(256, 256), 138900.0, 311100.0, 4792768, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T4096", "dynamic"): Row(
+        BlockSizes(256, 256), 297900.0, 314100.0, 4202880, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T4096", "full"): Row(
+        BlockSizes(256, 256), 284200.0, 283800.0, 4202808, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T4096", "static"): Row(
+        BlockSizes(256, 256), 122300.0, 336600.0, 4204240, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T8192", "causal"): Row(
+        BlockSizes(256, 256), 239300.0, 337700.0, 1610176, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T8192", "dynamic"): Row(
+        BlockSizes(256, 256), 501200.0, 307900.0, 1315200, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T8192", "full"): Row(
+        BlockSizes(256, 256), 502100.0, 590200.0, 1315128, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T8192", "static"): Row(
+        BlockSizes(256, 256), 194800.0, 322000.0, 1316560, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T16384", "causal"): Row(
+        BlockSizes(256, 256), 900400.0, 1710000.0, 2658752, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T16384", "dynamic"): Row(
+        BlockSizes(256, 256), 1983000.0, 1335000.0, 2363776, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T16384", "full"): Row(
+        BlockSizes(256, 256), 1866000.0, 1312000.0, 2363704, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "T16384", "static"): Row(
+        BlockSizes(256, 256), 675100.0, 1131000.0, 2365136, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "other", "dynamic"): Row(
+        BlockSizes(256, 256), 60760.0, 70410.0, 8946048, 52428800, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "other", "full"): Row(
+        BlockSizes(256, 256), 59620.0, 59980.0, 8945976, 35651584, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "decode", "dynamic"): Row(
+        BlockSizes(1, 256), 4596.0, 3872.0, 9447744, 8454144, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "decode", "full"): Row(
+        BlockSizes(1, 256), 3690.0, 3047.0, 9447672, 8454144, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T256", "causal"): Row(
+        BlockSizes(256, 256), 4674.0, 5267.0, 4718592, 4202496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T256", "dynamic"): Row(
+        BlockSizes(256, 256), 4613.0, 5013.0, 4718592, 4202496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T256", "full"): Row(
+        BlockSizes(256, 256), 4428.0, 5729.0, 3153920, 4202496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T256", "static"): Row(
+        BlockSizes(256, 256), 4634.0, 5212.0, 4718592, 4202496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T512", "causal"): Row(
+        BlockSizes(256, 256), 14900.0, 19890.0, 9994688, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T512", "dynamic"): Row(
+        BlockSizes(256, 256), 16660.0, 17210.0, 8937856, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T512", "full"): Row(
+        BlockSizes(256, 256), 20980.0, 20610.0, 7373112, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T512", "static"): Row(
+        BlockSizes(256, 256), 16870.0, 21260.0, 8938952, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T1024", "causal"): Row(
+        BlockSizes(256, 256), 42670.0, 76760.0, 13140416, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T1024", "dynamic"): Row(
+        BlockSizes(256, 256), 71040.0, 84740.0, 12083584, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T1024", "full"): Row(
+        BlockSizes(256, 256), 56300.0, 72260.0, 10518840, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T1024", "static"): Row(
+        BlockSizes(256, 256), 47040.0, 80340.0, 12625552, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T2048", "causal"): Row(
+        BlockSizes(256, 256), 95290.0, 208000.0, 9716160, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T2048", "dynamic"): Row(
+        BlockSizes(256, 256), 194900.0, 212800.0, 9187712, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T2048", "full"): Row(
+        BlockSizes(256, 256), 143400.0, 175400.0, 8405304, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T2048", "static"): Row(
+        BlockSizes(256, 256), 132500.0, 224100.0, 9189008, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T4096", "causal"): Row(
+        BlockSizes(256, 256), 215100.0, 456400.0, 8004032, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T4096", "dynamic"): Row(
+        BlockSizes(256, 256), 274500.0, 335100.0, 7739776, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T4096", "full"): Row(
+        BlockSizes(256, 256), 319100.0, 421100.0, 7348536, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T4096", "static"): Row(
+        BlockSizes(256, 256), 101700.0, 303700.0, 7741072, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T8192", "causal"): Row(
+        BlockSizes(256, 256), 279400.0, 676100.0, 2691520, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T8192", "dynamic"): Row(
+        BlockSizes(256, 256), 796600.0, 864800.0, 2559360, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T8192", "full"): Row(
+        BlockSizes(256, 256), 604000.0, 853700.0, 2363704, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T8192", "static"): Row(
+        BlockSizes(256, 256), 424400.0, 1072000.0, 2365136, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T16384", "causal"): Row(
+        BlockSizes(256, 256), 718900.0, 1243000.0, 4788672, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T16384", "dynamic"): Row(
+        BlockSizes(256, 256), 2152000.0, 2587000.0, 4656512, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T16384", "full"): Row(
+        BlockSizes(256, 256), 2802000.0, 3896000.0, 4460856, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "T16384", "static"): Row(
+        BlockSizes(256, 256), 702800.0, 1954000.0, 4462288, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "other", "dynamic"): Row(
+        BlockSizes(256, 256), 136200.0, 123100.0, 15229312, 104857600, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "other", "full"): Row(
+        BlockSizes(256, 256), 74810.0, 88210.0, 13664568, 71303168, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+}
 
 TABLE: Table = MappingProxyType({"cpu": MappingProxyType(_ROWS)})
 

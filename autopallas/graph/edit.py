@@ -1,0 +1,130 @@
+"""A tree of bodies back as a jaxpr, with edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.flatten import Body
+from autopallas.graph.numbering import Graph
+
+__all__ = ["Edit", "rebuild", "surviving"]
+
+
+@dataclass(slots=True)
+class Edit:
+    """What changes in one body.
+
+    Attributes:
+      replaced: equations, by position, with what stands there instead.
+      added: equations that are new; they are placed where their operands are known.
+      renamed: variables, with those that are read in their place.
+      read: for a scan's body: further slices that it reads, as (variable in the body, stacked variable outside).
+      stacked: for a scan's body: further results that it stacks, likewise.
+    """
+
+    replaced: dict[int, list[JaxprEqn]] = field(default_factory=dict)
+    added: list[JaxprEqn] = field(default_factory=list)
+    renamed: dict[Var, Var] = field(default_factory=dict)
+    read: list[tuple[Var, Var]] = field(default_factory=list)
+    stacked: list[tuple[Var, Var]] = field(default_factory=list)
+
+
+def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
+    """The body as a jaxpr of its kind, with the edits in it and below it."""
+    edit = edits.get(body, Edit())
+    equations: list[JaxprEqn] = []
+    for position, equation in enumerate(body.equations):
+        if position in edit.replaced:
+            equations += edit.replaced[position]
+            continue
+        if any(inner in edits for child in body.children.get(position, ()) for inner in child.body.walk()):
+            equation = _with_children(body, position, equation, edits)
+        if edit.renamed:
+            equation = equation.replace(invars=[_renamed(a, edit.renamed) for a in equation.invars])
+        equations.append(equation)
+    if edit.added:
+        equations = _in_order([*equations, *edit.added], {*body.invars, *body.constvars, *(v for v, _ in edit.read)})
+    outvars = [_renamed(a, edit.renamed) for a in body.outvars] + [inner for inner, _ in edit.stacked]
+    invars = [*body.invars, *(inner for inner, _ in edit.read)]
+    return compat.rebuilt(body.source, body.constvars, body.consts, invars, outvars, equations)
+
+
+def _renamed(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Body, Edit]) -> JaxprEqn:
+    params = dict(equation.params)
+    invars, outvars = list(equation.invars), list(equation.outvars)
+    for child in body.children[position]:
+        new = rebuild(child.body, edits)
+        if child.position is None:
+            params[child.parameter] = new
+        else:
+            bodies = list(params[child.parameter])
+            bodies[child.position] = new
+            params[child.parameter] = type(params[child.parameter])(bodies)
+        edit = edits.get(child.body)
+        if edit is not None and (edit.read or edit.stacked):
+            assert equation.primitive.name == "scan"
+            params = compat.extended_scan(params, len(edit.read), len(edit.stacked))
+            invars += [outer for _, outer in edit.read]
+            outvars += [outer for _, outer in edit.stacked]
+    return equation.replace(params=params, invars=invars, outvars=outvars)
+
+
+def _in_order(equations: list[JaxprEqn], known: set[Var]) -> list[JaxprEqn]:
+    """The equations in an order in which each finds its operands, otherwise unchanged; effects keep their order."""
+    producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
+    placed: list[JaxprEqn] = []
+    state = [0] * len(equations)  # 0 waiting, 1 being placed, 2 placed
+    last_effect: int | None = None
+    before: dict[int, int] = {}
+    for i, equation in enumerate(equations):
+        if equation.effects:
+            if last_effect is not None:
+                before[i] = last_effect
+            last_effect = i
+    for start in range(len(equations)):
+        stack = [start]
+        while stack:
+            i = stack[-1]
+            if state[i] == 2:
+                stack.pop()
+                continue
+            needs = [producers[a] for a in equations[i].invars if isinstance(a, Var) and a in producers]
+            needs += [before[i]] if i in before else []
+            waiting = [n for n in needs if state[n] != 2]
+            if not waiting:
+                placed.append(equations[i])
+                state[i] = 2
+                stack.pop()
+            else:
+                if any(state[n] == 1 for n in waiting):
+                    raise ValueError("the edited equations depend on each other in a circle")
+                state[i] = 1
+                stack += waiting
+    return placed
+
+
+def surviving(graph: Graph, given: Iterable[int]) -> set[int]:
+    """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere."""
+    given = set(given)
+    edits: dict[Body, Edit] = {}
+    for body, numbers in graph.numbers.items():
+        for position, equation in enumerate(body.equations):
+            if position not in body.children and all(numbers[v] in given for v in equation.outvars):
+                edits.setdefault(body, Edit()).replaced[position] = []
+    alive: set[int] = set()
+    owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
+    todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]
+    while todo:
+        jaxpr, _ = compat.opened(todo.pop())
+        for equation in jaxpr.eqns:
+            alive.update(owner[v] for v in equation.outvars if v in owner)
+            todo += [inner for _, _, inner in compat.bodies(equation)]
+    return alive

@@ -1,0 +1,314 @@
+"""Finding the backward of a matched forward, without any backward pattern.
+
+The matched forward is differentiated with ``jax.vjp``, and the equations that come out are looked up in the graph: JAX's
+autodiff is deterministic, so a program that holds the backward holds these very equations, whatever the spelling of the
+forward and the version of JAX.  Only the cotangent is unknown: every value is tried with which the first equation that
+reads it is in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.edit import surviving
+from autopallas.graph.extract import closed
+from autopallas.graph.numbering import is_identity
+
+__all__ = ["Backward", "Forward", "Level", "Lookup", "Search", "Use", "differentiable", "settle"]
+
+_LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One place where the forward reads a value that is not its own."""
+
+    equation: int
+    position: int
+    variable: Var
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """An operand seen through some of its layout operations: its number, and the number of its cotangent."""
+
+    operand: int
+    cotangent: int
+
+
+@dataclass(slots=True)
+class Backward:
+    """One backward of a forward.
+
+    Attributes:
+      cotangent: number of the result's cotangent.
+      levels: per use whose cotangent the program computes, what stands for operand and cotangent: the use itself, then the
+        values from which it comes by layout operations alone, as far back as their cotangents are in the program too.
+    """
+
+    cotangent: int
+    levels: dict[int, list[Level]] = field(default_factory=dict)
+
+
+class Forward:
+    """The equations of a site in its body, from ``root`` back to where they no longer depend on the scores."""
+
+    def __init__(self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool]):
+        self.graph, self.body = graph, body
+        numbers = graph.numbers[body]
+        self._defined = {v: i for i, e in enumerate(body.equations) for v in e.outvars}
+        self.root = graph.positions[body][root][1]
+        wanted: set[int] = set()
+        todo = [self.root]
+        self.complete = True
+        while todo:
+            variable = todo.pop()
+            position = self._defined.get(variable)
+            if position is None or position in body.children:
+                self.complete = False  # part of the site lies in another body
+                return
+            if position in wanted:
+                continue
+            wanted.add(position)
+            for atom in body.equations[position].invars:
+                if isinstance(atom, Var) and inside(numbers[atom]):
+                    todo.append(atom)
+        self.equations = [body.equations[i] for i in sorted(wanted)]
+        own = {v for e in self.equations for v in e.outvars}
+        self.uses = [
+            Use(i, k, atom, numbers[atom])
+            for i, e in enumerate(self.equations)
+            for k, atom in enumerate(e.invars)
+            if isinstance(atom, Var) and atom not in own
+        ]
+        self.own = {numbers[v] for v in own}
+
+    def jaxpr(self) -> Any:
+        """From the uses, each an input of its own, to the result."""
+        inputs = [Var(use.variable.aval) for use in self.uses]
+        return closed(inputs, [self.root], self.over(inputs))
+
+    def over(self, inputs: Sequence[Any]) -> list[JaxprEqn]:
+        """The equations with other variables for the uses."""
+        given = {(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)}
+        return [
+            e.replace(invars=[given.get((i, k), atom) for k, atom in enumerate(e.invars)])
+            for i, e in enumerate(self.equations)
+        ]
+
+    def steps_back(self, use: Use) -> Iterator[JaxprEqn]:
+        """The layout equations from which the value of a use comes, the last first."""
+        variable = use.variable
+        while (position := self._defined.get(variable)) is not None:
+            equation = self.body.equations[position]
+            if equation.primitive.name not in _LAYOUT or not isinstance(equation.invars[0], Var):
+                if not (is_identity(equation) and isinstance(equation.invars[0], Var)):
+                    return
+            yield equation
+            variable = equation.invars[0]
+
+
+class Lookup:
+    """Looks equations up in a graph.  Made once per graph: it holds an index of the nodes by what they do."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._index: dict[Hashable, list[Node]] = {}
+        for node in graph.nodes:
+            key = graph.key(node.equation, (), graph.frames[node.body])
+            self._index.setdefault(key, []).append(node)
+
+    def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
+        """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
+        graph, frame = self.graph, self.graph.frames[forward.body]
+        program = forward.jaxpr()
+        shapes = [jax.ShapeDtypeStruct(u.variable.aval.shape, u.variable.aval.dtype) for u in forward.uses]
+        root = forward.root.aval
+
+        def pulled(cotangent: Any, *inputs: Any) -> Any:
+            def function(*chosen: Any) -> Any:
+                filled = list(inputs)
+                for i, x in zip(wanted, chosen, strict=True):
+                    filled[i] = x
+                return compat.jaxpr_as_fun(program)(*filled)[0]
+
+            return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
+
+        pattern = flatten(compat.make_jaxpr(pulled, jax.ShapeDtypeStruct(root.shape, root.dtype), *shapes))
+        cotangent, *inputs = pattern.invars
+        known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
+        found: dict[int, Backward] = {}
+        for i, result in zip(wanted, pattern.outvars, strict=True):
+            if not isinstance(result, Var):
+                continue
+            equations = _leading_to(pattern.equations, result)
+            candidates = list(found) or self._cotangents(equations, known, cotangent, frame)
+            for candidate in candidates:
+                numbers = self._follow(equations, known | {cotangent: candidate}, frame)
+                if numbers is not None:
+                    backward = found.setdefault(candidate, Backward(candidate))
+                    backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
+        for backward in found.values():
+            for i, levels in backward.levels.items():
+                self._extend(forward, forward.uses[i], levels, frame)
+        return [found[c] for c in found if graph.shape(c) == tuple(root.shape)]
+
+    def _extend(self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...]) -> None:
+        """Follows a use back through layout operations for as long as the program transposes them too."""
+        numbers = self.graph.numbers[forward.body]
+        for equation in forward.steps_back(use):
+            before = equation.invars[0]
+            if is_identity(equation):
+                continue
+            step = closed([before], equation.outvars, [equation])
+            shape = jax.ShapeDtypeStruct(before.aval.shape, before.aval.dtype)
+            after = equation.outvars[0].aval
+            pattern = flatten(
+                compat.make_jaxpr(
+                    lambda ct, step=step, shape=shape: jax.linear_transpose(
+                        lambda x: compat.jaxpr_as_fun(step)(x)[0], shape
+                    )(ct)[0],
+                    jax.ShapeDtypeStruct(after.shape, after.dtype),
+                )
+            )
+            found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
+            result = pattern.outvars[0]
+            if found is None or not isinstance(result, Var):
+                return
+            levels.append(Level(numbers[before], found[result]))
+
+    def _follow(
+        self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]
+    ) -> dict[Var, int] | None:
+        """The numbers of all variables, or None where an equation is not in the program."""
+        numbers = dict(known)
+        for equation in equations:
+            operands = self._read(equation, numbers)
+            if operands is None:
+                return None
+            results = self.graph.find(equation, operands, frame)
+            if results is None:
+                return None
+            numbers.update(zip(equation.outvars, results, strict=True))
+        return numbers
+
+    def _read(self, equation: JaxprEqn, numbers: dict[Var, int]) -> list[int] | None:
+        operands: list[int] = []
+        for atom in equation.invars:
+            number = self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
+            if number is None:
+                return None
+            operands.append(number)
+        return operands
+
+    def _cotangents(
+        self, equations: Sequence[JaxprEqn], known: dict[Var, int], cotangent: Var, frame: tuple[int, ...]
+    ) -> list[int]:
+        """The values that may be the cotangent: those with which the first equation that reads it is in the program."""
+        numbers = dict(known)
+        aliases = {cotangent}
+        for equation in equations:
+            reads = [isinstance(a, Var) and a in aliases for a in equation.invars]
+            if any(reads):
+                if is_identity(equation):
+                    aliases.update(equation.outvars)
+                    continue
+                return self._candidates(equation, reads, numbers, frame)
+            operands = self._read(equation, numbers)
+            results = None if operands is None else self.graph.find(equation, operands, frame)
+            if results is None:
+                return []
+            numbers.update(zip(equation.outvars, results, strict=True))
+        return []
+
+    def _candidates(
+        self, equation: JaxprEqn, unknown: Sequence[bool], numbers: dict[Var, int], frame: tuple[int, ...]
+    ) -> list[int]:
+        wanted: list[int | None] = []
+        for atom, missing in zip(equation.invars, unknown, strict=True):
+            number = None
+            if not missing:
+                number = self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
+                if number is None:
+                    return []
+            wanted.append(number)
+        found: dict[int, None] = {}
+        for node in self._index.get(self.graph.key(equation, (), frame), ()):
+            orders = [node.inputs, node.inputs[::-1]] if len(node.inputs) == 2 else [node.inputs]
+            for inputs in orders:
+                if all(w is None or w == i for w, i in zip(wanted, inputs, strict=True)):
+                    values = {i for w, i in zip(wanted, inputs, strict=True) if w is None}
+                    if len(values) == 1:
+                        found[values.pop()] = None
+        return list(found)
+
+
+@dataclass(slots=True)
+class Search:
+    """One site whose backward is looked for, and what is asked: first ``roles``, then ``roles`` and ``others``."""
+
+    forward: Forward
+    roles: Sequence[int]
+    others: Sequence[int]
+    found: list[Backward] = field(default_factory=list)
+
+    def replaced(self) -> set[int]:
+        """The values that kernels would give in place of the program."""
+        roots = {self.forward.graph.numbers[self.forward.body][self.forward.root]}
+        return roots | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
+
+    def inner(self) -> set[int]:
+        """The values that must no longer be computed."""
+        return self.forward.own - self.replaced()
+
+
+def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> tuple[list[Search], set[int]]:
+    """The searches whose backward is found completely: nothing between operands and results remains in the program.
+
+    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.
+
+    Returns:
+      The complete searches, and the numbers of the values that the program then still computes.
+    """
+    for search in searches:
+        search.found = lookup.backwards(search.forward, search.roles)
+
+    def alive(chosen: Sequence[Search]) -> set[int]:
+        return surviving(graph, given.union(*(s.replaced() for s in chosen)))
+
+    chosen = list(searches)
+    still = alive(chosen)
+    again = [s for s in chosen if s.inner() & still and s.others]
+    for search in again:
+        search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
+    if again:
+        still = alive(chosen)
+    while any(s.inner() & still for s in chosen):
+        chosen = [s for s in chosen if not s.inner() & still]
+        still = alive(chosen)
+    return chosen, still
+
+
+def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
+    """The equations on which a result depends, in order."""
+    needed = {result}
+    kept: list[JaxprEqn] = []
+    for equation in reversed(equations):
+        if any(v in needed for v in equation.outvars):
+            kept.append(equation)
+            needed.update(a for a in equation.invars if isinstance(a, Var))
+    return kept[::-1]
+
+
+def differentiable(use: Use) -> bool:
+    """Whether a use can have a cotangent."""
+    return bool(jnp.issubdtype(use.variable.aval.dtype, jnp.floating))

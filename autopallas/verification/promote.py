@@ -1,0 +1,201 @@
+"""One equation in two precisions: as the program has it, and in float64.
+
+Every variable is a :class:`Value`: what it is in the program's own precision, and what it would be in float64.  Where
+an equation decides something (a comparison, an index, a random bit, a rounding to a grid), its own outcome holds for
+both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import primitives
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn
+
+__all__ = ["Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
+
+Body = Callable[[Any, Sequence["Value"]], "list[Value]"]
+"""Evaluates a jaxpr, open or closed, on values."""
+
+
+class Value(NamedTuple):
+    """A variable twice.  Of what is no float, both are the same object."""
+
+    own: Any
+    high: Any
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is real or complex floating point."""
+    return bool(jnp.issubdtype(dtype, np.inexact))
+
+
+def promoted_dtype(dtype: Any) -> Any:
+    """The dtype in the float64 world: float64 for floats, complex128 for complex, the same for everything else."""
+    if not is_float(dtype):
+        return dtype
+    return np.dtype(np.complex128 if jnp.issubdtype(dtype, np.complexfloating) else np.float64)
+
+
+def decided(own: Any) -> Value:
+    """A value whose own form holds in both worlds."""
+    dtype = own.dtype
+    return Value(own, lax.convert_element_type(own, promoted_dtype(dtype)) if is_float(dtype) else own)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the modes of JAX that watch the user's program: they are not meant for a check of it."""
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.disable_jit(False),
+        jax.check_tracer_leaks(False),
+        jax.transfer_guard("allow"),
+    ):
+        yield
+
+
+_FROZEN = frozenset(
+    {"bitcast_convert_type", "ceil", "floor", "nextafter", "random_gamma", "rng_uniform", "round", "sign"}
+)
+"""Float results that are decisions: a grid point, a sign, a neighbour or a bit pattern of the own dtype, a random number."""
+_OPAQUE = frozenset(
+    {"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"}
+)
+"""Somebody's kernel, or another language: nothing in here can be promoted."""
+_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+_KNOWN = frozenset(p.name for p in vars(primitives).values() if hasattr(p, "bind")) | {
+    "all_gather_invariant",
+    "optimization_barrier",
+    "pbroadcast",
+    "pcast",
+    "psum_invariant",
+    "pvary",
+    "ragged_dot_general",
+    "reduce_scatter",
+    "split",
+}
+"""Primitives whose float64 form is known to compile; of others that is tried."""
+
+
+def equation_twice(equation: JaxprEqn, values: Sequence[Value], run: Body, notes: set[str]) -> list[Value]:
+    """The results of an equation that holds no part of the program's control flow.
+
+    Args:
+      equation: the equation.
+      values: its operands.
+      run: evaluates a nested body (a combiner, such as the addition of a scatter-add).
+      notes: receives a line where the equation has no float64 form, so that its own result was taken instead.
+    """
+    name = equation.primitive.name
+    if name == "sort":
+        return _sort(equation, values)
+    own = _bind(equation, [v.own for v in values], equation.params)
+    if not any(is_float(x.dtype) for x in own):
+        return [Value(x, x) for x in own]
+    if name in _FROZEN or any(jnp.issubdtype(v.own.dtype, jax.dtypes.prng_key) for v in values):
+        return [decided(x) for x in own]
+    try:
+        high = _promoted(equation, values, own, run)
+        for x, y in zip(own, high, strict=True):
+            if x.shape != y.shape:
+                raise TypeError(f"in float64 it gives the shape {y.shape}, not {x.shape}")
+    except Exception as error:
+        reason = "" if name in _OPAQUE else f" ({type(error).__name__})"
+        notes.add(f"{name} has no float64 form{reason}; its own result was taken: {compat.location(equation)}")
+        return [decided(x) for x in own]
+    return [
+        Value(x, lax.convert_element_type(y, promoted_dtype(x.dtype)) if is_float(x.dtype) else x)
+        for x, y in zip(own, high, strict=True)
+    ]
+
+
+def _bind(equation: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], run: Body) -> list[Any]:
+    name, params = equation.primitive.name, equation.params
+    operands = [v.high for v in values]
+    if name in _OPAQUE:
+        raise NotImplementedError
+    if name == "reduce_precision":
+        return [operands[0] if _keeps_width(values[0].own.dtype, **params) else own[0]]
+    if name in ("top_k", "approx_top_k"):
+        axis = params.get("axis", params.get("reduction_dimension", -1)) % operands[0].ndim
+        return [_take(operands[0], own[1], axis), own[1]]
+    if name == "rem":
+        quotients = lax.round((values[0].own - own[0]) / values[1].own, lax.RoundingMethod.TO_NEAREST_EVEN)
+        return [operands[0] - lax.convert_element_type(quotients, operands[0].dtype) * operands[1]]
+    params = {k: _promoted_param(k, v) for k, v in params.items()}
+    if name in _CONTRACTIONS:
+        # An algorithm or a precision asked for names the dtypes of the hardware's multipliers.
+        params = params | {"precision": None} if "precision" in params else params
+        wide = np.result_type(*(x.dtype for x in operands if is_float(x.dtype)), np.float64)
+        count = 2  # What follows are group sizes.
+        operands = [lax.convert_element_type(x, wide) for x in operands[:count]] + operands[count:]
+    for key, position, body in compat.bodies(equation):
+        types: list[Any] = [v.aval for v in compat.opened(body)[0].invars]
+        if position is not None or not all(is_float(t.dtype) for t in types):
+            raise NotImplementedError
+        params[key] = _promoted_body(body, run)
+    if name not in _KNOWN:
+        jax.jit(lambda *x: _bind(equation, x, params)).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    return _bind(equation, operands, params)
+
+
+def _promoted_param(name: str, value: Any) -> Any:
+    """Parameters that name a dtype: of the result, of the accumulator."""
+    if isinstance(value, (np.dtype, type)):
+        try:
+            return promoted_dtype(np.dtype(value)) if is_float(value) else value
+        except TypeError:
+            return value
+    return value
+
+
+def _promoted_body(body: Any, run: Body) -> Any:
+    """A combiner of scalars, in float64."""
+    types: list[Any] = [v.aval for v in compat.opened(body)[0].invars]
+
+    def combine(*scalars: Any) -> list[Any]:
+        values = [Value(lax.convert_element_type(x, t.dtype), x) for x, t in zip(scalars, types, strict=True)]
+        return [v.high for v in run(body, values)]
+
+    new = compat.make_jaxpr(combine, *(jax.ShapeDtypeStruct(t.shape, promoted_dtype(t.dtype)) for t in types))
+    return new if hasattr(body, "consts") else compat.opened(new)[0]
+
+
+def _keeps_width(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:
+    """Whether a reduce_precision changes nothing, as those that checkpointing puts around what it saves.
+
+    A narrower one is a rounding that the program asks for, and thereby a decision.
+    """
+    kind = jnp.finfo(dtype)
+    return exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
+
+
+def _sort(equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
+    """The order is the own one: it is found by sorting the positions along."""
+    params = equation.params
+    axis = params["dimension"]
+    first = values[0].own
+    positions = lax.broadcasted_iota(np.int32, first.shape, axis)
+    *own, order = _bind(equation, [*(v.own for v in values), positions], params)
+    return [
+        Value(x, _take(v.high, order, axis) if is_float(x.dtype) else x) for x, v in zip(own, values, strict=True)
+    ]
+
+
+def _take(x: Any, order: Any, axis: int) -> Any:
+    return jnp.take_along_axis(x, order, axis, mode="clip")

@@ -1,0 +1,211 @@
+"""Which replaced site is at fault: each kernel against the equations it replaced, on the operands that it met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn
+from autopallas.rewrite import primitive
+from autopallas.verification.compare import Comparison, compare, tolerance
+from autopallas.verification.oracle import Oracle
+from autopallas.verification.promote import quiet
+
+__all__ = ["SiteCheck", "applied_sites", "check_sites", "coarsest"]
+
+_OURS = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
+_CALLS_LOOKED_AT = 16
+"""Of a site in a loop, so many calls are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteCheck:
+    """One replaced site, on the operands that it had in the program."""
+
+    op: str
+    """The operation, such as "attention"."""
+    location: str
+    """"file:line (function)" of the user's code."""
+    direction: str
+    """"forward", "tangent" or "backward": which kernel this is about."""
+    implementation: str
+    calls: int
+    """How often the site was run while it was looked at."""
+    outputs: tuple[Comparison, ...]
+    """Each result of the site, as it was in the worst of these calls."""
+    ok: bool
+
+
+def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
+    """A jaxpr with every equation, in nested bodies too, replaced by what ``edit`` makes of it; left out for None."""
+    jaxpr, consts = compat.opened(body)
+    equations = []
+    for equation in jaxpr.eqns:
+        params = dict(equation.params)
+        if equation.primitive not in _OURS:
+            for name, position, inner in compat.bodies(equation):
+                new = _edited(inner, edit)
+                if position is None:
+                    params[name] = new
+                else:
+                    held = list(params[name])
+                    held[position] = new
+                    params[name] = tuple(held)
+            equation = equation.replace(params=params)
+        edited = edit(equation)
+        if edited is not None:
+            equations.append(edited)
+    return compat.rebuilt(body, jaxpr.constvars, consts, [], jaxpr.outvars, equations)
+
+
+def applied_sites(program: Any) -> list[JaxprEqn]:
+    """The equations of a rewritten program, in nested bodies too, at which a kernel runs."""
+    found: list[JaxprEqn] = []
+    for equation in compat.opened(program)[0].eqns:
+        if equation.primitive in _OURS:
+            if equation.params["decision"].verdict == "applied" and equation.primitive is not primitive.tangent_p:
+                found.append(equation)
+        else:
+            for _, _, body in compat.bodies(equation):
+                found += applied_sites(body)
+    return found
+
+
+def coarsest(program: Any) -> Any | None:
+    """The narrowest floating-point dtype in a program, or None if it has no floats."""
+    found = None
+    jaxpr, _ = compat.opened(program)
+    for variable in [*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)]:
+        dtype = getattr(variable.aval, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, np.inexact):
+            found = wider_step(found, dtype)
+    for equation in jaxpr.eqns:
+        for _, _, body in compat.bodies(equation):
+            found = wider_step(found, coarsest(body))
+    return found
+
+
+def wider_step(a: Any | None, b: Any | None) -> Any | None:
+    """The less precise of two dtypes."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a if jnp.finfo(a).eps >= jnp.finfo(b).eps else b
+
+
+def check_sites(program: Any, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
+    """Runs a rewritten program once more and looks at each kernel in it.
+
+    Args:
+      program: the rewritten closed jaxpr.
+      arguments: its arguments.
+
+    Returns:
+      A check per site and direction, in program order, and notes on what could not be evaluated in float64.
+    """
+    sites = applied_sites(program)
+    positions = {id(site): i for i, site in enumerate(sites)}
+    calls: list[list[list[Any]]] = [[] for _ in sites]
+    counts = [0] * len(sites)
+
+    def recorder(i: int) -> Callable[..., Any]:
+        def record(*values: Any) -> Any:
+            counts[i] += 1
+            if len(calls[i]) < _CALLS_LOOKED_AT:
+                calls[i].append([np.array(x) for x in values])
+            return np.zeros((), np.int32)
+
+        return record
+
+    def watched(equation: JaxprEqn) -> JaxprEqn:
+        i = positions.get(id(equation))
+        return equation if i is None else _watched(equation, recorder(i))
+
+    with quiet():
+        jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(_edited(program, watched)))(*arguments))
+    checks: list[SiteCheck] = []
+    notes: set[str] = set()
+    known: dict[Any, tuple[Any, Oracle]] = {}
+    for site, seen, count in zip(sites, calls, counts, strict=True):
+        key = (id(site.params["original"]), site.primitive, site.params.get("active"))
+        if key not in known:
+            closed = compat.make_jaxpr(_replaced(site), *(_type(v.aval) for v in site.invars))
+            known[key] = closed, Oracle(closed)
+        closed, oracle = known[key]
+        checks.append(_check(site, seen, count, closed, oracle))
+        notes.update(oracle.notes)
+    return checks, tuple(sorted(notes))
+
+
+def _type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
+    """The site as an equation that also hands operands and results to ``record``."""
+
+    def run(*operands: Any) -> Any:
+        results = equation.primitive.bind(*operands, **equation.params)
+        seen = jax.pure_callback(record, jax.ShapeDtypeStruct((), np.int32), *operands, *results)
+        return lax.optimization_barrier((results, seen))[0]
+
+    call: Any = compat.make_jaxpr(jax.jit(run), *(_type(v.aval) for v in equation.invars)).eqns[0]
+    watching: JaxprEqn = call.replace(invars=equation.invars, outvars=equation.outvars, ctx=equation.ctx)
+    return watching
+
+
+def _replaced(site: JaxprEqn) -> Callable[..., Any]:
+    """What the site's equation stands for, in the original's equations, of the same arguments."""
+    original = site.params["original"]
+    function: Callable[..., Any] = compat.jaxpr_as_fun(original)
+    if site.primitive is primitive.site_p:
+        return function
+    operands, active = len(original.in_avals), site.params["active"]
+
+    def backward(*arguments: Any) -> Any:
+        def varied(*chosen: Any) -> Any:
+            filled = list(arguments[:operands])
+            for position, x in zip(active, chosen, strict=True):
+                filled[position] = x
+            return function(*filled)
+
+        _, pull = jax.vjp(varied, *(arguments[i] for i in active))
+        return list(pull(list(arguments[-len(original.out_avals) :])))
+
+    return backward
+
+
+def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: Any, oracle: Oracle) -> SiteCheck:
+    params = site.params
+    gradient = site.primitive is not primitive.site_p
+    allowed = tolerance(coarsest(closed), gradient)
+    run = jax.jit(compat.jaxpr_as_fun(closed))
+    worst: list[Comparison] = []
+    for call in calls:
+        operands, results = call[: len(site.invars)], call[len(site.invars) :]
+        with quiet():
+            originals = run(*operands)
+        compared = [
+            compare(f"[{i}]", x, y, z, allowed)
+            for i, (x, y, z) in enumerate(zip(originals, results, oracle(*operands), strict=False))
+        ]
+        worst = [max(pair, key=_badness) for pair in zip(worst or compared, compared, strict=True)]
+    return SiteCheck(
+        op=params["site"].operation.name,
+        location=compat.location(site),
+        direction="backward" if gradient else "forward",
+        implementation=params["decision"].implementation,
+        calls=count,
+        outputs=tuple(worst),
+        ok=all(c.ok for c in worst),
+    )
+
+
+def _badness(c: Comparison) -> tuple[bool, int, float]:
+    return not c.ok, c.non_finite, c.rewritten.max_relative / c.allowed if c.allowed else c.rewritten.max_relative

@@ -1,0 +1,193 @@
+"""Verification of a rewritten program: original, rewritten and float64 oracle, result by result."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.arguments import join, split
+from autopallas.errors import VerificationError
+from autopallas.optimize import Optimized, inside, rewrite
+from autopallas.options import resolve
+from autopallas.verification import text
+from autopallas.verification.compare import Comparison, compare, tolerance
+from autopallas.verification.oracle import Oracle
+from autopallas.verification.promote import quiet
+from autopallas.verification.sites import SiteCheck, applied_sites, check_sites
+from autopallas.verification.taint import Source, sources
+
+__all__ = ["Verification", "verify"]
+
+_SAMPLES = 2
+"""How often an original that is itself inaccurate is run on arguments a rounding away."""
+_NOT_AGAIN = frozenset({"io_callback", "ordered_io_callback"})
+"""Effects on the outside world, which a check may not repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :func:`verify` found.  ``str()`` of it is a table of at most 80 columns."""
+
+    outputs: tuple[Comparison, ...]
+    """Every array that the function returns."""
+    sites: tuple[SiteCheck, ...]
+    """Every replaced site, looked at by itself; only after a breach."""
+    ok: bool
+    """Whether no output is further from the oracle than allowed, or NaN or infinite where the original is not."""
+    replaced: int = 0
+    """How many kernels the rewritten program runs: without any there was nothing to verify."""
+    notes: tuple[str, ...] = ()
+    """What limits the check, such as an equation that has no float64 form."""
+
+    def __str__(self) -> str:
+        return text.render(self)
+
+
+def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
+    """Checks that :func:`autopallas.optimize` does not change what a call computes.
+
+    Runs the original, the rewritten program, and a float64 evaluation of the original (floats promoted behind explicit
+    casts too; integers, comparisons and random bits as the original has them).  An output is in breach if its error is
+    above the tolerance (float32 1e-5, float16 4e-3, bfloat16 2e-2, of the narrowest dtype on its way from the replaced
+    sites; more for gradients) and above twice the original's own, or if it is NaN or infinite where the original is
+    not.  Errors are max |x - oracle| / max |oracle|.
+
+    Args:
+      fn: a function.  Of an optimized one its own options count; of one that calls optimized ones, theirs.
+      *args, **kwargs: arguments of a call.  Donated ones are not consumed.
+
+    Returns:
+      The errors of every output, with ``ok`` true.
+
+    Raises:
+      VerificationError: an output is in breach.  Its ``verification`` also holds the errors of each site by itself.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopallas
+      >>> @autopallas.optimize(objective="always")
+      ... def attend(q, k, v):
+      ...     return jax.nn.softmax(q @ k.T / 8.0) @ v
+      >>> x = jnp.ones((16, 64))
+      >>> autopallas.verify(attend, x, x, x).ok
+      True
+    """
+    verification = check(fn, args, kwargs)
+    if not verification.ok:
+        raise VerificationError(str(verification), verification)
+    return verification
+
+
+def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+    """As :func:`verify`, but a breach is returned too."""
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Optimized):
+        bound: Any = fn
+        fn, args = bound.__func__, (bound.__self__, *args)
+    if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
+        raise ValueError("verify needs the values of its arguments; call it outside of jit, grad and vmap")
+    arrays, static = split(args, kwargs)
+    original, rewritten, names = _programs(fn, arrays, static)
+    replaced = len(applied_sites(rewritten))
+    if any(effect in _NOT_AGAIN for effect in _primitives(original)):
+        return Verification((), (), True, replaced, ("not run: the function has effects outside of JAX (io_callback)",))
+    with quiet():
+        own = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(original))(*arrays))
+        ours = jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(rewritten))(*arrays))
+    oracle, notes = _oracle(original, arrays, own)
+    reached = sources(rewritten)
+
+    def compared(i: int, perturbed: Sequence[Sequence[Any]] = ()) -> Comparison:
+        allowed = _tolerance(own[i].dtype, reached[i])
+        return compare(names[i], own[i], ours[i], oracle[i], allowed, [sample[i] for sample in perturbed])
+
+    outputs = [compared(i) for i in range(len(own))]
+    # Where the original is inaccurate, its error is a matter of luck, and one sample of it a poor measure: the gradient
+    # of a bias that softmax ignores is zero but for rounding.
+    doubtful = [
+        i for i, c in enumerate(outputs) if not c.ok and c.original.max_relative > _tolerance(own[i].dtype, reached[i])
+    ]
+    if doubtful:
+        with quiet():
+            run = jax.jit(compat.jaxpr_as_fun(original))
+            perturbed = [run(*_perturbed(arrays, seed)) for seed in range(_SAMPLES)]
+        for i in doubtful:
+            outputs[i] = compared(i, perturbed)
+    ok = all(c.ok for c in outputs)
+    sites: Sequence[SiteCheck] = ()
+    if not ok and replaced:
+        try:
+            sites, more = check_sites(rewritten, arrays)
+            notes = tuple(dict.fromkeys((*notes, *more)))
+        except Exception as error:
+            notes = (*notes, f"the sites could not be looked at: {type(error).__name__}: {error}")
+    return Verification(tuple(outputs), tuple(sites), ok, replaced, notes)
+
+
+def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tuple[Any, Any, list[str]]:
+    """(original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
+    optimized = isinstance(fn, Optimized)
+    inner: Callable[..., Any] = fn._inner if isinstance(fn, Optimized) else fn
+
+    def program_of(*arrays: Any) -> Any:
+        args, kwargs = join(static, arrays)
+        return inner(*args, **kwargs)
+
+    with inside(True):
+        original, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    if not optimized:
+        as_called = jax.make_jaxpr(program_of)(*arrays)
+        if applied_sites(as_called):
+            return original, as_called, names
+    return original, rewrite(original, resolve(fn._explicit if isinstance(fn, Optimized) else {}))[0], names
+
+
+def _oracle(original: Any, arrays: Sequence[Any], own: Sequence[Any]) -> tuple[Sequence[Any], tuple[str, ...]]:
+    oracle = Oracle(original)
+    try:
+        return oracle(*arrays), oracle.notes
+    except Exception as error:
+        # Better a comparison with the original than none.
+        reason = f"no float64 evaluation, compared with the original instead: {type(error).__name__}: {error}"
+        return [_widened(x) for x in own], (reason.split("\n")[0],)
+
+
+def _widened(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        return x
+    return np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64)
+
+
+def _tolerance(dtype: Any, source: Source) -> float:
+    if not jnp.issubdtype(dtype, np.inexact):
+        return 0.0
+    return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
+
+
+def _primitives(program: Any) -> set[str]:
+    found = set()
+    for equation in compat.opened(program)[0].eqns:
+        found.add(equation.primitive.name)
+        for _, _, body in compat.bodies(equation):
+            found |= _primitives(body)
+    return found
+
+
+def _perturbed(arrays: Sequence[Any], seed: int) -> list[Any]:
+    """The arguments, every float moved by one unit in its last place, up or down."""
+    random = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, np.floating):
+            return x
+        wide = np.asarray(x).astype(np.float64)
+        step = float(jnp.finfo(x.dtype).eps) * random.choice([-1.0, 1.0], wide.shape)
+        return jax.device_put((wide * (1 + step)).astype(x.dtype), getattr(x, "sharding", None))
+
+    return [moved(x) for x in arrays]

@@ -1,0 +1,277 @@
+"""The cases of attention that every implementation has to compute, and what they are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.attention import reference
+from autopallas.kernels.attention.programs import causal, traced
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.program import Constant, Index, Instruction, Program, Score, Side
+
+F32, I32, BOOL = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.bool_)
+QUERY, KEY, SCORE = Index("query", I32), Index("key", I32), Score(F32)
+LOW = np.float32(-1e30)
+
+
+def side(position: int, dtype: Any = F32) -> Side:
+    return Side(position, np.dtype(dtype))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: sizes, the elementwise parts, and how its side inputs are drawn."""
+
+    name: str
+    batch: int = 2
+    key_heads: int = 2
+    groups: int = 1
+    query_length: int = 24
+    key_length: int = 32
+    head_size: int = 8
+    value_head_size: int = 8
+    score: Program | None = None
+    live: Program | None = None
+    sides: tuple[SideSpec, ...] = ()
+    inner_weights: tuple[Weight, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    sink: tuple[bool, bool, bool, bool, bool] | None = None
+    draw: str = ""
+    """How side inputs are drawn, one letter each: "n" normal, "p" positive, "m" mask, "l" lengths, "s" segments."""
+    size: float = 1.0
+    """Factor of the queries."""
+    undefined_rows: bool = False
+    """Whether some rows are NaN."""
+
+    def spec(self, dtype: Any = F32, **changes: Any) -> AttentionSpec:
+        dtype = np.dtype(dtype)
+        score = self.score if self.score is not None else traced(lambda s: s * np.float32(0.3), SCORE)
+        return AttentionSpec(
+            self.batch, self.key_heads, self.groups, self.query_length, self.key_length, self.head_size,
+            self.value_head_size, dtype, dtype, dtype, F32, dtype, score, sides=self.sides,
+            inner_weights=self.inner_weights, weights=self.weights, sink=self.sink, live=self.live, **changes,
+        )  # fmt: skip
+
+    def operands(self, dtype: Any = F32) -> tuple[Any, ...]:
+        """query, key, value, sides, sink, dout."""
+        random = np.random.default_rng(len(self.name))
+        b, k, g, t, s = sizes = (self.batch, self.key_heads, self.groups, self.query_length, self.key_length)
+
+        def normal(*shape: int, scale: float = 1.0) -> jax.Array:
+            return jnp.asarray(random.standard_normal(shape, np.float32) * scale, dtype)
+
+        sides = []
+        for letter, x in zip(self.draw, self.sides, strict=True):
+            shape = tuple(n if v else 1 for n, v in zip(sizes, x.varies, strict=True))
+            values: Any = {
+                "n": lambda shape=shape: random.standard_normal(shape),
+                "p": lambda shape=shape: random.uniform(0.5, 1.5, shape),
+                "m": lambda shape=shape: random.uniform(size=shape) < 0.6,
+                "l": lambda shape=shape: random.integers(1, s, shape),
+                "s": lambda shape=shape: np.sort(random.integers(0, 3, shape), axis=-1 if shape[-1] > 1 else -2),
+            }[letter]()
+            sides.append(jnp.asarray(values, x.dtype))
+        sink = None
+        if self.sink is not None:
+            shape = tuple(n if v else 1 for n, v in zip(sizes, self.sink, strict=True))
+            sink = jnp.asarray(random.standard_normal(shape), jnp.float32)
+        return (
+            normal(b, k, g, t, self.head_size, scale=self.size),
+            normal(b, k, s, self.head_size),
+            normal(b, k, s, self.value_head_size),
+            tuple(sides),
+            sink,
+            normal(b, k, g, t, self.value_head_size),
+        )
+
+
+def _masked(condition: Any, *inputs: Any, fill: Any = LOW) -> Program:
+    return traced(lambda s, *rest: jnp.where(condition(*rest), s * np.float32(0.3), fill), SCORE, *inputs)
+
+
+def _varies(letters: str) -> tuple[bool, bool, bool, bool, bool]:
+    b, k, g, t, s = (axis in letters for axis in "BKGTS")
+    return b, k, g, t, s
+
+
+def _causal(i: Any, j: Any) -> Any:
+    return i >= j
+
+
+def _window(i: Any, j: Any) -> Any:
+    return (i >= j) & (i - j < 7)
+
+
+def _prefix(i: Any, j: Any) -> Any:
+    return (i >= j) | (j < 9)
+
+
+def _dilated(i: Any, j: Any) -> Any:
+    return (i >= j) & ((i - j) % 3 == 0)
+
+
+def _late(i: Any, j: Any) -> Any:
+    return i - 5 >= j  # the first five rows see nothing
+
+
+def _static(name: str, condition: Any, fill: Any = LOW, **rest: Any) -> Case:
+    live = traced(condition, QUERY, KEY)
+    return Case(name, score=_masked(condition, QUERY, KEY, fill=fill), live=live, **rest)
+
+
+_MASK_BTS = SideSpec(BOOL, _varies("BTS"))
+_BIAS = SideSpec(F32, _varies("KGTS"))
+
+CASES = (
+    Case("full"),
+    Case("full with odd sizes", query_length=37, key_length=29, head_size=5, value_head_size=11),
+    Case("one query", query_length=1, key_length=41),
+    Case("one key", query_length=13, key_length=1),
+    Case("grouped queries", key_heads=2, groups=3, query_length=19, key_length=31, value_head_size=4),
+    Case("one head of one example", batch=1, key_heads=1, query_length=17),
+    _static("causal", _causal, query_length=32),
+    _static("causal with a fill of -inf", _causal, -np.inf, query_length=41, key_length=41, groups=2),
+    _static("causal with more keys", _causal, query_length=16, key_length=48),
+    _static("causal with more queries", _causal, query_length=48, key_length=16),
+    _static("causal with an offset", lambda i, j: i + 24 >= j, query_length=24, key_length=48),
+    _static("sliding window", _window, -np.inf, query_length=41, key_length=41),
+    _static("prefix", _prefix, query_length=32, key_length=32),
+    _static("dilated", _dilated, query_length=32, key_length=32),
+    _static("blocks", lambda i, j: i // 8 == j // 8, query_length=32, key_length=32),
+    _static("rows without keys, finite fill", _late, np.float32(-1e9)),
+    _static("rows without keys, fill -inf", _late, -np.inf, undefined_rows=True),
+    Case(
+        "mask as a side input",
+        score=_masked(lambda m: m, side(0, bool)), live=Program((side(0, bool),), (), 0),
+        sides=(_MASK_BTS,), draw="m",
+    ),
+    Case(
+        "lengths", score=_masked(lambda j, n: j < n, KEY, side(0, I32), fill=-np.inf),
+        live=traced(lambda j, n: j < n, KEY, side(0, I32)), sides=(SideSpec(I32, _varies("B")),), draw="l",
+    ),
+    Case(
+        "segments and causal",
+        score=_masked(lambda i, j, a, b: (i >= j) & (a == b), QUERY, KEY, side(0, I32), side(1, I32)),
+        live=traced(lambda i, j, a, b: (i >= j) & (a == b), QUERY, KEY, side(0, I32), side(1, I32)),
+        sides=(SideSpec(I32, _varies("BT")), SideSpec(I32, _varies("BS"))), draw="ss",
+        query_length=32,
+    ),
+    Case("bias", score=traced(lambda s, b: s + b, SCORE, side(0)), sides=(_BIAS,), draw="n", groups=2,
+         query_length=19, key_length=21),
+    Case(
+        "biases of every shape",
+        score=traced(lambda s, a, b, c, d: s * a + b - c * d, SCORE, *(side(n) for n in range(4))),
+        sides=tuple(SideSpec(F32, _varies(v)) for v in ("", "BS", "KT", "TS")), draw="pnnn", groups=2,
+        key_length=16,
+    ),
+    Case(
+        "soft cap and position bias",
+        score=traced(
+            lambda s, i, j, slope: jnp.tanh(s / np.float32(5)) * np.float32(5) - slope * (i - j).astype(F32),
+            SCORE, QUERY, KEY, side(0),
+        ),
+        sides=(SideSpec(F32, _varies("K")),), draw="p",
+    ),
+    Case("sink", sink=_varies("KG"), groups=2, query_length=19, key_length=23),
+    _static("sink and rows without keys", _late, -np.inf, sink=_varies("B")),
+    Case(
+        "probabilities masked again",
+        score=_masked(_late, QUERY, KEY, fill=-np.inf), live=traced(_late, QUERY, KEY),
+        weights=(Weight("where", traced(_late, QUERY, KEY)),),
+    ),
+    Case(
+        "probabilities multiplied",
+        weights=(Weight("multiply", traced(lambda w: w, side(0))),), sides=(SideSpec(F32, _varies("BTS")),), draw="n",
+    ),
+    Case(
+        "weights inside the sum",
+        inner_weights=(
+            Weight("multiply", traced(lambda w: w, side(0))),
+            Weight("where", traced(lambda i, j: (i + j) % 2 == 0, QUERY, KEY)),
+        ),
+        sides=(SideSpec(F32, _varies("S")),), draw="p", sink=_varies("KT"),
+    ),
+    Case("large logits", size=200.0),
+)  # fmt: skip
+
+
+def promoted(program: Program) -> Program:
+    """The same program with every float a float64."""
+
+    def wide(dtype: Any) -> Any:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        return np.dtype(np.float64) if floating else np.dtype(dtype)
+
+    def instruction(i: Instruction) -> Instruction:
+        params = tuple((k, wide(v) if k == "new_dtype" else v) for k, v in i.params)
+        return Instruction(i.primitive, params, i.arguments, wide(i.dtype))
+
+    inputs = tuple(replace(i, dtype=wide(i.dtype)) for i in program.inputs)
+    inputs = tuple(replace(i, value=i.value) if isinstance(i, Constant) else i for i in inputs)
+    return Program(inputs, tuple(map(instruction, program.instructions)), program.result)
+
+
+def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
+    double = np.dtype(np.float64)
+
+    def weights(given: tuple[Weight, ...]) -> tuple[Weight, ...]:
+        return tuple(Weight(w.kind, promoted(w.program)) for w in given)
+
+    return replace(
+        spec, query_dtype=double, key_dtype=double, value_dtype=double, score_dtype=double, result_dtype=double,
+        score=promoted(spec.score), inner_weights=weights(spec.inner_weights), weights=weights(spec.weights),
+        sides=tuple(replace(s, dtype=double) if s.differentiable else s for s in spec.sides),
+        live=None if spec.live is None else promoted(spec.live),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def oracle(case: Case, dtype: Any) -> dict[str, np.ndarray]:
+    """Result, logsumexp and gradients in float64, by the plain formula."""
+    with jax.enable_x64(True):
+
+        def wide(x: Any) -> Any:
+            return jnp.asarray(np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x)
+
+        query, key, value, sides, sink, dout = jax.tree.map(wide, case.operands(dtype))
+        spec = promoted_spec(case.spec(dtype))
+
+        @jax.jit
+        def run(*operands: Any) -> Any:
+            out, logsumexp = reference.forward(spec, None, *operands)
+            return out, logsumexp, reference.backward(spec, None, *operands, out, logsumexp, dout)
+
+        return named(*run(query, key, value, sides, sink))
+
+
+def named(out: Any, logsumexp: Any, gradients: Any) -> dict[str, np.ndarray]:
+    """Everything that an implementation returns, by name."""
+    dquery, dkey, dvalue, dsides, dsink = gradients
+    found = {"out": out, "logsumexp": logsumexp, "dquery": dquery, "dkey": dkey, "dvalue": dvalue, "dsink": dsink}
+    found |= {f"dside{n}": d for n, d in enumerate(dsides)}
+    return {name: np.asarray(x, np.float64) for name, x in found.items() if x is not None}
+
+
+def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
+    """Maximum and mean absolute error over the largest value wanted, or over 0.01 where all are smaller.
+
+    NaNs and infinities have to coincide.
+    """
+    assert found.shape == wanted.shape
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    finite = np.isfinite(wanted)
+    np.testing.assert_array_equal(found[~finite & ~np.isnan(wanted)], wanted[~finite & ~np.isnan(wanted)])
+    if not finite.any():
+        return 0.0, 0.0
+    difference = np.abs(found[finite] - wanted[finite])
+    largest = max(np.abs(wanted[finite]).max(), 1e-2)
+    return float(difference.max() / largest), float(difference.mean() / largest)
+
+
+__all__ = ["CASES", "Case", "causal", "errors", "named", "oracle", "promoted", "promoted_spec", "side"]

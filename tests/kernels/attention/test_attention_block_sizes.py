@@ -1,0 +1,115 @@
+"""Block sizes fit every shape, and the table finds them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention_cases import Case
+
+from autopallas.kernels.attention import OPERATION
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.programs import causal
+from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
+from autopallas.kernels.implementation import IMPLEMENTATIONS, Device
+from autopallas.tuning.table import Bucket, Row, bucket_of, lookup
+
+CPU = Device("cpu", "cpu")
+
+
+def spec_of(query_length: int, key_length: int, **changes):
+    return Case("sizes", query_length=query_length, key_length=key_length, **changes).spec()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_fitted_block_sizes_are_valid(seed):
+    random = np.random.default_rng(seed)
+    lengths = [int(2 ** random.uniform(0, 14)) for _ in range(2)]
+    spec = spec_of(*lengths, batch=int(random.integers(1, 9)), key_heads=int(random.integers(1, 9)))
+    for sizes in (BlockSizes(*map(int, random.integers(1, 2000, 2))), *BlockSizes.candidates(spec)):
+        fitted = sizes.fitted(spec)
+        for block, asked, length in zip(fitted.to_dict().values(), sizes.to_dict().values(), lengths, strict=True):
+            assert 1 <= block <= length
+            assert block == length or block % 8 == 0
+            assert block >= min(asked, length), "a block is rounded up, never down to a divisor"
+        assert fitted.fitted(spec) == fitted
+        batch, heads = fitted.heads_per_step(spec)
+        assert spec.batch % batch == 0
+        assert spec.key_heads % heads == 0
+        assert fitted.temporary_bytes(spec) < fitted.temporary_bytes(spec, "forward+backward")
+
+
+def test_a_prime_length_keeps_its_block():
+    assert BlockSizes.get_default().fitted(spec_of(1009, 1009)) == BlockSizes(256, 256)
+
+
+@pytest.mark.parametrize("value", [0, -8, 2.0, "8", True])
+def test_nonsense_is_refused(value):
+    with pytest.raises(ValueError, match="key_block"):
+        BlockSizes(8, value)
+
+
+def test_candidates_are_distinct():
+    candidates = BlockSizes.candidates(spec_of(100, 100))
+    assert len(set(candidates)) == len(candidates)
+
+
+def test_the_first_bucket_that_contains_the_sizes_wins():
+    buckets = (Bucket("small", {"N": (1, 8)}), Bucket("middle", {"N": (4, 64)}), Bucket("other", {}))
+    assert [bucket_of({"N": n}, buckets).name for n in (1, 8, 9, 64, 65)] == [
+        "small", "small", "middle", "middle", "other",
+    ]  # fmt: skip
+
+
+def test_lookup_prefers_the_exact_bucket_then_the_nearest():
+    buckets = tuple(Bucket(name, {}) for name in "abcd")
+
+    def row(name: str) -> Row:
+        return Row(name, 1.0, 2.0, 3, 4, "measured", "2026-01-01", "jax 0.12")
+
+    def key(bucket: str, invariants: str = "full") -> tuple[str, str, str, str, str]:
+        return "xla", "forward", "float32", bucket, invariants
+
+    table = {"cpu": {key("a"): row("a"), key("d"): row("d")}}
+    found = {name: lookup(table, "cpu", key(name), buckets) for name in "abcd"}
+    assert {name: f.source for name, f in found.items()} == {"a": "table", "b": "nearest", "c": "nearest", "d": "table"}
+    assert {name: f.row.block_sizes for name, f in found.items()} == {"a": "a", "b": "a", "c": "d", "d": "d"}
+    assert lookup(table, "cpu", key("a", "causal"), buckets) is None
+    assert lookup(table, "tpu", key("a"), buckets) is None
+
+
+def test_the_table_is_well_formed():
+    names = {b.name for b in BUCKETS}
+    for rows in TABLE.values():
+        for (implementation, direction, dtype, bucket, invariants), row in rows.items():
+            assert implementation in IMPLEMENTATIONS
+            assert direction in ("forward", "forward+backward")
+            assert np.dtype(dtype) if dtype != "bfloat16" else True
+            assert bucket in names
+            assert invariants in ("full", "causal", "static", "dynamic")
+            assert isinstance(row.block_sizes, BlockSizes)
+            assert row.evidence in ("measured", "simulated", "estimated")
+            assert row.kernel_us > 0
+            assert row.original_us > 0
+            assert row.date
+            assert row.versions
+
+
+def test_every_shape_has_a_bucket_and_block_sizes():
+    for query_length, key_length in [(1, 1), (1, 8192), (16, 7), (300, 300), (77, 4096), (4096, 77), (2**20, 2**20)]:
+        spec = spec_of(query_length, key_length)
+        assert table_key(spec, "xla", "forward")[3] in {b.name for b in BUCKETS}
+        sizes = infer_block_sizes(spec, CPU)
+        assert sizes == sizes.fitted(spec)
+
+
+def test_the_cpu_has_rows_for_causal_float32():
+    for length in (1024, 2048):
+        for direction in ("forward", "forward+backward"):
+            found = find(spec_of(length, length, live=causal()), CPU, "xla", direction)
+            assert found is not None
+            assert found.source == "table"
+
+
+def test_implementations_that_do_not_exist_are_unsupported():
+    answer = OPERATION.supports("pallas_gpu_of_tomorrow", spec_of(8, 8), CPU)
+    assert "no implementation" in answer.reason

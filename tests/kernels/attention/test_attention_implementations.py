@@ -1,0 +1,182 @@
+"""Every implementation of attention computes every case."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import CASES, Case, errors, named, oracle
+
+from autopallas.kernels.attention import OPERATION, reference
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.implementation import Device, Unsupported
+
+TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
+BY_NAME = {case.name: case for case in CASES}
+
+
+def computed(module: ModuleType, case: Case, dtype: Any, sizes: BlockSizes, **changes: Any) -> dict[str, np.ndarray]:
+    spec = case.spec(dtype, **changes)
+    query, key, value, sides, sink, dout = case.operands(dtype)
+
+    @jax.jit
+    def run(*operands: Any) -> Any:
+        out, logsumexp = module.forward(spec, sizes, *operands)
+        return out, logsumexp, module.backward(spec, sizes, *operands, out, logsumexp, dout)
+
+    out, logsumexp, gradients = run(query, key, value, sides, sink)
+    assert out.dtype == spec.result_dtype
+    assert logsumexp.dtype == spec.accumulation_dtype
+    for gradient, operand in zip(gradients[:3], (query, key, value), strict=True):
+        assert gradient.dtype == operand.dtype
+    for gradient, operand, side in zip(gradients[3], sides, spec.sides, strict=True):
+        assert gradient.dtype == operand.dtype if side.differentiable else gradient is None
+    return named(out, logsumexp, gradients)
+
+
+class AttentionImplementation:
+    """What an implementation has to do.  A subclass names it; what it does not support is skipped, with its reason."""
+
+    name: str
+    sizes = BlockSizes(8, 16)
+
+    @pytest.fixture
+    def module(self) -> Any:
+        return OPERATION.implementation(self.name)
+
+    def check(self, module: ModuleType, case: Case, dtype: str, sizes: BlockSizes) -> None:
+        dtype = jnp.dtype(dtype)
+        answer = module.supports(case.spec(dtype), Device.current())
+        if isinstance(answer, Unsupported):
+            pytest.skip(f"{self.name}: {answer.reason}")
+        found, wanted = computed(module, case, dtype, sizes), oracle(case, dtype)
+        own = None
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            tolerance = TOLERANCES[dtype.name][name.startswith("d")]
+            largest, mean = errors(found[name], value)
+            if largest > tolerance:  # the plain formula's own error in this precision counts twice
+                own = own or computed(reference, case, dtype, sizes)
+                tolerance = max(tolerance, 2 * errors(own[name], value)[0])
+            assert largest <= tolerance, f"{name}: max error {largest:.2e}, mean {mean:.2e}, allowed {tolerance:.2e}"
+
+    @pytest.mark.parametrize("name", BY_NAME)
+    def test_values_and_gradients(self, module, name):
+        self.check(module, BY_NAME[name], "float32", self.sizes)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        "name", ["full with odd sizes", "causal with a fill of -inf", "bias", "probabilities multiplied", "large logits"]
+    )
+    def test_narrow_operands(self, module, name, dtype):
+        self.check(module, BY_NAME[name], dtype, self.sizes)
+
+    @pytest.mark.parametrize("sizes", [BlockSizes(256, 256), BlockSizes(16, 8), BlockSizes(8, 1000)], ids=str)
+    @pytest.mark.parametrize("name", ["causal with a fill of -inf", "sliding window", "weights inside the sum"])
+    def test_any_block_sizes(self, module, name, sizes):
+        self.check(module, BY_NAME[name], "float32", sizes)
+
+    @pytest.mark.parametrize("name", ["causal", "sliding window", "blocks", "rows without keys, finite fill"])
+    def test_skipped_tiles_change_nothing(self, module, name):
+        case = BY_NAME[name]
+        skipping = computed(module, case, jnp.float32, self.sizes, assume_finite=True)
+        computing = computed(module, case, jnp.float32, self.sizes, assume_finite=False)
+        for name, value in computing.items():
+            assert errors(skipping[name], value)[0] <= 1e-6, name
+
+    def test_without_assume_finite_a_nan_in_a_masked_value_reaches_the_result(self, module):
+        case = BY_NAME["causal"]
+        query, key, value, *_ = case.operands()
+        value = value.at[:, :, -1].set(jnp.nan)
+        spec = case.spec(assume_finite=False)
+        out, _ = module.forward(spec, self.sizes, query, key, value)
+        assert jnp.all(jnp.isnan(out))
+
+    def test_works_under_vmap_and_scan(self, module):
+        case = BY_NAME["causal"]
+        spec = case.spec()
+        query, key, value, _, _, dout = case.operands()
+
+        def step(query, dout):
+            out, logsumexp = module.forward(spec, self.sizes, query, key, value)
+            return out, module.backward(spec, self.sizes, query, key, value, (), None, out, logsumexp, dout)[1]
+
+        queries, douts = jnp.stack([query, -query]), jnp.stack([dout, dout])
+        mapped = jax.jit(jax.vmap(step))(queries, douts)
+        _, scanned = jax.lax.scan(lambda c, x: (c, step(*x)), None, (queries, douts))
+        for n in range(2):
+            for a, b, c in zip(mapped, scanned, step(queries[n], douts[n]), strict=True):
+                np.testing.assert_allclose(a[n], c, atol=1e-5)
+                np.testing.assert_allclose(b[n], c, atol=1e-5)
+
+    def test_float64_stays_float64(self, module):
+        from attention_cases import promoted_spec
+
+        case = BY_NAME["causal"]
+        with jax.enable_x64(True):
+            query, key, value, *_ = case.operands(jnp.float64)
+            out, logsumexp = module.forward(promoted_spec(case.spec()), self.sizes, query, key, value)
+            assert out.dtype == logsumexp.dtype == np.float64
+            scores = np.einsum("bkgtd,bksd->bkgts", query, key) * 0.3
+            scores = np.where(np.tri(32, dtype=bool), scores, -np.inf)
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            wanted = np.einsum("bkgts,bksd->bkgtd", p / p.sum(-1, keepdims=True), value)
+            np.testing.assert_allclose(out, wanted, atol=1e-6)  # 0.3 is the float32 nearest to it
+
+
+class TestXla(AttentionImplementation):
+    name = "xla"
+
+    def test_no_array_of_the_size_of_the_scores(self, module):
+        case = Case("long", batch=1, key_heads=1, query_length=512, key_length=512)
+        spec, sizes = case.spec(), BlockSizes(32, 32)
+        operands = case.operands()[:3]
+        dout = case.operands()[5]
+
+        def run(query, key, value):
+            out, logsumexp = module.forward(spec, sizes, query, key, value)
+            return module.backward(spec, sizes, query, key, value, (), None, out, logsumexp, dout)[:3]
+
+        temporary = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
+        assert temporary < 512 * 512 * 4 / 2
+
+    def test_gradients_of_rows_with_a_huge_logsumexp(self, module):
+        """exp(x - logsumexp) would be 1, not 1 / S, where logsumexp = -1e30 + log(S)."""
+        nothing = Case("nothing", score=BY_NAME["full"].spec().score)
+        from autopallas.kernels.attention.programs import traced
+
+        case = Case("hidden", score=traced(lambda s: s * np.float32(0) - np.float32(1e9), nothing.spec().score.inputs[0]))
+        found = computed(module, case, jnp.float32, self.sizes)
+        dout = np.asarray(case.operands()[5])
+        wanted = np.broadcast_to(dout.sum(axis=(2, 3))[:, :, None] / case.key_length, found["dvalue"].shape)
+        np.testing.assert_allclose(found["dvalue"], wanted, atol=1e-5)
+
+
+class TestReference(AttentionImplementation):
+    name = "reference"
+
+    @pytest.mark.parametrize("name", ["causal", "sink", "probabilities multiplied", "weights inside the sum"])
+    def test_the_formula_in_numpy(self, name):
+        """The oracle itself against loops over rows."""
+        case = BY_NAME[name]
+        query, key, value, sides, sink, _ = (jax.tree.map(np.asarray, x) for x in case.operands())
+        out = oracle(case, jnp.dtype(jnp.float32))["out"]
+        for b, k, g, t in np.ndindex(out.shape[:4]):
+            x = np.float64(np.float32(0.3)) * (key[b, k].astype(np.float64) @ query[b, k, g, t].astype(np.float64))
+            j = np.arange(case.key_length)
+            if name == "causal":
+                x = np.where(j <= t, x, -np.inf)
+            e = np.exp(x)
+            if name == "weights inside the sum":
+                e = np.where((t + j) % 2 == 0, e * sides[0][0, 0, 0, 0], 0)
+            total = e.sum()
+            if sink is not None:
+                total += np.exp(np.broadcast_to(sink, (*out.shape[:4], 1))[b, k, g, t, 0].astype(np.float64))
+            p = e / total
+            if name == "probabilities multiplied":
+                p = p * sides[0][b, 0, 0, t]
+            np.testing.assert_allclose(out[b, k, g, t], p @ value[b, k].astype(np.float64), atol=1e-6)
