@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
 from jax.interpreters import ad, batching, mlir
@@ -33,6 +35,7 @@ __all__ = [
     "location",
     "make_jaxpr",
     "mlir",
+    "multiplication_params",
     "new_jaxpr_eqn",
     "opened",
     "rebuilt",
@@ -112,9 +115,10 @@ def inlined_equation(
     stack = source.name_stack
     for call in reversed(calls):
         stack = call.source_info.name_stack + stack
-    return equation.replace(
-        invars=list(invars), outvars=list(outvars), source_info=source.replace(name_stack=stack)
-    )
+        if location(equation) == "unknown":  # a library's jit: the line that calls it is the user's
+            equation = equation.replace(source_info=source.replace(traceback=call.source_info.traceback))
+    source = equation.source_info.replace(name_stack=stack)
+    return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
 
 
 def location(equation: JaxprEqn | None) -> str:
@@ -160,6 +164,12 @@ def without_dead_code(program: Any) -> Any:
     jaxpr, consts = opened(program)
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return ClosedJaxpr(live, consts)
+
+
+@cache
+def multiplication_params() -> dict[str, Any]:
+    """The parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
+    return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
 def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:

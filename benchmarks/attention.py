@@ -106,7 +106,7 @@ def candidates(case: Case) -> dict[str, Candidate]:
         for site in report.sites:
             if site.verdict == "applied":
                 return Chosen(site.implementation or "", site.block_sizes)
-        reasons = [record.reason for record in (*report.sites, *report.near_misses)]
+        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
         return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
 
     def candidate(function: Callable[..., Any], chosen: Callable[[], Chosen]) -> Candidate:

@@ -41,7 +41,8 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
         if position in edit.replaced:
             equations += edit.replaced[position]
             continue
-        if any(inner in edits for child in body.children.get(position, ()) for inner in child.body.walk()):
+        below = (inner for child in body.children.get(position, ()) for inner in child.body.walk())
+        if any(inner in edits or inner.renamed for inner in below):
             equation = _with_children(body, position, equation, edits)
         if edit.renamed:
             equation = equation.replace(invars=[_renamed(a, edit.renamed) for a in equation.invars])

@@ -39,6 +39,8 @@ class Body:
     equations: list[JaxprEqn] = field(default_factory=list)
     outvars: list[Var | Literal] = field(default_factory=list)
     children: dict[int, list[Child]] = field(default_factory=dict)
+    renamed: bool = False
+    """Whether the variables are not those of ``source``, which is the body of another equation too."""
 
     def walk(self) -> Iterator[Body]:
         """This body and all below it."""
@@ -62,7 +64,7 @@ def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int]) -> Body:
     if renamed:
         constvars, invars = [Var(v.aval) for v in constvars], [Var(v.aval) for v in invars]
         bound = dict(zip([*inner.constvars, *inner.invars], [*constvars, *invars], strict=True))
-    body = Body(jaxpr, path, constvars, list(consts), invars)
+    body = Body(jaxpr, path, constvars, list(consts), invars, renamed=renamed)
     body.outvars = _inline(body, inner, bound, (), renamed, seen)
     return body
 

@@ -8,7 +8,7 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -33,6 +33,8 @@ from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, NoNormal
 from autopallas.program import Constant
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
+_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "copy", "name", "optimization_barrier"})
 
 
@@ -107,7 +109,8 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
         elif node.name in ELEMENTWISE or node.name in _THROUGH or is_product(node):
             contraction = any(reach[i][0] for i in node.inputs)
             exponential = any(reach[i][1] for i in node.inputs)
-            found = (contraction, exponential or contraction and node.name in ("exp", "exp2"))
+            starts = node.name in ("exp", "exp2") or _holds_softmax(node)
+            found = (contraction, exponential or contraction and starts)
         if node.name == "reduce_sum" and not found[0] and _sums_product(graph, node):
             found = (True, False)
         for output in node.outputs:
@@ -115,11 +118,26 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
     return reach
 
 
-_THROUGH = _LAYOUT | {
+_THROUGH = _LAYOUT | _CUSTOM_RULES | {
     "concatenate", "slice", "split", "expand_dims", "sharding_constraint", "reduce_sum", "reduce_max", "reduce_min",
     "reduce_precision", "pvary", "pcast", "reshard", "copy_p", "layout_constraint", "tile", "cumsum", "gather", "sort",
-    "dynamic_slice", "argmax",
+    "dynamic_slice", "argmax", "pure_callback",
 }  # fmt: skip
+
+
+def _holds_softmax(node: Node) -> bool:
+    """Whether a custom rule's body could compute a softmax."""
+    if node.name not in _CUSTOM_RULES:
+        return False
+    names = {inner.primitive.name for body in compat.bodies(node.equation) for inner in _equations(body[2])}
+    return "exp" in names and "reduce_sum" in names
+
+
+def _equations(body: Any) -> Iterator[Any]:
+    for equation in compat.opened(body)[0].eqns:
+        yield equation
+        for inner in compat.bodies(equation):
+            yield from _equations(inner[2])
 
 
 def _sums_product(graph: Graph, node: Node) -> bool:
@@ -203,9 +221,12 @@ class _Attempt:
         if contraction is None:
             return None
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
-        key_axis = tuple(a for _, atoms in contraction[2] for a in atoms)
-        if not key_axis:
+        contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
+        if not contracted:
             return None
+        # In the order in which the weights have them: a sum over merged axes goes over them in that order.
+        layout = [a for _, atoms in space.view(weights.view) for a in atoms]
+        key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
         softmax = Softmax(scope, key_axis, offset)
         scores = self._score_contraction(softmax, weights)
@@ -239,7 +260,9 @@ class _Attempt:
         one that sums over most is it.
         """
         space = self.scope.space
+        axis = set(space.resolve(softmax.axis))
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
+        obstacle: tuple[int, str] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Any] = set()
         todo = [(weights, False)]
@@ -253,15 +276,25 @@ class _Attempt:
             contraction = space.contraction(ref)
             if contraction is not None:
                 a, b, contracted = contraction
-                has_axis = [softmax.carries_axis(space.canonical(x)) for x in (a, b)]
-                if under and has_axis[0] != has_axis[1]:
-                    query, keys = (b, a) if has_axis[0] else (a, b)
-                    first[ref.value] = not has_axis[0]
+                left, right = space.atoms(space.canonical(a)) & axis, space.atoms(space.canonical(b)) & axis
+                if under and left != right:
+                    query, keys = (b, a) if right < left else (a, b)
+                    first[ref.value] = not right < left
                     size = space.extent([x for _, atoms in contracted for x in atoms])
                     found.append((size, -len(found), ref, query, keys, contracted))
+                elif under:
+                    obstacle = ref.value, "the probabilities are contracted over an axis that queries and keys share"
                 continue
             under = under or self.scope.name(ref) in ("exp", "exp2")
-            todo += [(operand, under) for operand in space.operands(ref) or []]
+            operands, node = space.operands(ref), self.scope.node(ref)
+            if obstacle is None and operands is None and node is not None and node.name not in _REDUCTIONS:
+                if under or _holds_softmax(node):
+                    own = ", which has a derivative of its own" if node.name in _CUSTOM_RULES else ""
+                    obstacle = ref.value, f"the scores pass through {node.name}{own}"
+            todo += [(operand, under) for operand in operands or []]
+        if not found and obstacle is not None:
+            self.scope.score, reason = obstacle
+            raise Mismatch(reason)
         if not found:
             return None
         _, _, ref, query, keys, contracted = max(found, key=lambda f: f[:2])
@@ -591,8 +624,8 @@ class _Draft:
             sinks=tuple(tuple(labels.term(t) for t in terms) for terms in sinks),
             factors=tuple(labels.term(t) for t in factors),
             live=live_program,
-            score_precision=_precision(first),
-            value_precision=_precision(self.second),
+            score_precision=_precision(graph, first),
+            value_precision=_precision(graph, self.second),
             assume_finite=self.attempt.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
@@ -753,7 +786,7 @@ class _Labels:
         return tuple(self._space.sizes[a] for a in self._number)
 
 
-def _precision(node: Node) -> str | None:
+def _precision(graph: Graph, node: Node) -> str | None:
     """The precision asked of a contraction, or None for the default."""
     if node.name != "dot_general":
         return None
@@ -762,8 +795,15 @@ def _precision(node: Node) -> str | None:
         return None
     given = precision if isinstance(precision, tuple) else (precision,)
     names = {getattr(p, "name", str(p)) for p in given}
+    dtypes = {graph.dtype(operand).name for operand in node.inputs}
+    if len(names) == 1 and dtypes == {_ACCUMULATES_IN_FLOAT32.get(*names)}:
+        return None
     if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
         raise Mismatch(f"a contraction asks for the precision {precision}")
     (name,) = names
     return None if name == "DEFAULT" else name
+
+
+_ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+"""Algorithms that are what kernels do with operands of that dtype."""
 

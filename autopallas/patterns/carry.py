@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from autopallas import compat
 from autopallas.graph import Body, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
@@ -261,7 +262,7 @@ class ProgramBuilder:
                 a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
                 for a, o in zip(arguments, operands, strict=True)
             )
-            register = self._emit(lax.mul_p, (), arguments, dtype)
+            register = self._emit(lax.mul_p, _params(compat.multiplication_params()), arguments, dtype)
         else:
             register = self._emit(node.equation.primitive, _params(node.params), arguments, dtype)
         self._known[key] = register

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.patterns.expressions import Apply, Dtype, Expression, Scope
@@ -100,7 +101,8 @@ class Softmax:
             argument, rows = self.strip(operands[0], outermost=True)
             if name == "exp2":
                 dtype = self.scope.graph.dtype(ref.value)
-                argument = Apply(lax.mul_p, {}, (argument, Constant(math.log(2), dtype)), dtype)
+                factor = Constant(math.log(2), dtype)
+                argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
                 rows = [t.scaled(math.log(2)) for t in rows]
             return Exponential(argument, [], rows)
         if name in ("mul", "div"):

@@ -40,7 +40,7 @@ class Errors:
 class Comparison:
     """One result: how far the original and what replaces it are from the float64 oracle.
 
-    Of integers, booleans and random keys the oracle is the original, and the error is the share of elements that differ.
+    Of integers, booleans and random keys the oracle is the original, and the error the share of elements that differ.
     """
 
     name: str

@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 _FROZEN = frozenset(
     {"bitcast_convert_type", "ceil", "floor", "nextafter", "random_gamma", "rng_uniform", "round", "sign"}
 )
-"""Float results that are decisions: a grid point, a sign, a neighbour or a bit pattern of the own dtype, a random number."""
+"""Float results that are decisions: a grid point, a sign, a neighbour or bit pattern of the own dtype, a random number."""
 _OPAQUE = frozenset(
     {"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"}
 )
@@ -150,7 +150,8 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], r
             raise NotImplementedError
         params[key] = _promoted_body(body, run)
     if name not in _KNOWN:
-        jax.jit(lambda *x: _bind(equation, x, params)).lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        jax.jit(lambda *x: _bind(equation, x, params)).lower(*types)  # raises where it cannot be compiled
     return _bind(equation, operands, params)
 
 

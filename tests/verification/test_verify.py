@@ -85,7 +85,8 @@ def test_a_wrong_kernel_is_a_breach_that_names_the_site(plant):
     assert total.ok
     assert out.rewritten.max_absolute == pytest.approx(1e-3, rel=1e-2)
     (site,) = verification.sites
-    assert (site.op, site.direction, site.implementation, site.calls, site.ok) == ("attention", "forward", "xla", 1, False)
+    assert (site.op, site.direction, site.implementation) == ("attention", "forward", "xla")
+    assert (site.calls, site.ok) == (1, False)
     assert "test_verify.py" in site.location
     assert "(attend)" in site.location
     assert site.outputs[0].rewritten.max_absolute == pytest.approx(1e-3, rel=1e-2)

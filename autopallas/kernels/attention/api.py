@@ -47,8 +47,8 @@ def attention(
     (float64 for float64 operands).  Differentiable in reverse mode once, with respect to query, key, value, bias and
     sink; forward mode and second derivatives are not available here (``autopallas.optimize`` has them).
 
-    Letters: B batch, N query heads, K key heads (a divisor of N; query head n reads key head ``n // (N // K)``), T query
-    length, S key length, D head size, Dv head size of the values.
+    Letters: B batch, N query heads, K key heads (a divisor of N; query head n reads key head ``n // (N // K)``), T
+    query length, S key length, D head size, Dv head size of the values.
 
     Arguments:
       query: [B, T, N, D], floating point.
@@ -87,10 +87,10 @@ def attention(
     _require(value_batch == batch, f"value has batch {value_batch} and query {batch}; broadcast one of them")
     _require(value_length == key_length, f"value has {value_length} positions and key {key_length}; they must agree")
     _require(value_heads == key_heads, f"value has {value_heads} heads and key {key_heads}; they must agree")
-    _require(heads % key_heads == 0, f"query has {heads} heads, not a multiple of key's {key_heads}; repeat or drop some")
+    _require(heads % key_heads == 0, f"query has {heads} heads, not a multiple of key's {key_heads}")
     _require(min(batch, length, heads, size, key_length, value_size) > 0, "query, key and value must not be empty")
     _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
-    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be positive")
+    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise TypeError(f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.attention.BlockSizes")
 
@@ -105,7 +105,7 @@ def attention(
             side_specs.append(SideSpec(np.dtype(side.dtype), varies))
     if sink is not None:
         _floating("sink", sink)
-        _require(sink.shape == (heads,), f"sink has shape {sink.shape}; it must be one logit per query head, ({heads},)")
+        _require(sink.shape == (heads,), f"sink has shape {sink.shape}; it must be one per query head, ({heads},)")
         sink = sink.reshape(1, key_heads, groups, 1, 1)
 
     dtypes = tuple(np.dtype(x.dtype) for x in (query, key, value))
@@ -237,9 +237,13 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _kind(x: Any) -> str:
+    return str(getattr(x, "dtype", type(x).__name__))
+
+
 def _floating(name: str, x: Array) -> None:
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point array, not {getattr(x, 'dtype', type(x).__name__)}; convert it")
+        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
 
 
 def _shape(name: str, x: Array) -> tuple[int, int, int, int]:
@@ -254,7 +258,7 @@ def _check_side(name: str, x: Array, full: tuple[int, int, int, int]) -> None:
     if name == "bias":
         _floating(name, x)
     elif not hasattr(x, "dtype") or x.dtype != jnp.bool_:
-        raise TypeError(f"{name} must be a boolean array, not {getattr(x, 'dtype', type(x).__name__)}; compare or convert it")
+        raise TypeError(f"{name} must be a boolean array, not {_kind(x)}; compare or convert it")
     if x.ndim != 4 or any(n not in (1, m) for n, m in zip(x.shape, full, strict=True)):
         raise ValueError(
             f"{name} has shape {x.shape}; it must broadcast against [batch, heads, query length, key length] = {full} "

@@ -1,8 +1,8 @@
 """Interval arithmetic over programs: what a program of positions must be, or cannot be, on a whole range of positions.
 
-Everything here is plain numpy, because it runs while JAX is tracing.  A value is a pair of float64 arrays (low, high), one
-entry per range.  NaN stands for "nothing is known"; numpy propagates it through arithmetic and answers False to every
-comparison with it, so that the unknown stays unknown.  A boolean is a pair of 0 / 1, and (0, 1) is undecided.
+Everything here is plain numpy, because it runs while JAX is tracing.  A value is a pair of float64 arrays (low, high),
+one entry per range.  NaN stands for "nothing is known"; numpy propagates it through arithmetic and answers False to
+every comparison with it, so that the unknown stays unknown.  A boolean is a pair of 0 / 1, and (0, 1) is undecided.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Ranges:
 
     @property
     def area(self) -> Array:
-        return (self.query_stop - self.query_start) * (self.key_stop - self.key_start)
+        area: Array = (self.query_stop - self.query_start) * (self.key_stop - self.key_start)
+        return area
 
 
 def evaluate(program: Program, ranges: Ranges) -> Interval:
@@ -106,7 +107,7 @@ def _unknown(count: int, dtype: Dtype) -> Interval:
 
 
 def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Interval:
-    """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by their rounding."""
+    """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding."""
     if dtype == np.bool_:
         return Interval(low, high, dtype)
     if np.issubdtype(dtype, np.integer):
@@ -119,7 +120,7 @@ def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Inte
         digits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(dtype.name, 1)
         margin = 2.0 ** (1 - digits)
 
-        def inexact(x: Array) -> Array:
+        def inexact(x: Array) -> Any:
             return (x != np.rint(x)) | (np.abs(x) > 2.0**digits)
 
         low = np.where(inexact(low), low - margin * np.abs(low) - 1e-37, low)
@@ -250,7 +251,7 @@ _RULES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "neg": lambda x: (-x.high, -x.low),
     "abs": _absolute,
     "sign": _each(np.sign),
-    "square": lambda x: tuple(np.square(b) for b in _absolute(x)),  # type: ignore[arg-type,return-value]
+    "square": lambda x: _each(np.square)(Interval(*_absolute(x), x.dtype)),
     "floor": _each(np.floor),
     "ceil": _each(np.ceil),
     "min": _each(np.minimum),

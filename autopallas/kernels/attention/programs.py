@@ -18,7 +18,7 @@ __all__ = ["causal", "traced"]
 def traced(function: Callable[..., Any], *inputs: Input) -> Program:
     """The program of an elementwise function, one scalar argument per input.
 
-    Example: ``traced(lambda s, i, j: jnp.where(i >= j, s, -jnp.inf), Score(f32), Index("query", i32), Index("key", i32))``
+    Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
     """
     closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
     loaded: list[Input] = list(inputs)
@@ -31,7 +31,7 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
 
     def inline(jaxpr: Any, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
         def read(atom: Any) -> tuple[str, int]:
-            return constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else environment[atom]
+            return constant(atom.val, np.asarray(atom.val).dtype) if isinstance(atom, Literal) else environment[atom]
 
         for equation in jaxpr.eqns:
             arguments = [read(a) for a in equation.invars]
@@ -56,7 +56,7 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
 
     return Program(
         tuple(loaded),
-        tuple(Instruction(p, params, tuple(number(a) for a in arguments), d) for p, params, arguments, d in instructions),
+        tuple(Instruction(p, params, tuple(map(number, arguments)), d) for p, params, arguments, d in instructions),
         number(result),
     )
 

@@ -18,7 +18,7 @@ from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, increasing, simplified, tile_map
 from autopallas.program import Program
 
-__all__ = ["Schedule", "TilePrograms", "Window", "accumulate", "cut", "loop", "schedule"]
+__all__ = ["Schedule", "TilePrograms", "Window", "accumulate", "cut", "loop", "schedule", "store"]
 
 Carry = TypeVar("Carry")
 Start: TypeAlias = int | jax.Array
@@ -56,7 +56,8 @@ def loop(count: int | jax.Array, body: Callable[[Start, Carry], Carry], carry: C
     """``carry`` after ``body(0, .) .. body(count - 1, .)``; a count known to be 0 or 1 makes no loop."""
     if isinstance(count, int) and count <= 1:
         return body(0, carry) if count else carry
-    return lax.fori_loop(0, count, body, carry)
+    result: Carry = lax.fori_loop(0, count, body, carry)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,6 @@ class Schedule:
     partial: TilePrograms
     query_length: int
     key_length: int
-
-    def rows(self, block: int) -> int:
-        return min(self.query_block, self.query_length - block * self.query_block)
-
-    def columns(self, block: int) -> int:
-        return min(self.key_block, self.key_length - block * self.key_block)
 
     @property
     def whole_row_blocks(self) -> int:
@@ -142,7 +137,7 @@ def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
     """The schedule of an attention; computed once, from positions alone."""
     blocks = block_sizes.fitted(spec)
     rows, columns = _edges(spec.query_length, blocks.query_block), _edges(spec.key_length, blocks.key_block)
-    states = tile_map(spec, rows, columns).states
+    states = tile_map(spec, rows, columns)
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
     full = general
     where = np.argwhere(states == FULL)
@@ -157,6 +152,13 @@ def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
         full = TilePrograms(score, resolved(spec.inner_weights), resolved(spec.weights), increasing(score))
     batch_step, head_step = blocks.heads_per_step(spec)
     return Schedule(
-        blocks.query_block, blocks.key_block, batch_step, head_step, states, full, general,
-        spec.query_length, spec.key_length,
+        query_block=blocks.query_block,
+        key_block=blocks.key_block,
+        batch_step=batch_step,
+        head_step=head_step,
+        states=states,
+        full=full,
+        partial=general,
+        query_length=spec.query_length,
+        key_length=spec.key_length,
     )

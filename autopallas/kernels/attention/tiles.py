@@ -1,14 +1,13 @@
 """Which tiles of the score matrix have to be computed: decided from positions alone, while JAX is tracing.
 
-A tile is *dead* where ``spec.live`` is False throughout, *full* where it is True throughout, else *partial*.  Nothing is
-ever computed differently because of this: a dead tile may be skipped where the rule in :func:`tile_map` allows it, and
-in full tiles comparisons whose outcome is known are not evaluated again.
+A tile is *dead* where ``spec.live`` is False throughout, *full* where it is True throughout, else *partial*.  Nothing
+is ever computed differently because of this: a dead tile may be skipped where the rule in :func:`tile_map` allows it,
+and in full tiles comparisons whose outcome is known are not evaluated again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -28,6 +27,7 @@ MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
 DEAD, PARTIAL, FULL = 0, 1, 2
 
 _BUDGET = 2**20  # rectangles looked at before giving up on an irregular mask
+
 
 @lru_cache(maxsize=1024)
 def classify(spec: AttentionSpec) -> MaskClass:
@@ -54,23 +54,12 @@ def classify(spec: AttentionSpec) -> MaskClass:
     return "causal" if _states(agrees, whole)[0] == FULL else "static"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TileMap:
-    """``states[i, j]`` of the tile (i, j), and the same after the rule: ``states`` DEAD only where it may be skipped."""
-
-    states: Array
-
-    @property
-    def skipped(self) -> int:
-        return int(np.sum(self.states == DEAD))
-
-
 Edges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @lru_cache(maxsize=256)
-def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileMap:
-    """The state of each tile ``rows[i] x columns[j]``, given as (start, stop).
+def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
+    """The state of each tile ``rows[i] x columns[j]``, given as (start, stop): DEAD, PARTIAL or FULL.
 
     A tile is DEAD, that is, may be skipped, only if (1) finite values may be assumed (a NaN in a masked value row would
     have reached the result), and (2) each of its rows has a live key elsewhere: the weight of a masked key is exactly
@@ -79,9 +68,9 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileMap:
     shape = (len(rows), len(columns))
     live = spec.live
     if live is None:
-        return TileMap(np.full(shape, FULL, np.int8))
+        return np.full(shape, FULL, np.int8)
     if live.sides:
-        return TileMap(np.full(shape, PARTIAL, np.int8))
+        return np.full(shape, PARTIAL, np.int8)
 
     def decide(ranges: Ranges) -> Interval:
         return intervals.evaluate(live, ranges)
@@ -92,7 +81,8 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileMap:
             continue
         if not spec.assume_finite or not _every_row_live(decide, start, stop, spec.key_length):
             states[i] = np.where(states[i] == DEAD, PARTIAL, states[i])
-    return TileMap(states)
+    states.setflags(write=False)  # it is cached
+    return states
 
 
 def _rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
@@ -201,8 +191,6 @@ def _without_dead_code(program: Program, root: Callable[[int], int]) -> Program:
     )
     inputs = tuple(program.inputs[r] for r in sorted(needed) if r < first)
     return Program(inputs, instructions, number[root(program.result)])
-
-
 
 
 def increasing(program: Program) -> bool:

@@ -1,8 +1,8 @@
 """Streaming attention in plain JAX: no T x S array exists, whatever the mask, in either direction.
 
-The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): blocks of queries outside, blocks of keys
-inside, a running maximum and a running sum; the backward recomputes each tile from the logsumexp.  The score program is
-evaluated tile by tile, its derivative by ``jax.vjp``.
+The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): blocks of queries outside, blocks of
+keys inside, a running maximum and a running sum; the backward recomputes each tile from the logsumexp.  The score
+program is evaluated tile by tile, its derivative by ``jax.vjp``.
 
 Letters: B batch, K key heads, G query heads per key head, T query length, S key length, D and Dv head sizes; a tile is
 [b, k, G, t, s], of which axes b, k and G that have size 1 are dropped (XLA's CPU loops vectorise worse with them).
@@ -95,7 +95,8 @@ def forward(
         )
 
     with jax.named_scope("autopallas_attention_xla"):
-        return _over_rows(plan, spec, rows, (out, logsumexp))
+        out, logsumexp = _over_rows(plan, spec, rows, (out, logsumexp))
+    return out, logsumexp
 
 
 def _stream(
@@ -198,9 +199,9 @@ def _normalizers(
 ) -> tuple[Array, Array]:
     """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
 
-    The logsumexp serves where it can.  It is rounded to about 1e-7 of its size, and so are, relatively, the probabilities
-    times that size: a row whose every key is masked with -1e9 has logsumexp -1e9 + log(S) = -1e9, and every probability
-    would be 1.  With such rows, and where the sum may not be positive, maximum and sum are computed anew.
+    The logsumexp serves where it can.  Its rounding error, about 1e-7 of its size, is the probabilities' relative error:
+    a row whose every key is masked with -1e9 has logsumexp -1e9 + log(S) = -1e9, and every probability would be 1.  With
+    such rows, and where the sum may not be positive, maximum and sum are computed anew.
     """
 
     def anew() -> tuple[Array, Array]:
@@ -227,8 +228,8 @@ _LARGE_LOGSUMEXP = 256.0
 class _Gradients(NamedTuple):
     """Accumulators over the whole operands.  The rows of ``query`` are written once, so it has its final dtype.
 
-    Those of keys and values are transposed: d^T = rows^T tile then contracts the minor axis of the one and the major axis
-    of the other, as XLA's CPU dots like it; tile^T rows takes them twice as long.
+    Those of keys and values are transposed: rows^T tile contracts the minor axis of the one and the major axis of the
+    other, as XLA's CPU dots like it; tile^T rows takes them twice as long.
     """
 
     query: Array
@@ -270,12 +271,14 @@ def _backward_rows(
     dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
     """
     dtype = spec.accumulation_dtype
-    q, do = place.rows(query), place.rows(dout)
+    shift, factor = (place.rows(x[..., None]) for x in normalizers)
+    q, do, result = place.rows(query), place.rows(dout), place.rows(out)
+    delta = jnp.sum(do.astype(dtype) * result.astype(dtype), axis=-1, keepdims=True)
+    # Everything below is linear in the cotangent, so that the factor of P goes there, where it costs nothing.
+    do, delta = (do * factor).astype(do.dtype), delta * factor
     # The barrier keeps XLA from folding the transposition back into the dots.
     q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
-    delta = jnp.sum(do.astype(dtype) * place.rows(out).astype(dtype), axis=-1, keepdims=True)
-    delta = place.ungrouped(delta)
-    shift, factor = (place.ungrouped(place.rows(x[..., None])) for x in normalizers)
+    shift, delta = place.ungrouped(shift), place.ungrouped(delta)
 
     def tile(
         key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
@@ -290,7 +293,7 @@ def _backward_rows(
             return _logits(spec, programs, score, here.with_floating(spec, floating))
 
         x, logits_vjp = jax.vjp(logits, score, here.floating(spec))
-        e = jnp.exp(x - shift) * factor
+        e = jnp.exp(x - shift)
         p_normal, inner_vjp = _weighted_vjp(spec, programs.inner_weights, e, here)
         p, outer_vjp = _weighted_vjp(spec, programs.weights, p_normal, here)
         dvalue = _rows_by_tile(spec, place, do_transposed, p)
@@ -307,8 +310,8 @@ def _backward_rows(
         window = place.window("BK-S", columns)
         dkey = _rows_by_tile(spec, place, q_transposed, dscore)
         updates = gradients._replace(
-            key=accumulate(gradients.key, window, dkey.reshape(place.batch[1], place.heads[1], *dkey.shape[-2:])),
-            value=accumulate(gradients.value, window, dvalue.reshape(place.batch[1], place.heads[1], *dvalue.shape[-2:])),
+            key=accumulate(gradients.key, window, place.unmerged(dkey)),
+            value=accumulate(gradients.value, window, place.unmerged(dvalue)),
             sides=_add_sides(spec, place, columns, gradients.sides, (score_sides, inner_sides, outer_sides)),
         )
         return dq, updates
@@ -317,7 +320,7 @@ def _backward_rows(
     dq, gradients = plan.over_columns(place.block, tile, (start, gradients))
     gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
     if sink is not None and gradients.sink is not None and spec.sink is not None:
-        weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - shift) * factor
+        weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - shift)
         dsink = _reduced(place.restored(-weight * delta), spec.sink)
         gradients = gradients._replace(sink=accumulate(gradients.sink, place.side_window(spec.sink, (0, 1)), dsink))
     return gradients
@@ -370,6 +373,10 @@ class _Rows:
         """A block of [B, K, S, d] for these heads: [..., s, d]."""
         x = cut(x, self.window("BKS-", columns))
         return lax.squeeze(x, [axis for axis in (0, 1) if x.shape[axis] == 1])
+
+    def unmerged(self, x: Array) -> Array:
+        """[..., d, s] with both axes b and k."""
+        return x.reshape(self.batch[1], self.heads[1], *x.shape[-2:])
 
     def side_window(self, varies: Sequence[bool], columns: tuple[Start, int]) -> Window:
         return [part if v else None for part, v in zip(self.window("BKGTS", columns), varies, strict=True)]
@@ -435,7 +442,9 @@ def _add_sides(
     for contribution in contributions:
         if contribution:
             totals = tuple(
-                accumulate(total, place.side_window(s.varies, columns), _unsqueezed(place, c, s.varies).astype(total.dtype))
+                accumulate(
+                    total, place.side_window(s.varies, columns), _unsqueezed(place, c.astype(total.dtype), s.varies)
+                )
                 for total, s, c in zip(totals, differentiable, contribution, strict=True)
             )
     return totals
@@ -474,7 +483,7 @@ def _logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: _Ti
 
 
 def _row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array) -> Array:
-    """max over the keys of x.  An increasing function of the score alone is applied to the maximum instead (exactly)."""
+    """max over the keys of x.  An increasing function of the score alone is applied to the highest score instead."""
     if not programs.increasing:
         return jnp.max(x, axis=-1, keepdims=True)
     highest = jnp.max(score, axis=-1, keepdims=True)
@@ -517,6 +526,8 @@ def _dot(spec: AttentionSpec, a: Array, b: Array, contract: tuple[int, int], pre
     dtype = jnp.promote_types(a.dtype, b.dtype)
     if spec.accumulation_dtype == np.float64:
         dtype = jnp.dtype(np.float64)
+    elif dtype.itemsize == 2 and Device.current().platform == "cpu":
+        dtype = jnp.dtype(np.float32)  # XLA does so too, but in some layouts forgets it and fails when the dot runs
     batch = tuple(range(a.ndim - 2))
     return lax.dot_general(
         a.astype(dtype),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -231,7 +231,7 @@ def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def oracle(case: Case, dtype: Any) -> dict[str, np.ndarray]:
     """Result, logsumexp and gradients in float64, by the plain formula."""
     with jax.enable_x64(True):
@@ -274,4 +274,4 @@ def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     return float(difference.max() / largest), float(difference.mean() / largest)
 
 
-__all__ = ["CASES", "Case", "causal", "errors", "named", "oracle", "promoted", "promoted_spec", "side"]
+__all__ = ["CASES", "SCORE", "Case", "causal", "errors", "named", "oracle", "promoted", "promoted_spec", "side"]

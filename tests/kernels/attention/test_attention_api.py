@@ -88,7 +88,7 @@ def test_under_vmap_and_narrow_dtypes():
         ({"mask": BIAS}, TypeError, "mask must be a boolean array, not float32"),
         ({"mask": MASK[0]}, ValueError, "mask has shape (1, 19, 23); it must broadcast against"),
         ({"bias": BIAS[..., :7]}, ValueError, "bias has shape (1, 4, 19, 7)"),
-        ({"sink": BIAS}, ValueError, "one logit per query head, (4,)"),
+        ({"sink": BIAS}, ValueError, "one per query head, (4,)"),
         ({"scale": float("nan")}, ValueError, "scale is nan"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap is 0.0"),
         ({"block_sizes": (8, 8)}, TypeError, "block_sizes is a tuple"),
@@ -102,15 +102,16 @@ def test_refusals_name_the_argument_and_the_remedy(change, error, message):
         attention(**arguments)
 
 
-def absent(name: str):
+def without(monkeypatch, name: str) -> None:
     """An operation without the named implementation, on any machine."""
-    return lambda self, asked, original=type(OPERATION).implementation: (
-        None if asked == name else original(self, asked)
+    original = type(OPERATION).implementation
+    monkeypatch.setattr(
+        type(OPERATION), "implementation", lambda s, asked: None if asked == name else original(s, asked)
     )
 
 
 def test_one_name_fails_fast_a_list_warns_and_goes_on(monkeypatch):
-    monkeypatch.setattr(type(OPERATION), "implementation", absent("cudnn"))
+    without(monkeypatch, "cudnn")
     with pytest.raises(UnsupportedError, match="cudnn"):
         attention(QUERY, KEY, VALUE, implementation="cudnn")
     with pytest.warns(AutopallasWarning, match="cudnn.*using xla"):
