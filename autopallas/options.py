@@ -136,6 +136,8 @@ def _count(name: str, value: object) -> int:
 def _require(name: str, value: object) -> tuple[tuple[str, int], ...]:
     if value is None:
         return ()
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        value = dict(value)  # its own result: options are checked where they are given and where they are used
     if not isinstance(value, Mapping):
         raise _bad(name, value, 'give a mapping from operation to number of sites, such as {"attention": 2}')
     required = {one_of(f"an operation in option {name}", op, OPERATIONS): n for op, n in value.items()}

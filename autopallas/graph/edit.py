@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
-__all__ = ["Edit", "rebuild", "surviving"]
+__all__ = ["Edit", "rebuild", "surviving", "without_results"]
 
 
 @dataclass(slots=True)
@@ -112,14 +112,22 @@ def _in_order(equations: list[JaxprEqn], known: set[Var]) -> list[JaxprEqn]:
     return placed
 
 
+def without_results(equation: JaxprEqn, results: Sequence[Var]) -> list[JaxprEqn]:
+    """What is left of an equation of which some results are computed elsewhere."""
+    if len(results) == len(equation.outvars):
+        return []
+    return [equation.replace(outvars=[Var(v.aval) if v in results else v for v in equation.outvars])]
+
+
 def surviving(graph: Graph, given: Iterable[int]) -> set[int]:
     """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere."""
     given = set(given)
     edits: dict[Body, Edit] = {}
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
-            if position not in body.children and all(numbers[v] in given for v in equation.outvars):
-                edits.setdefault(body, Edit()).replaced[position] = []
+            if position not in body.children and any(numbers[v] in given for v in equation.outvars):
+                kept = without_results(equation, [v for v in equation.outvars if numbers[v] in given])
+                edits.setdefault(body, Edit()).replaced[position] = kept
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
     todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]

@@ -73,7 +73,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
-    return ordered, [miss for score, miss in misses.items() if score not in matches]
+    gone = {number for match in ordered for number in match.replaced}
+    still = surviving(graph, gone) if ordered else alive  # a backward that was recognised holds no near misses
+    return ordered, [miss for score, miss in misses.items() if score not in matches and score in still]
 
 
 def _with_backward(
@@ -83,18 +85,17 @@ def _with_backward(
     searches = {score: search for score, draft in drafts.items() if (search := draft.search()) is not None}
     if not searches:
         return
-    lookup = Lookup(graph)
     given = {number for match in matches.values() for number in match.results}
-    complete, _ = settle(graph, lookup, list(searches.values()), given)
+    complete = settle(graph, Lookup(graph), list(searches.values()), given)
     for score, search in searches.items():
-        if search.found and search not in complete:
-            reason = f"only a part of its backward was recognised; {misses[score].reason}"
-            misses[score] = NearMiss("attention", misses[score].location, reason)
+        miss = misses[score]
         if search in complete:
             try:
                 matches[score] = drafts[score].match_with(search)
             except Mismatch as mismatch:
-                misses[score] = NearMiss("attention", misses[score].location, mismatch.reason)
+                misses[score] = replace(miss, reason=mismatch.reason)
+        elif search.found:
+            misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 
 
 def _reach(graph: Graph) -> list[tuple[bool, bool]]:

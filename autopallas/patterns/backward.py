@@ -271,31 +271,25 @@ class Search:
         return self.forward.own - self.replaced()
 
 
-def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> tuple[list[Search], set[int]]:
+def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> list[Search]:
     """The searches whose backward is found completely: nothing between operands and results remains in the program.
 
     A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.
-
-    Returns:
-      The complete searches, and the numbers of the values that the program then still computes.
+    ``given`` are the values that other sites give.
     """
     for search in searches:
         search.found = lookup.backwards(search.forward, search.roles)
 
-    def alive(chosen: Sequence[Search]) -> set[int]:
-        return surviving(graph, given.union(*(s.replaced() for s in chosen)))
+    def incomplete(chosen: Sequence[Search]) -> list[Search]:
+        still = surviving(graph, given.union(*(s.replaced() for s in chosen)))
+        return [s for s in chosen if s.inner() & still]
 
     chosen = list(searches)
-    still = alive(chosen)
-    again = [s for s in chosen if s.inner() & still and s.others]
-    for search in again:
+    for search in incomplete(chosen):
         search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
-    if again:
-        still = alive(chosen)
-    while any(s.inner() & still for s in chosen):
-        chosen = [s for s in chosen if not s.inner() & still]
-        still = alive(chosen)
-    return chosen, still
+    while left := incomplete(chosen):
+        chosen = [s for s in chosen if s not in left]
+    return chosen
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

@@ -62,6 +62,11 @@ class Match:
     backwards: tuple[BackwardMatch, ...] = ()
 
     @property
+    def replaced(self) -> tuple[int, ...]:
+        """Numbers of all values that a kernel gives in place of the program."""
+        return (*self.results, *(number for b in self.backwards for _, number in b.gradients))
+
+    @property
     def spec(self) -> Any:
         return self.site.spec
 

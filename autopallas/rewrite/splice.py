@@ -8,7 +8,7 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph import Body, Graph
-from autopallas.graph.edit import Edit, rebuild
+from autopallas.graph.edit import Edit, rebuild, without_results
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
@@ -101,8 +101,9 @@ class _Splicer:
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             for position, equation in enumerate(body.equations):
                 same = [v for v in equation.outvars if numbers[v] == number]
-                if same and position not in edit.replaced:
-                    edit.replaced[position] = []
+                if same:
+                    left = edit.replaced.get(position, [equation])
+                    edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
                     edit.renamed.update(dict.fromkeys(same, gradient))
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:

@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 _FROZEN = frozenset(
     {"bitcast_convert_type", "ceil", "floor", "nextafter", "random_gamma", "rng_uniform", "round", "sign"}
 )
-"""Float results that are decisions: a grid point, a sign, a neighbour or bit pattern of the own dtype, a random number."""
+"""Float results that are decisions: a grid point, a sign, a neighbour or bit pattern in a dtype, random numbers."""
 _OPAQUE = frozenset(
     {"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"}
 )

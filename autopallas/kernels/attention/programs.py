@@ -31,7 +31,10 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
 
     def inline(jaxpr: Any, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
         def read(atom: Any) -> tuple[str, int]:
-            return constant(atom.val, np.asarray(atom.val).dtype) if isinstance(atom, Literal) else environment[atom]
+            if not isinstance(atom, Literal):
+                return environment[atom]
+            aval: Any = atom.aval
+            return constant(atom.val, aval.dtype)
 
         for equation in jaxpr.eqns:
             arguments = [read(a) for a in equation.invars]

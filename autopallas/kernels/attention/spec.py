@@ -101,7 +101,7 @@ class AttentionSpec:
 
     @cached_property
     def mask_class(self) -> str:
-        """"full", "causal", "static" (another mask known from positions alone), or "dynamic" (depends on side inputs)."""
+        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs)."""
         from autopallas.kernels.attention.tiles import classify
 
         return classify(self)

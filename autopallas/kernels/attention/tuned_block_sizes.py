@@ -1,7 +1,8 @@
 """Tuned block sizes of the attention implementations, and the times and bytes that justify using them.
 
 Every row was measured as its ``evidence`` says.  Times are medians of interleaved runs in one process against the naive
-spelling (einsum, where, softmax, einsum; its gradient by jax.grad).
+spelling (einsum, where, softmax, einsum; its gradient by jax.grad), in microseconds of the process's CPU time, all
+threads together, which other work on the machine changes least.
 """
 
 from __future__ import annotations
@@ -226,6 +227,60 @@ _ROWS: dict[Key, Row] = {
     ),
     ("xla", "forward", "float32", "other", "full"): Row(
         BlockSizes(256, 256), 74810.0, 88210.0, 13664568, 71303168, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T256", "causal"): Row(
+        BlockSizes(256, 256), 13520.0, 13260.0, 7880848, 9445376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T256", "full"): Row(
+        BlockSizes(256, 256), 10000.0, 10820.0, 7880848, 9445376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T512", "causal"): Row(
+        BlockSizes(256, 256), 38850.0, 47910.0, 12633128, 39845888, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T512", "full"): Row(
+        BlockSizes(512, 512), 45080.0, 42600.0, 37257360, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T1024", "causal"): Row(
+        BlockSizes(256, 256), 100600.0, 204000.0, 15811624, 155189248, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T1024", "full"): Row(
+        BlockSizes(256, 256), 176200.0, 177800.0, 14238624, 125829120, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T2048", "causal"): Row(
+        BlockSizes(256, 256), 371100.0, 960200.0, 22168680, 612368384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T2048", "full"): Row(
+        BlockSizes(256, 256), 685200.0, 719000.0, 20595616, 486539264, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T256", "causal"): Row(
+        BlockSizes(256, 256), 9706.0, 11790.0, 6308048, 13115392, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T256", "full"): Row(
+        BlockSizes(256, 256), 10790.0, 12390.0, 6308048, 13115392, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T512", "causal"): Row(
+        BlockSizes(256, 256), 39500.0, 53140.0, 13681704, 35651584, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T512", "full"): Row(
+        BlockSizes(512, 512), 32520.0, 41420.0, 30458128, 34635776, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T1024", "causal"): Row(
+        BlockSizes(256, 256), 117200.0, 266900.0, 17908840, 138412032, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T1024", "dynamic"): Row(
+        BlockSizes(256, 256), 180800.0, 245300.0, 16335784, 138412032, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T1024", "full"): Row(
+        BlockSizes(256, 256), 171200.0, 198000.0, 16335776, 136380416, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T2048", "causal"): Row(
+        BlockSizes(256, 256), 406100.0, 1178000.0, 30557288, 545259520, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T2048", "dynamic"): Row(
+        BlockSizes(256, 256), 655100.0, 1093000.0, 28460072, 545259520, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T2048", "full"): Row(
+        BlockSizes(256, 256), 742600.0, 929200.0, 28460000, 541196288, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
 }
 

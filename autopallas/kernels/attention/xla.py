@@ -199,9 +199,9 @@ def _normalizers(
 ) -> tuple[Array, Array]:
     """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
 
-    The logsumexp serves where it can.  Its rounding error, about 1e-7 of its size, is the probabilities' relative error:
-    a row whose every key is masked with -1e9 has logsumexp -1e9 + log(S) = -1e9, and every probability would be 1.  With
-    such rows, and where the sum may not be positive, maximum and sum are computed anew.
+    The logsumexp serves where it can.  Its rounding error, about 1e-7 of its size, is the probabilities' relative
+    error: a row whose every key is masked with -1e9 has logsumexp -1e9 + log(S) = -1e9, and every probability would be
+    1.  With such rows, and where the sum may not be positive, maximum and sum are computed anew.
     """
 
     def anew() -> tuple[Array, Array]:
@@ -219,7 +219,8 @@ def _normalizers(
     if spec.inner_weights:
         return anew()
     large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
-    return lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    shift, factor = lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    return shift, factor
 
 
 _LARGE_LOGSUMEXP = 256.0

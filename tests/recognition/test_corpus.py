@@ -1,0 +1,82 @@
+"""The programs of tests/corpus: every attention is found, look-alikes are refused or exact, nothing raises."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+import corpus
+import jax
+import pytest
+from recognition.compare import compare, compiled, floats, measured, optimized_like_a_user
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    CASES = {case.name: case for case in corpus.cases()}
+
+_MODULES = {"flax.nnx": "flax", "haiku": "haiku", "optax": "optax"}
+_NEEDS_OPTAX = ("loss", "train_step")
+
+
+def _names(**wanted):
+    return [name for name, case in CASES.items() if all(getattr(case, k) == v for k, v in wanted.items())]
+
+
+def _built(name):
+    case = CASES[name]
+    needed = {_MODULES[case.library]} if case.library in _MODULES else set()
+    if case.kind == "train_step":
+        needed.add("optax")
+    missing = [module for module in sorted(needed) if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    return case, *case.build()
+
+
+def _difference(case, function, args):
+    """(report, largest error relative to the original's results)."""
+    optimized = optimized_like_a_user(function)
+    given = compiled(lambda *a: optimized(*a))(*args)
+    expected = compiled(lambda *a: function(*a))(*args)
+    return optimized.report(), max((error for error, _ in measured(given, expected)), default=0.0)
+
+
+@pytest.mark.parametrize("name", _names(origin="hand", kind="forward"))
+def test_every_attention_written_by_hand_is_found(name):
+    case, function, args = _built(name)
+    report, error = _difference(case, function, args)
+    assert report.counts()["attention"] == case.count("attention"), [m.reason for m in report.near_misses]
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", _names(origin="library", kind="forward"))
+def test_every_attention_of_a_library_is_found(name):
+    case, function, args = _built(name)
+    report, error = _difference(case, function, args)
+    assert report.counts()["attention"] == case.count("attention"), [m.reason for m in report.near_misses]
+    assert error < (2e-2 if "bf16" in case.tags else 1e-5)
+
+
+@pytest.mark.parametrize("name", _names(origin="negative", kind="forward"))
+def test_look_alikes_are_refused_or_exact_in_value_and_gradient(name):
+    case, function, args = _built(name)
+    with_gradients = bool(floats(args)) and all(floats(a) for a in args)
+    compared = compare(lambda *a: function(*a), args, gradients=with_gradients, dtype="float32")
+    assert compared.complaints == []
+    if case.decoy["op"] == "attention" and case.decoy["equivalent"] is None:
+        carried = {"negative/mask_multiplies_scores/forward"}  # exactly, as a part of the score program
+        assert compared.counts() == (1 if name in carried else case.count("attention"))
+
+
+@pytest.mark.parametrize("name", _names(kind="loss") + _names(kind="train_step"))
+def test_programs_with_a_derivative_inside_compute_what_they_did(name):
+    case, function, args = _built(name)
+    report, error = _difference(case, function, args)
+    assert not report.failures
+    assert error < (4e-2 if "bf16" in case.tags else 2e-4)
+
+
+def test_the_corpus_is_complete_enough_to_mean_something():
+    assert sum(CASES[name].count("attention") for name in _names(origin="hand", kind="forward")) >= 12
+    assert len(_names(origin="negative")) >= 10
+    assert jax.default_backend() == "cpu"

@@ -1,0 +1,291 @@
+"""The optimized function in every use that jit allows, and some that it does not; options and environment at work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from recognition.catalogue import array
+from transforms.test_transforms import attend, optimized, primitives, same
+
+import autopallas
+from autopallas import AutopallasWarning
+from autopallas.errors import RequirementError, UnsupportedError
+
+T, S, D = 5, 7, 3
+
+
+@pytest.fixture(scope="module")
+def qkv():
+    return array(1, 2, T, D, seed=1), array(1, 2, S, D, seed=2), array(1, 2, S, D, seed=3)
+
+
+def test_strings_none_and_numbers_as_arguments(qkv):
+    def function(q, k, v, mode, scale=None, power=1, flag=True):
+        scale = 1.0 if scale is None else scale
+        out = attend(q * scale**power, k, v)
+        return -out if mode == "negated" and flag else out
+
+    wrapped = optimized(function, require={"attention": 1})
+    same(wrapped(*qkv, "negated"), function(*qkv, "negated"))
+    same(wrapped(*qkv, "plain", power=2, scale=0.5), function(*qkv, "plain", power=2, scale=0.5))
+    same(wrapped(*qkv, mode="negated", flag=False), function(*qkv, mode="negated", flag=False))
+
+
+def test_a_number_that_the_function_looks_at(qkv):
+    def function(q, k, v, layers):
+        for _ in range(layers):
+            q = attend(q, k, v)
+        return q
+
+    wrapped = optimized(function)
+    for layers in (1, 3):
+        same(wrapped(*qkv, layers), function(*qkv, layers))
+        assert wrapped.report().counts()["attention"] == layers
+
+
+def test_an_array_that_the_function_looks_at_runs_as_it_is(qkv):
+    def function(q, k, v):
+        return attend(q, k, v) if float(q.sum()) < 1e6 else q
+
+    wrapped = optimized(function, strict=False)
+    with pytest.warns(AutopallasWarning, match="as it is"):
+        same(wrapped(*qkv), attend(*qkv))
+    assert wrapped.report().failures[0].stage == "trace"
+
+
+def test_results_that_are_no_arrays(qkv):
+    wrapped = optimized(lambda q, k, v: {"out": attend(q, k, v), "name": "attention"}, strict=False)
+    with pytest.warns(AutopallasWarning):
+        result = wrapped(*qkv)
+    assert result["name"] == "attention"
+    same(result["out"], attend(*qkv))
+
+
+def test_the_functions_own_error_is_raised_as_it_is(qkv):
+    def function(q, k, v):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        optimized(function, strict=False)(*qkv)
+    with pytest.raises(TypeError, match="dot_general|matmul|contract|shape"):
+        optimized(strict=False)(qkv[0], qkv[1][..., :2], qkv[2])
+
+
+def test_a_method_and_its_instance(qkv):
+    @dataclasses.dataclass(frozen=True)
+    class Layer:
+        scale: float
+
+        @functools.partial(autopallas.optimize, objective="always", strict=True)
+        def __call__(self, q, k, v):
+            return attend(q * self.scale, k, v)
+
+    q, k, v = qkv
+    same(Layer(2.0)(*qkv), attend(q * 2, k, v))
+    same(Layer(0.5)(*qkv), attend(q * 0.5, k, v))
+
+
+def test_keyword_arguments_and_trees(qkv):
+    def function(params, *, inputs):
+        return {"out": [attend(inputs["q"], *params)]}
+
+    wrapped = optimized(function, require={"attention": 1})
+    q, k, v = qkv
+    result = wrapped((k, v), inputs={"q": q})
+    same(result["out"][0], attend(*qkv))
+    gradients = jax.grad(lambda p: wrapped(p, inputs={"q": q})["out"][0].sum())((k, v))
+    same(gradients, jax.grad(lambda p: attend(q, *p).sum())((k, v)), 3e-5)
+
+
+def test_static_arguments_of_an_existing_jit(qkv):
+    @functools.partial(jax.jit, static_argnames="repeats", static_argnums=3)
+    def function(q, k, v, name, repeats=1):
+        assert isinstance(name, str)
+        for _ in range(repeats):
+            q = attend(q, k, v)
+        return q
+
+    wrapped = optimized(function)
+    same(wrapped(*qkv, "name", repeats=2), function(*qkv, "name", repeats=2))
+    assert wrapped.report().counts()["attention"] == 2
+    wrapped(*qkv, "name")
+    assert wrapped.report().counts()["attention"] == 1
+
+
+def test_donated_arguments_of_an_existing_jit(qkv):
+    function = jax.jit(lambda q, k, v: attend(q, k, v), donate_argnums=0)
+    wrapped = optimized(function, require={"attention": 1})
+    q = jnp.array(qkv[0])
+    result = wrapped(q, *qkv[1:])
+    assert q.is_deleted()
+    same(result, attend(*qkv))
+
+
+def test_the_api_of_jit(qkv):
+    wrapped = optimized()
+    lowered = wrapped.lower(*qkv)
+    same(lowered.compile()(*qkv), attend(*qkv))
+    assert wrapped.eval_shape(*qkv).shape == (1, 2, T, D)
+    assert "autopallas_site" in primitives(wrapped.trace(*qkv).jaxpr)
+    assert wrapped.__wrapped__ is attend
+    assert wrapped.__name__ == "attend"
+    wrapped(*qkv)
+    wrapped.clear_cache()
+    same(wrapped(*qkv), attend(*qkv))
+
+
+def test_a_signature_is_traced_once(qkv):
+    traced = []
+
+    def function(q, k, v):
+        traced.append(q.shape)
+        return attend(q, k, v)
+
+    wrapped = optimized(function)
+    for _ in range(3):
+        wrapped(*qkv)
+    assert len(traced) == 1
+    wrapped(qkv[0][..., :2], qkv[1][..., :2], qkv[2])
+    assert len(traced) == 2
+
+
+# --- Options ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_evidence_the_original_stays(qkv):
+    wrapped = autopallas.optimize(attend, strict=True)
+    wrapped(*qkv)
+    (site,) = wrapped.report().sites
+    assert site.verdict == "kept"
+    assert "measured" in site.reason
+    np.testing.assert_array_equal(wrapped(*qkv), jax.jit(attend)(*qkv))
+
+
+def test_a_block_of_options_is_part_of_the_trace_key(qkv):
+    wrapped = autopallas.optimize(attend, strict=True)
+    jitted = jax.jit(wrapped)
+    verdicts = []
+    for objective in ("time", "always", "time"):
+        with autopallas.options(objective=objective):
+            jitted(*qkv)
+            verdicts.append("autopallas_site" in primitives(jax.make_jaxpr(wrapped)(*qkv)))
+    assert verdicts == [False, True, False]
+
+
+def test_requirement_that_is_not_met_names_what_was_nearly_found(qkv):
+    def function(q, k, v):
+        p = jax.nn.softmax(q @ k.mT)
+        return p @ v, p
+
+    with pytest.raises(RequirementError, match=r"attention: 0 of 1[\s\S]*also returned"):
+        optimized(function, require={"attention": 1})(*qkv)
+    with pytest.raises(RequirementError, match="attention: 1 of 2"):
+        optimized(require={"attention": 2})(*qkv)
+
+
+def test_fuel_limits_the_number_of_applied_sites(qkv):
+    def function(q, k, v):
+        return attend(attend(attend(q, k, v), k, v), k, v)
+
+    for fuel in range(4):
+        wrapped = optimized(function, fuel=fuel)
+        same(wrapped(*qkv), function(*qkv))
+        report = wrapped.report()
+        assert report.counts()["attention"] == fuel
+        assert [site.verdict for site in report.sites] == ["applied"] * fuel + ["kept"] * (3 - fuel)
+
+
+def test_only_the_operations_asked_for(qkv):
+    wrapped = optimized(ops="cross_entropy")
+    wrapped(*qkv)
+    assert wrapped.report().sites == ()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_implementation_by_name(implementation, qkv):
+    wrapped = optimized(implementation=implementation)
+    same(wrapped(*qkv), attend(*qkv))
+    assert wrapped.report().sites[0].implementation == implementation
+
+
+def test_an_implementation_that_cannot_is_an_error_and_in_a_list_a_warning(qkv):
+    with pytest.raises(UnsupportedError, match="cudnn"):
+        optimized(implementation="cudnn")(*qkv)
+    wrapped = optimized(implementation=["cudnn", "xla"])
+    same(wrapped(*qkv), attend(*qkv))
+    (site,) = wrapped.report().sites
+    assert site.implementation == "xla"
+    assert [attempt[0] for attempt in site.attempts] == ["cudnn"]
+
+
+def test_explain_runs_nothing_and_uses_the_functions_own_options():
+    ran = []
+
+    def function(q, k, v):
+        jax.debug.callback(lambda: ran.append(1))
+        return attend(q, k, v)
+
+    shapes = [jax.ShapeDtypeStruct((1, 2, n, D), jnp.float32) for n in (T, S, S)]
+    wrapped = optimized(function)
+    assert autopallas.explain(wrapped, *shapes).counts()["attention"] == 1
+    assert autopallas.explain(function, *shapes).sites[0].verdict == "kept"
+    assert wrapped.report().sites == ()
+    jax.effects_barrier()
+    assert ran == []
+
+
+def test_the_report_is_of_the_last_traced_signature(qkv):
+    wrapped = optimized()
+    assert wrapped.report() == autopallas.Report()
+    wrapped(*qkv)
+    assert "B=1 N=2" in wrapped.report().sites[0].spec_line
+    wrapped(*(x.repeat(2, 0) for x in qkv))
+    assert "B=2 N=2" in wrapped.report().sites[0].spec_line
+
+
+def test_effects_of_the_function_stay_and_keep_their_order(qkv, capfd):
+    def function(q, k, v):
+        jax.debug.print("before {}", 1, ordered=True)
+        out = attend(q, k, v)
+        jax.debug.print("after {}", 2, ordered=True)
+        return out
+
+    wrapped = optimized(function, require={"attention": 1})
+    wrapped(*qkv)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[:2] == ["before 1", "after 2"]
+
+
+# --- Environment -----------------------------------------------------------------------------------------------------
+
+
+def test_disable_runs_the_program_as_it_was_written(qkv, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_DISABLE", "1")
+    wrapped = optimized(require={"attention": 1})
+    assert "autopallas_site" not in primitives(jax.make_jaxpr(wrapped)(*qkv))
+    np.testing.assert_array_equal(wrapped(*qkv), jax.jit(attend)(*qkv))
+    assert wrapped.report().sites == ()
+
+
+def test_backend_wins_over_the_code(qkv, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_BACKEND", "reference")
+    wrapped = optimized(implementation="xla")
+    wrapped(*qkv)
+    assert wrapped.report().sites[0].implementation == "reference"
+    monkeypatch.setenv("AUTOPALLAS_BACKEND_ATTENTION", "xla")
+    wrapped = optimized()
+    wrapped(*qkv)
+    assert wrapped.report().sites[0].implementation == "xla"
+
+
+def test_fuel_from_the_environment(qkv, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_FUEL", "0")
+    wrapped = optimized()
+    wrapped(*qkv)
+    assert [site.verdict for site in wrapped.report().sites] == ["kept"]
+    assert "fuel" in wrapped.report().sites[0].reason
