@@ -4,14 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax._src import source_info_util
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
+from jax.extend.core import DebugInfo
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters.partial_eval import dce_jaxpr
+
+if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
+
+    class Var:
+        aval: Any
+
+        def __init__(self, aval: Any) -> None: ...
+
+    class Literal:
+        val: Any
+        aval: Any
+
+        def __init__(self, val: Any, aval: Any) -> None: ...
+
+    class JaxprEqn:
+        primitive: Any
+        params: dict[str, Any]
+        invars: list[Any]
+        outvars: list[Any]
+        effects: Any
+        source_info: Any
+        ctx: Any
+
+        def replace(self, **changes: Any) -> JaxprEqn: ...
+
+    class Jaxpr:
+        constvars: list[Var]
+        invars: list[Var]
+        outvars: list[Any]
+        eqns: list[JaxprEqn]
+        effects: Any
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    class ClosedJaxpr:
+        jaxpr: Jaxpr
+        consts: list[Any]
+        in_avals: list[Any]
+        out_avals: list[Any]
+
+        eqns: list[JaxprEqn]
+
+        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
+
+    dce_jaxpr: Any
+    jaxpr_as_fun: Any
+    new_jaxpr_eqn: Any
+
+else:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
+    from jax.interpreters.partial_eval import dce_jaxpr
 
 __all__ = [
     "ClosedJaxpr",
@@ -122,7 +172,7 @@ def inlined_equation(
 
 
 def location(equation: JaxprEqn | None) -> str:
-    """"file:line (function)" of the user's code that made an equation, or "unknown"."""
+    """ "file:line (function)" of the user's code that made an equation, or "unknown"."""
     if equation is None or equation.source_info.traceback is None:
         return "unknown"
     frame = source_info_util.user_frame(equation.source_info.traceback)
@@ -141,7 +191,7 @@ def extended_scan(params: dict[str, Any], read: int, stacked: int) -> dict[str, 
     """A scan's parameters after its body got further slices to read and further results to stack, each at the end."""
     if "num_consts" in params:
         return params
-    from jax._src import flattree
+    from jax._src import flattree  # type: ignore[attr-defined]
 
     constants, carried, slices = params["ft_in"].unpack()
     carried_out, results = params["ft_out"].unpack()
@@ -172,7 +222,8 @@ def multiplication_params() -> dict[str, Any]:
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
-def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:
+def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The closed jaxpr of a function."""
     return jax.make_jaxpr(function)(*args, **kwargs)
 
 
@@ -216,7 +267,7 @@ def versions() -> dict[str, str]:
 
 
 def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any]) -> Any:
-    """The abstract array that a computation of ``operands`` gives: it varies over every manual mesh axis they vary over."""
+    """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over."""
     aval = jax.core.ShapedArray(tuple(shape), dtype)
     kinds = [a.manual_axis_type for a in operands if hasattr(a, "manual_axis_type")]
     varying = frozenset().union(*(kind.varying for kind in kinds))

@@ -89,7 +89,7 @@ def _warn(message: str) -> None:
 
 
 class Optimized(Generic[P, R]):
-    """A function whose reference computations run as tuned kernels.  Made by :func:`optimize`, called like the function."""
+    """A function whose reference computations run as tuned kernels; made by :func:`optimize`, called as before."""
 
     def __init__(self, function: Callable[P, R], explicit: dict[str, Any]):
         functools.update_wrapper(self, function)
@@ -105,8 +105,8 @@ class Optimized(Generic[P, R]):
         def traced(*args: Any, **kwargs: Any) -> Any:
             return self._traced(*args, **kwargs)
 
-        self._jit = jax.jit(traced, **(settings or {}))
-        self._fixed = jax.jit(self._traced_fixed, static_argnums=0)
+        self._jit: Any = jax.jit(traced, **(settings or {}))
+        self._fixed: Any = jax.jit(self._traced_fixed, static_argnums=0)
         self._as_it_is: Exception | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -237,13 +237,14 @@ def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments
     """Makes a function run its reference computations as tuned kernels, without changing what it computes.
 
     Works as a decorator, bare or with options, and as a function; on a plain function, which is then compiled with
-    ``jax.jit``, and on an existing jit function, whose static, donated and sharded arguments it keeps.  The result can be
-    called inside jit, grad, vmap, scan and checkpoint.  The outermost optimized function owns the rewrite of everything
+    ``jax.jit``, and on an existing jit function, whose static, donated and sharded arguments it keeps.  The result can
+    be called inside jit, grad, vmap, scan and checkpoint.  The outermost optimized function owns the rewrite of all
     that it calls.
 
     Args:
       fn: the function.
-      **options: any field of :class:`autopallas.Options`, such as ``objective="memory"`` or ``require={"attention": 2}``.
+      **options: any field of :class:`autopallas.options.Options`, such as ``objective="memory"`` or
+        ``require={"attention": 2}``.
 
     Returns:
       The optimized function; its ``report()`` says what was replaced and why.

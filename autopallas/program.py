@@ -157,7 +157,8 @@ class Program:
                 case Constant():
                     return jnp.asarray(i.value, i.dtype)
 
-        return self.run(load, _bind)
+        result: jax.Array = self.run(load, _bind)
+        return result
 
     def run(self, load: Callable[[Input], Any], apply: Callable[[Instruction, list[Any]], Any]) -> Any:
         """Interprets the program over any domain: arrays, numpy arrays, intervals."""

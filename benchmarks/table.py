@@ -18,7 +18,7 @@ from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.patterns import Match, find
 from autopallas.plan import Decision
-from autopallas.rewrite.splice import splice
+from autopallas.rewrite import splice
 from autopallas.tuning import Measurement, measure
 from autopallas.tuning.table import Key, Row
 from benchmarks import environment, terminal

@@ -1,8 +1,8 @@
 """Index notation for the values of a graph: one use of a value is a value and a view.
 
-A view says which index of the value is meant, per dimension: ``index = offset + mixed radix of the atoms`` (major first).
-Atoms are axis labels, shared by all values of one site.  A layout operation maps a view of its result to a view of its
-operand, and that is all it is: pulled back through transposes, reshapes, broadcasts and slices, layout vanishes.
+A view says which index of the value is meant, per dimension: ``index = offset + mixed radix of the atoms``, major
+first.  Atoms are axis labels, shared by all values of one site.  A layout operation maps a view of its result to a view
+of its operand, and that is all it is: pulled back through transposes, reshapes, broadcasts and slices, layout vanishes.
 Labelling uses and not values keeps T and S apart in ``softmax(x @ x.T) @ x``.
 """
 

@@ -1,7 +1,7 @@
 """Value numbering: equal computations get one number, across all nested bodies.
 
-The constants of a loop keep their outer number inside, the operands of a branch too, and a checkpoint's recomputation is
-the same value as what it recomputes.  In a scan a number stands for a family of values, one per index of the scanned
+The constants of a loop keep their outer number inside, the operands of a branch too, and a checkpoint's recomputation
+is the same value as what it recomputes.  In a scan a number stands for a family of values, one per index of the scanned
 axis: what one scan stacks and another reads slice by slice (a forward scan's residuals, in the backward) is one family
 under one number.
 
@@ -41,7 +41,7 @@ class Node:
 
     @property
     def params(self) -> dict[str, Any]:
-        return self.equation.params  # type: ignore[no-any-return]
+        return self.equation.params
 
 
 class Graph:

@@ -47,7 +47,7 @@ class Unsupported:
 class Operation:
     """One operation: its name, and the order in which its implementations are asked on each platform.
 
-    The implementation ``name`` of operation ``op`` is the module ``autopallas.kernels.<op>.<name>``, imported when it is
+    The implementation ``name`` of operation ``op`` is the module ``autopallas.kernels.<op>.<name>``, imported when
     first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
     ``backward(spec, block_sizes, ...)``; a module that does not exist is Unsupported.
     """
@@ -85,7 +85,7 @@ class Operation:
             if name not in IMPLEMENTATIONS:
                 raise UnsupportedError(f"no implementation is called {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
         if not names:
-            raise UnsupportedError(f"an empty list of implementations was given; there are {', '.join(IMPLEMENTATIONS)}")
+            raise UnsupportedError(f"no implementation was named; there are {', '.join(IMPLEMENTATIONS)}")
         return names
 
     def candidates(
@@ -117,8 +117,6 @@ class Operation:
                 failures.append(f"{name}: {type(error).__name__}: {error}")
                 continue
             if failures and implementation is not None:
-                warnings.warn(
-                    f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3
-                )
+                warnings.warn(f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3)
             return result
         raise UnsupportedError(f"{self.name} on {device.platform}: " + "; ".join(failures))

@@ -80,9 +80,7 @@ def read(
     return array.reshape([math.prod(sizes[a] for a in group) for group in full])
 
 
-def write(
-    array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[Sequence[Label]]
-) -> jax.Array:
+def write(array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[Sequence[Label]]) -> jax.Array:
     """The inverse of :func:`read` for a result: from one dimension per group to the dimensions of ``view``."""
     order = [a for group in groups for a in group]
     array = array.reshape([sizes[a] for a in order])

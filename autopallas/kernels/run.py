@@ -46,6 +46,8 @@ class SiteDescription(Protocol):
     ) -> tuple[jax.Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
 
+    def __hash__(self) -> int: ...
+
     def batched(self, axes: Sequence[int | None], size: int) -> SiteDescription:
         """The place under vmap: each operand with an axis, and each result and residual, has it in front."""
 

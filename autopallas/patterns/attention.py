@@ -63,7 +63,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 if draft is not None and score is not None and score not in matches:
                     matches[score] = draft.match()
             except Escape as escape:
-                assert draft is not None and score is not None
+                assert draft is not None
+                assert score is not None
                 drafts.setdefault(score, draft)
                 misses.setdefault(score, NearMiss("attention", draft.location, escape.reason))
             except Mismatch as mismatch:
@@ -81,7 +82,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 def _with_backward(
     graph: Graph, drafts: dict[int, _Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
-    """Settles the sites whose intermediate values are used elsewhere: by their own backward, or else it is a near miss."""
+    """Settles the sites whose intermediate values are used elsewhere: by their own backward, or it is a near miss."""
     searches = {score: search for score, draft in drafts.items() if (search := draft.search()) is not None}
     if not searches:
         return
@@ -461,8 +462,11 @@ class _Draft:
                 if not fitting:
                     raise Mismatch("the backward lacks an operand where it stands")
                 levels[use] = min(levels.get(use, fitting[-1]), fitting[-1])
-        pins = {use: search.found[0].levels[use][level].operand for use, level in levels.items()
-                if use in search.found[0].levels}
+        pins = {
+            use: search.found[0].levels[use][level].operand
+            for use, level in levels.items()
+            if use in search.found[0].levels
+        }
         if levels.keys() != pins.keys():
             raise Mismatch("two backwards of the site give the cotangents of different operands")
         sides = [pin for use, pin in pins.items() if use not in roles]
@@ -687,6 +691,8 @@ class _Draft:
 
     def _live(self, expression: Expression) -> list[tuple[Ref, bool]]:
         """Masks that must all hold for a key to have weight: those of selections directly under the exponential."""
+        name: str | None
+        arguments: list[Any] | None
         match expression:
             case Ref():
                 ref = self.space.canonical(expression)
@@ -694,7 +700,8 @@ class _Draft:
                     return []
                 name, arguments, dtype = self.scope.name(ref), self.space.operands(ref), self.graph.dtype(ref.value)
             case Apply():
-                name, arguments, dtype = expression.primitive.name, list(expression.arguments), expression.dtype
+                name, dtype = expression.primitive.name, expression.dtype
+                arguments = list(expression.arguments)
             case _:
                 return []
         if arguments is None:
@@ -807,4 +814,3 @@ def _precision(graph: Graph, node: Node) -> str | None:
 
 _ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
 """Algorithms that are what kernels do with operands of that dtype."""
-

@@ -1,9 +1,9 @@
 """Finding the backward of a matched forward, without any backward pattern.
 
-The matched forward is differentiated with ``jax.vjp``, and the equations that come out are looked up in the graph: JAX's
-autodiff is deterministic, so a program that holds the backward holds these very equations, whatever the spelling of the
-forward and the version of JAX.  Only the cotangent is unknown: every value is tried with which the first equation that
-reads it is in the graph.
+The matched forward is differentiated with ``jax.vjp``, and the equations that come out are looked up in the graph:
+JAX's autodiff is deterministic, so a program that holds the backward holds these very equations, whatever the
+spelling of the forward and the version of JAX. Only the cotangent is unknown: every value is tried with which the
+first equation that reads it is in the graph.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Backward:
 
     Attributes:
       cotangent: number of the result's cotangent.
-      levels: per use whose cotangent the program computes, what stands for operand and cotangent: the use itself, then the
-        values from which it comes by layout operations alone, as far back as their cotangents are in the program too.
+      levels: per use whose cotangent the program computes, what stands for operand and cotangent: the use itself, then
+        the values from which it comes by layout operations alone, as far back as the program has their cotangents.
     """
 
     cotangent: int

@@ -1,4 +1,4 @@
-"""Carrying the elementwise part of a site: expressions become programs, with side inputs cut where they are smallest."""
+"""Carrying the elementwise part of a site: expressions become programs, side inputs are cut where they are smallest."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Carrier:
     def role(self, ref: Ref, value: int | None = None) -> Operand:
         """An operand of its own (queries, keys, values), even where its value is an operand already.
 
-        Of the values that hold the same elements, ``value`` is taken, or by default the furthest back that is available.
+        Of the values that hold the same elements, ``value`` is taken; by default the furthest back that is at hand.
         """
         found = self._furthest(ref, value)
         self.operands.append(found.value)
@@ -296,5 +296,3 @@ class ProgramBuilder:
 def _params(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Parameters of an elementwise primitive, without what ties them to an array's placement."""
     return tuple((name, None if name in _IGNORED else value) for name, value in sorted(params.items()))
-
-

@@ -1,10 +1,10 @@
 """The proof that weights are a softmax, whatever the spelling.
 
-The weights' side of a contraction over S is pulled back to ``exp(argument) * weights * exp(rows)``, where ``rows`` is a
-formal sum of terms without S, with ``log(sum over S of exp(x))`` as one kind of term.  The weights are a softmax of x
-exactly when that sum is ``-1 * logsumexp(x)`` and nothing else that depends on the scores: a subtracted maximum cancels,
-however often it was subtracted, and division before or after the contraction, reciprocals, log_softmax and logsumexp
-come out the same.
+The weights' side of a contraction over S is pulled back to ``exp(argument) * weights * exp(rows)``, where ``rows`` is
+a formal sum of terms without S, with ``log(sum over S of exp(x))`` as one kind of term. The weights are a softmax of
+x exactly when that sum is ``-1 * logsumexp(x)`` and nothing else that depends on the scores: a subtracted maximum
+cancels, however often it was subtracted, and division before or after the contraction, reciprocals, log_softmax and
+logsumexp come out the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.expressions import Apply, Dtype, Expression, Scope
+from autopallas.patterns.expressions import Apply, Expression, Scope
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
 
@@ -345,9 +345,7 @@ class Softmax:
                 found = self.exponential(piece)
             finally:
                 self.axis = outer
-            summands.append(
-                [*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))]
-            )
+            summands.append([*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))])
         return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
 
     def _column(self, ref: Ref) -> list[Term]:

@@ -1,5 +1,5 @@
 """Splices decisions back into an edited jaxpr; the site primitive."""
 
-from autopallas.rewrite.splice import splice
+from autopallas.rewrite.sites import splice
 
 __all__ = ["splice"]

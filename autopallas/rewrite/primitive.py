@@ -5,8 +5,8 @@ backward kernel wants.  Its JVP rule binds itself and ``tangent``, which is line
 ``tangent`` binds ``backward``.  So reverse mode runs the kernels, and everything else that JAX can do with the original
 (forward mode, second order) is done with the original, which all three carry along.
 
-Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.kernels.run`); ``decision``, what was
-chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
+Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.kernels.run`); ``decision``,
+what was chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
 """
 
 from __future__ import annotations
@@ -152,6 +152,15 @@ def _site_jvp(
     return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
 
 
+def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: Any, **_: Any) -> list[Any]:
+    """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    types = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
+    given = [ad.instantiate_zeros(ct) for ct in cotangents[: len(original.out_avals)]]
+    pulled = iter(jax.linear_transpose(_vary(original, linear, operands), *types)(given))
+    return [next(pulled) if i in linear else None for i in range(len(operands))]
+
+
 def _tangent_transpose(cotangents: Sequence[Any], *arguments: Any, **params: Any) -> list[Any]:
     active = params["active"]
     known = arguments[: len(arguments) - len(active)]
@@ -199,6 +208,7 @@ def _differentiate(
 ad.primitive_jvps[site_p] = _site_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_jvps[backward_p] = _backward_jvp
+ad.primitive_transposes[site_p] = _site_transpose
 ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 

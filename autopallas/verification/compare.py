@@ -107,7 +107,8 @@ def compare(
       original, rewritten: the result as the two programs give it.
       oracle: the same from :class:`autopallas.verification.oracle.Oracle`.
       allowed: the tolerance.
-      perturbed: further samples of the original's own error: its results for arguments a rounding away.
+      perturbed: further samples of the original's own error: its results for arguments a rounding away, which replace
+        none of the numbers in the comparison but ``allowed``.
 
     Returns:
       The comparison.

@@ -68,9 +68,7 @@ _FROZEN = frozenset(
     {"bitcast_convert_type", "ceil", "floor", "nextafter", "random_gamma", "rng_uniform", "round", "sign"}
 )
 """Float results that are decisions: a grid point, a sign, a neighbour or bit pattern in a dtype, random numbers."""
-_OPAQUE = frozenset(
-    {"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"}
-)
+_OPAQUE = frozenset({"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"})
 """Somebody's kernel, or another language: nothing in here can be promoted."""
 _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 _KNOWN = frozenset(p.name for p in vars(primitives).values() if hasattr(p, "bind")) | {
@@ -193,9 +191,7 @@ def _sort(equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     first = values[0].own
     positions = lax.broadcasted_iota(np.int32, first.shape, axis)
     *own, order = _bind(equation, [*(v.own for v in values), positions], params)
-    return [
-        Value(x, _take(v.high, order, axis) if is_float(x.dtype) else x) for x, v in zip(own, values, strict=True)
-    ]
+    return [Value(x, _take(v.high, order, axis) if is_float(x.dtype) else x) for x, v in zip(own, values, strict=True)]
 
 
 def _take(x: Any, order: Any, axis: int) -> Any:

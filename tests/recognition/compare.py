@@ -60,7 +60,7 @@ def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Callabl
     return both
 
 
-def _error(given: Any, true: Any) -> tuple[float, float]:
+def _error(given: Any, true: Any, least: float) -> tuple[float, float]:
     """(max, mean) absolute error relative to the largest true value; infinite where NaNs are in other places."""
     given, true = np.asarray(given, np.float64), np.asarray(true, np.float64)
     assert given.shape == true.shape
@@ -70,16 +70,16 @@ def _error(given: Any, true: Any) -> tuple[float, float]:
     if not finite.any():
         return 0.0, 0.0
     apart = np.abs(given - true)[finite]
-    scale = max(np.abs(true[finite]).max(), 1e-30)
+    scale = max(np.abs(true[finite]).max(), least)
     return float(apart.max() / scale), float(apart.mean() / scale)
 
 
-def measured(given: Any, true: Any) -> list[tuple[float, float]]:
-    """Per floating leaf the (max, mean) relative error; other leaves must be equal."""
+def measured(given: Any, true: Any, least: float = 1e-3) -> list[tuple[float, float]]:
+    """Per floating leaf the (max, mean) error relative to its largest value, or to ``least``; other leaves must be equal."""
     errors = []
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(true), strict=True):
         if jnp.issubdtype(jnp.result_type(a), jnp.floating):
-            errors.append(_error(np.asarray(jnp.asarray(a), np.float64), b))
+            errors.append(_error(np.asarray(jnp.asarray(a), np.float64), b, least))
         elif not jnp.issubdtype(jnp.result_type(a), jax.dtypes.extended):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     return errors

@@ -164,9 +164,7 @@ class AttentionSite:
             return jnp.broadcast_to(read(source, operands, self.sizes, groups), shape)
 
         batch = (spec.batch, spec.key_heads)
-        q = whole(
-            self.query, (b, k_, g, t, self.head_labels), (*batch, spec.groups, spec.query_length, spec.head_size)
-        )
+        q = whole(self.query, (b, k_, g, t, self.head_labels), (*batch, spec.groups, spec.query_length, spec.head_size))
         k = whole(self.key, (b, k_, s, self.head_labels), (*batch, spec.key_length, spec.head_size))
         v = whole(self.value, (b, k_, s, self.value_labels), (*batch, spec.key_length, spec.value_head_size))
         sides = tuple(read(side, operands, self.sizes, self.axes) for side in self.sides)
@@ -216,7 +214,7 @@ class AttentionSite:
         that cannot be read off the program's."""
         q, k, v, sides, sink = self._canonical(operands)
         out, logsumexp = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
-        residuals = (write(logsumexp, self.rows, self.sizes, self.axes[:4]),)
+        residuals: tuple[jax.Array, ...] = (write(logsumexp, self.rows, self.sizes, self.axes[:4]),)
         if self.factors:
             residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
         return (self._finish(out, operands),), residuals
@@ -270,9 +268,7 @@ class AttentionSite:
         else:
             out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
             outside = []
-        dq, dk, dv, dsides, dsink = kernel.backward(
-            self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout
-        )
+        dq, dk, dv, dsides, dsink = kernel.backward(self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout)
         floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
         inside = pull((dq, dk, dv, floating, dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
