@@ -54,7 +54,7 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
         decisions = plan(matches, device, options)
-        sites = tuple(describe(match, decision) for match, decision in zip(matches, decisions, strict=True))
+        sites = describe(matches, decisions)
         stage = "rewrite"
         if any(decision.verdict == "applied" for decision in decisions):
             result = splice(graph, matches, decisions)

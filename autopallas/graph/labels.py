@@ -54,6 +54,7 @@ class Space:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.sizes: dict[Atom, int] = {}
+        self.refinements = 0
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
         self._origin: dict[Atom, Atom] = {}
 
@@ -112,6 +113,7 @@ class Space:
                         return None
                     major, minor = self.fresh(wanted)[0], self.fresh(self.sizes[atom] // wanted)[0]
                     self._parts[atom] = (major, minor)
+                    self.refinements += 1
                     self._origin[major] = self._origin[minor] = self._origin[atom]
                     atom = major
                     rest.insert(0, minor)

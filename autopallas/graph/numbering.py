@@ -75,6 +75,7 @@ class Graph:
         self.numbers: dict[Body, dict[Var, int]] = {}
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
         self._table: dict[Hashable, tuple[int, ...]] = {}
+        self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
 
     def shape(self, number: int) -> tuple[int, ...]:
@@ -91,12 +92,13 @@ class Graph:
 
     def occurrences(self, number: int) -> list[tuple[Body, int]]:
         """Every equation, in every body, that computes this value: (body, position)."""
-        return [
-            (body, position)
-            for body, numbers in self.numbers.items()
-            for position, equation in enumerate(body.equations)
-            if any(numbers.get(v) == number for v in equation.outvars)
-        ]
+        if self._occurrences is None:
+            self._occurrences = defaultdict(list)
+            for body, numbers in self.numbers.items():
+                for position, equation in enumerate(body.equations):
+                    for variable in equation.outvars:
+                        self._occurrences[numbers[variable]].append((body, position))
+        return self._occurrences.get(number, [])
 
     # ------------------------------------------------------------------ construction
 
@@ -204,10 +206,14 @@ class Graph:
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
-        params = tuple((k, v) for k, v in sorted(equation.params.items()) if k not in _IGNORED)
+        params: Hashable = tuple(item for item in sorted(equation.params.items()) if item[0] not in _IGNORED)
+        try:
+            hash(params)
+        except TypeError:
+            params = _hashable(params)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
-        types = tuple((tuple(v.aval.shape), str(v.aval.dtype)) for v in equation.outvars if hasattr(v.aval, "shape"))
-        key = (name, frame, tuple(ordered), _hashable(params), types)
+        types = tuple((v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape"))
+        key = (name, frame, tuple(ordered), params, types)
         try:
             hash(key)
         except TypeError:

@@ -8,7 +8,7 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -55,12 +55,12 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         for side in (0, 1):
             if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
                 continue
-            attempt = _Attempt(graph, reach, alive, assume_finite)
+            attempt = _Attempt(graph, reach, alive, assume_finite, matches.keys() | drafts.keys())
             score = None
             try:
                 draft = attempt.draft(node, side)
                 score = attempt.scope.score
-                if draft is not None and score is not None and score not in matches:
+                if draft is not None and score is not None:
                     matches[score] = draft.match()
             except Escape as escape:
                 assert draft is not None
@@ -159,8 +159,17 @@ def _sums_product(graph: Graph, node: Node) -> bool:
 class _Attempt:
     """One try to read a contraction as the second one of an attention."""
 
-    def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], alive: set[int], assume_finite: bool):
+    def __init__(
+        self,
+        graph: Graph,
+        reach: list[tuple[bool, bool]],
+        alive: set[int],
+        assume_finite: bool,
+        settled: Set[int],
+    ):
         self.graph, self.reach, self.alive, self.assume_finite = graph, reach, alive, assume_finite
+        self.settled = settled
+        """Scores of which the outcome is known already: what else is computed from them is their backward."""
         self.scope = Scope(graph)
         self.query_first = True
 
@@ -236,6 +245,8 @@ class _Attempt:
             return None
         score, query, key, head_axis = scores
         scope.score = score.value
+        if score.value in self.settled:
+            return None
         if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
             raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}")
         if len(contraction[2]) > 1 and not self._only_keys(softmax, contraction[2], score):
@@ -247,7 +258,7 @@ class _Attempt:
         draft = _Draft(
             self, softmax, node, side, root, top, score, query, key, value, key_axis, head_axis, found, normaliser, rest
         )
-        draft.assemble()  # visits everything once, so that no label is refined any more
+        draft.settle()
         return draft
 
     def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:
@@ -354,13 +365,20 @@ class _Draft:
         self.body = self.graph.definitions[root].body
         self.location = compat.location(second.equation)
 
+    def settle(self) -> None:
+        """Visits everything until no label is refined any more."""
+        before = -1
+        while self.space.refinements != before:
+            before = self.space.refinements
+            self.assembled = self.assemble()
+
     def match(self) -> Match:
         """The site in its forward direction.
 
         Raises:
           Escape: an intermediate value is used elsewhere.
         """
-        site, carrier = self.assemble()
+        site, carrier = self.assembled
         graph = self.graph
         if self.root not in self.attempt.alive:
             raise Escape("only its derivative is used")

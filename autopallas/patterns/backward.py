@@ -92,6 +92,19 @@ class Forward:
         ]
         self.own = {numbers[v] for v in own}
 
+    def shape(self) -> Hashable:
+        """Equal for forwards that do the same to other values: what their derivatives depend on."""
+        places: dict[Var, int] = {}
+        lines: list[Hashable] = []
+        for equation in self.equations:
+            atoms = tuple(
+                (str(a.aval), repr(a.val)) if isinstance(a, Literal) else places.get(a, str(a.aval))
+                for a in equation.invars
+            )
+            lines.append((self.graph.key(equation, (), ()), atoms))
+            places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
+        return tuple(lines)
+
     def jaxpr(self) -> Any:
         """From the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
@@ -123,6 +136,8 @@ class Lookup:
     def __init__(self, graph: Graph):
         self.graph = graph
         self._index: dict[Hashable, list[Node]] = {}
+        self._derivatives: dict[Hashable, Body] = {}
+        self._transposes: dict[Hashable, Body] = {}
         for node in graph.nodes:
             key = graph.key(node.equation, (), graph.frames[node.body])
             self._index.setdefault(key, []).append(node)
@@ -130,20 +145,7 @@ class Lookup:
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
         """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
         graph, frame = self.graph, self.graph.frames[forward.body]
-        program = forward.jaxpr()
-        shapes = [jax.ShapeDtypeStruct(u.variable.aval.shape, u.variable.aval.dtype) for u in forward.uses]
-        root = forward.root.aval
-
-        def pulled(cotangent: Any, *inputs: Any) -> Any:
-            def function(*chosen: Any) -> Any:
-                filled = list(inputs)
-                for i, x in zip(wanted, chosen, strict=True):
-                    filled[i] = x
-                return compat.jaxpr_as_fun(program)(*filled)[0]
-
-            return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
-
-        pattern = flatten(compat.make_jaxpr(pulled, jax.ShapeDtypeStruct(root.shape, root.dtype), *shapes))
+        pattern = self._derivative(forward, wanted)
         cotangent, *inputs = pattern.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
         found: dict[int, Backward] = {}
@@ -160,7 +162,27 @@ class Lookup:
         for backward in found.values():
             for i, levels in backward.levels.items():
                 self._extend(forward, forward.uses[i], levels, frame)
-        return [found[c] for c in found if graph.shape(c) == tuple(root.shape)]
+        return [found[c] for c in found if graph.shape(c) == tuple(forward.root.aval.shape)]
+
+    def _derivative(self, forward: Forward, wanted: Sequence[int]) -> Body:
+        """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``."""
+        key = (forward.shape(), tuple(wanted))
+        if key not in self._derivatives:
+            program = forward.jaxpr()
+
+            def pulled(cotangent: Any, *inputs: Any) -> Any:
+                def function(*chosen: Any) -> Any:
+                    filled = list(inputs)
+                    for i, x in zip(wanted, chosen, strict=True):
+                        filled[i] = x
+                    return compat.jaxpr_as_fun(program)(*filled)[0]
+
+                return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
+
+            avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+            self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
+        return self._derivatives[key]
 
     def _extend(self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...]) -> None:
         """Follows a use back through layout operations for as long as the program transposes them too."""
@@ -169,22 +191,23 @@ class Lookup:
             before = equation.invars[0]
             if is_identity(equation):
                 continue
-            step = closed([before], equation.outvars, [equation])
-            shape = jax.ShapeDtypeStruct(before.aval.shape, before.aval.dtype)
-            after = equation.outvars[0].aval
-            pattern = flatten(
-                compat.make_jaxpr(
-                    lambda ct, step=step, shape=shape: jax.linear_transpose(
-                        lambda x: compat.jaxpr_as_fun(step)(x)[0], shape
-                    )(ct)[0],
-                    jax.ShapeDtypeStruct(after.shape, after.dtype),
-                )
-            )
+            pattern = self._transposed(equation)
             found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
             result = pattern.outvars[0]
             if found is None or not isinstance(result, Var):
                 return
             levels.append(Level(numbers[before], found[result]))
+
+    def _transposed(self, equation: JaxprEqn) -> Body:
+        """The equations of the transpose of a layout operation."""
+        before, after = equation.invars[0].aval, equation.outvars[0].aval
+        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype))
+        if key not in self._transposes:
+            step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
+            transpose = jax.linear_transpose(lambda x: step(x)[0], jax.ShapeDtypeStruct(before.shape, before.dtype))
+            cotangent = jax.ShapeDtypeStruct(after.shape, after.dtype)
+            self._transposes[key] = flatten(compat.make_jaxpr(lambda ct: transpose(ct)[0], cotangent))
+        return self._transposes[key]
 
     def _follow(
         self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]

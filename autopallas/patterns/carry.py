@@ -153,7 +153,7 @@ class ProgramBuilder:
 
     def __init__(self, carrier: Carrier):
         self.carrier, self.scope = carrier, carrier.scope
-        self._inputs: list[Input] = []
+        self._inputs: dict[Input, int] = {}
         self._instructions: list[tuple[Instruction, tuple[Any, ...]]] = []
         self._known: dict[Any, Any] = {}
 
@@ -196,9 +196,7 @@ class ProgramBuilder:
         return Program(tuple(self._inputs), instructions, number(result))
 
     def _input(self, value: Input) -> Any:
-        if value not in self._inputs:
-            self._inputs.append(value)
-        return "input", self._inputs.index(value)
+        return "input", self._inputs.setdefault(value, len(self._inputs))
 
     def _emit(self, primitive: Any, params: tuple[Any, ...], arguments: tuple[Any, ...], dtype: Any) -> Any:
         key = (primitive, params, arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopallas.report.records import Site
@@ -9,8 +11,19 @@ from autopallas.report.records import Site
 __all__ = ["describe"]
 
 
-def describe(match: Any, decision: Any) -> Site:
-    """The record of one site: everything as text and numbers."""
+def describe(matches: Sequence[Any], decisions: Sequence[Any]) -> tuple[Site, ...]:
+    """The records of all sites: everything as text and numbers.  Equal sites share theirs but for the place."""
+    known: dict[Any, Site] = {}
+    records = []
+    for match, decision in zip(matches, decisions, strict=True):
+        key = (match.site, match.direction, decision)
+        if key not in known:
+            known[key] = _describe(match, decision)
+        records.append(replace(known[key], location=match.location, path=" > ".join(match.body.path)))
+    return tuple(records)
+
+
+def _describe(match: Any, decision: Any) -> Site:
     spec = match.spec
     sizes = decision.block_sizes
     return Site(

@@ -99,9 +99,10 @@ class _Splicer:
         )
         numbers = self.graph.numbers[body]
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
-            for position, equation in enumerate(body.equations):
-                same = [v for v in equation.outvars if numbers[v] == number]
-                if same:
+            for holder, position in self.graph.occurrences(number):
+                if holder is body:
+                    equation = body.equations[position]
+                    same = [v for v in equation.outvars if numbers[v] == number]
                     left = edit.replaced.get(position, [equation])
                     edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
                     edit.renamed.update(dict.fromkeys(same, gradient))

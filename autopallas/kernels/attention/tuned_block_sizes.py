@@ -1,8 +1,8 @@
 """Tuned block sizes of the attention implementations, and the times and bytes that justify using them.
 
 Every row was measured as its ``evidence`` says.  Times are medians of interleaved runs in one process against the naive
-spelling (einsum, where, softmax, einsum; its gradient by jax.grad), in microseconds of the process's CPU time, all
-threads together, which other work on the machine changes least.
+spelling (einsum, where, softmax, einsum; its gradient by jax.grad).  Those of "forward+backward" are the process's CPU
+time, all threads together, because other work on the machine disturbs that least: compare within a row only.
 """
 
 from __future__ import annotations

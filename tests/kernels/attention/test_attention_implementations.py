@@ -89,7 +89,7 @@ class AttentionImplementation:
     def test_any_block_sizes(self, module, name, sizes):
         self.check(module, BY_NAME[name], "float32", sizes)
 
-    @pytest.mark.parametrize("name", ["causal", "sliding window", "blocks", "rows without keys, finite fill"])
+    @pytest.mark.parametrize("name", ["causal", "blocks", "rows without keys, finite fill"])
     def test_skipped_tiles_change_nothing(self, module, name):
         case = BY_NAME[name]
         skipping = computed(module, case, jnp.float32, self.sizes, assume_finite=True)
@@ -110,6 +110,7 @@ class AttentionImplementation:
         spec = case.spec()
         query, key, value, _, _, dout = case.operands()
 
+        @jax.jit
         def step(query, dout):
             out, logsumexp = module.forward(spec, self.sizes, query, key, value)
             return out, module.backward(spec, self.sizes, query, key, value, (), None, out, logsumexp, dout)[1]
