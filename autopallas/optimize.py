@@ -7,6 +7,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
@@ -107,14 +108,21 @@ class Optimized(Generic[P, R]):
 
         self._jit: Any = jax.jit(traced, **(settings or {}))
         self._fixed: Any = jax.jit(self._traced_fixed, static_argnums=0)
+        self._run: Callable[..., Any] = self._jit
         self._as_it_is: Exception | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            result: R = self._plain_call(_call, args, kwargs) if self._plain else self._jit(*args, **kwargs)
+        try:  # a call that needs nothing special pays for no more than this frame
+            result: R = self._run(*args, **kwargs)
             return result
         except first_call.FirstCall:
-            first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
+            pass
+        except _RETRIED as error:
+            if self._run is not self._jit or not self._may_be_ours(error, args, kwargs):
+                raise
+            self._run = functools.partial(self._plain_call, _call)
+            return self(*args, **kwargs)
+        first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
         with first_call.unchecked():
             return self(*args, **kwargs)
 
@@ -170,9 +178,23 @@ class Optimized(Generic[P, R]):
 
         with inside(True):
             program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
-        program, report = rewrite(program, options)
+        rewritten, report = rewrite(program, options)
         self._publish(report)
-        return jax.tree.unflatten(jax.tree.structure(shapes), compat.jaxpr_as_fun(program)(*arrays))
+        return jax.tree.unflatten(jax.tree.structure(shapes), self._emit(rewritten, program, arrays, options.strict))
+
+    def _emit(self, rewritten: Any, program: Any, arrays: list[Any], strict: bool) -> Any:
+        """The equations of the rewritten program, or of the original where that cannot be traced."""
+        if rewritten is not program and not strict:
+            try:
+                return compat.jaxpr_as_fun(rewritten)(*arrays)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                sites = tuple(replace(s, verdict="kept", reason=f"tracing failed: {reason}") for s in self._report.sites)
+                failures = (*self._report.failures, Failure("trace", reason))
+                self._publish(replace(self._report, sites=sites, failures=failures))
+                _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
+                rewritten = program
+        return compat.jaxpr_as_fun(rewritten)(*arrays)
 
     def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
         args, kwargs = join(static, arrays)
@@ -185,7 +207,13 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ plain functions
 
-    def _plain_call(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _may_be_ours(self, error: Exception, args: Any, kwargs: Any) -> bool:
+        """Whether a plain function failed because it was compiled: it would not have, had it been called as it is."""
+        if isinstance(error, (*_CONCRETE, Untraceable)):
+            return self._plain
+        return self._plain and not all(map(traceable, jax.tree.leaves((args, kwargs))))
+
+    def _plain_call(self, use: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A plain function may take and give what jit does not, or look at the values of numbers.
 
         It is compiled by jit if it can be; else with everything that is no array held fixed; else it runs as it is.
@@ -193,15 +221,14 @@ class Optimized(Generic[P, R]):
         if self._as_it_is is None:
             try:
                 return use(self._jit, *args, **kwargs)
-            except (*_CONCRETE, TypeError) as error:
-                if isinstance(error, TypeError) and not isinstance(error, (*_CONCRETE, Untraceable)):
-                    if all(map(traceable, jax.tree.leaves((args, kwargs)))):
-                        raise  # the function's own
+            except _RETRIED as error:
+                if not self._may_be_ours(error, args, kwargs):
+                    raise
             try:
                 arrays, static = split(args, kwargs)
                 hash(static)
                 return use(self._fixed, static, *arrays)
-            except (*_CONCRETE, TypeError) as error:
+            except _RETRIED as error:
                 self._as_it_is = error
             reason = f"{type(self._as_it_is).__name__}: {self._as_it_is}".split("\n")[0]
             self._publish(Report(failures=(Failure("trace", reason),)))
@@ -218,6 +245,8 @@ _CONCRETE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 """What jit raises where a function looks at the value of an argument."""
+
+_RETRIED = (*_CONCRETE, TypeError)
 
 
 def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +324,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     fresh = Optimized(fn._function, fn._explicit) if isinstance(fn, Optimized) else Optimized(fn, {})
     if fresh._plain:
-        fresh._plain_call(_only_trace, args, kwargs)
+        fresh._plain_call(_only_trace, *args, **kwargs)
     else:
         fresh.eval_shape(*args, **kwargs)
     return fresh.report()

@@ -81,7 +81,7 @@ def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
     for name, choice in choices.items():
         functions[name] = jax.jit(offered.in_direction(case, place.replaced(implementation, choice, device)))
     reference = jax.device_get(functions[ORIGINAL](*arguments))
-    measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference, warm_up=0)
+    measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference)
     key = tables.table_key(place.match.spec, implementation, case.direction)
     tried = {name: _ratio(measured, name, TOLERANCE[case.dtype]) for name in choices}
     best = _best(tried)

@@ -91,9 +91,9 @@ class Candidate:
 
 def test_ratios_are_formed_within_rounds() -> None:
     world = World()
-    # First run, warm-up, then five rounds during which the machine becomes four times as slow for both.
-    slow = world.candidate("slow", 0, 0, 2, 2, 8, 8, 8)
-    fast = world.candidate("fast", 0, 0, 1, 1, 4, 4, 4)
+    # First run, two of warm-up, then five rounds during which the machine becomes four times as slow for both.
+    slow = world.candidate("slow", 0, 0, 0, 2, 2, 8, 8, 8)
+    fast = world.candidate("fast", 0, 0, 0, 1, 1, 4, 4, 4)
     m = measure({"slow": slow, "fast": fast}, baseline="slow", repetitions=5, seconds=1e9, clocks=world.clocks)
     assert m["slow"].wall == (2, 2, 8, 8, 8)
     assert m["fast"].cpu == (2, 2, 8, 8, 8)
@@ -143,7 +143,7 @@ def test_a_candidate_that_cannot_be_built_is_a_record_and_the_others_go_on(stage
     assert m["sound"].spread().count == 15
 
 
-@pytest.mark.parametrize("run, rounds", [(1, 0), (2, 0), (6, 3)])
+@pytest.mark.parametrize("run, rounds", [(1, 0), (3, 0), (7, 3)])
 def test_a_candidate_that_fails_while_running_keeps_the_rounds_before(run: int, rounds: int) -> None:
     world = World()
     broken = world.candidate("broken", 0.1, fails_at_run=run)

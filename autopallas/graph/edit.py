@@ -11,7 +11,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph
 
-__all__ = ["Edit", "rebuild", "surviving", "without_results"]
+__all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 
 
 @dataclass(slots=True)
@@ -38,17 +38,18 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
     edit = edits.get(body, Edit())
     equations: list[JaxprEqn] = []
     for position, equation in enumerate(body.equations):
+        below = (inner for child in body.children.get(position, ()) for inner in child.body.walk())
         if position in edit.replaced:
             equations += edit.replaced[position]
-            continue
-        below = (inner for child in body.children.get(position, ()) for inner in child.body.walk())
-        if any(inner in edits or inner.renamed for inner in below):
-            equation = _with_children(body, position, equation, edits)
-        if edit.renamed:
-            equation = equation.replace(invars=[_renamed(a, edit.renamed) for a in equation.invars])
-        equations.append(equation)
+        elif any(inner in edits or inner.renamed for inner in below):
+            equations.append(_with_children(body, position, equation, edits))
+        else:
+            equations.append(equation)
+    equations += edit.added
+    if edit.renamed:
+        equations = [e.replace(invars=[_renamed(a, edit.renamed) for a in e.invars]) for e in equations]
     if edit.added:
-        equations = _in_order([*equations, *edit.added], {*body.invars, *body.constvars, *(v for v, _ in edit.read)})
+        equations = _in_order(equations)
     outvars = [_renamed(a, edit.renamed) for a in body.outvars] + [inner for inner, _ in edit.stacked]
     invars = [*body.invars, *(inner for inner, _ in edit.read)]
     return compat.rebuilt(body.source, body.constvars, body.consts, invars, outvars, equations)
@@ -78,7 +79,7 @@ def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Bo
     return equation.replace(params=params, invars=invars, outvars=outvars)
 
 
-def _in_order(equations: list[JaxprEqn], known: set[Var]) -> list[JaxprEqn]:
+def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
     """The equations in an order in which each finds its operands, otherwise unchanged; effects keep their order."""
     producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
     placed: list[JaxprEqn] = []
@@ -117,6 +118,24 @@ def without_results(equation: JaxprEqn, results: Sequence[Var]) -> list[JaxprEqn
     if len(results) == len(equation.outvars):
         return []
     return [equation.replace(outvars=[Var(v.aval) if v in results else v for v in equation.outvars])]
+
+
+def check(program: Any) -> None:
+    """Whether every variable is defined before it is read.
+
+    Raises:
+      ValueError: one is not.
+    """
+    jaxpr, _ = compat.opened(program)
+    known = {*jaxpr.constvars, *jaxpr.invars}
+    for equation in jaxpr.eqns:
+        if not all(isinstance(atom, Literal) or atom in known for atom in equation.invars):
+            raise ValueError(f"an operand of {equation.primitive.name} is not defined in the rewritten program")
+        known.update(equation.outvars)
+        for _, _, inner in compat.bodies(equation):
+            check(inner)
+    if not all(isinstance(atom, Literal) or atom in known for atom in jaxpr.outvars):
+        raise ValueError("a result of the rewritten program is not defined")
 
 
 def surviving(graph: Graph, given: Iterable[int]) -> set[int]:

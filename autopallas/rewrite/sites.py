@@ -8,7 +8,7 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Var
 from autopallas.graph import Body, Graph
-from autopallas.graph.edit import Edit, rebuild, without_results
+from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
@@ -26,7 +26,9 @@ def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
     for match, decision in zip(matches, decisions, strict=True):
         if decision.verdict == "applied":
             splicer.replace(match, decision)
-    return compat.without_dead_code(rebuild(graph.root, splicer.edits))
+    program = compat.without_dead_code(rebuild(graph.root, splicer.edits))
+    check(program)
+    return program
 
 
 class _Splicer:

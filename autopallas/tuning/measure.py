@@ -154,7 +154,7 @@ def measure(
     repetitions: int = 15,
     seconds: float = 10.0,
     minimum_repetitions: int = 3,
-    warm_up: int = 1,
+    warm_up: int = 2,
     reference: Any = None,
     memory_limit: int | None = None,
     seed: int = 0,
@@ -178,7 +178,8 @@ def measure(
       repetitions: rounds at most.
       seconds: wall time of all rounds together, after which no further round is begun.
       minimum_repetitions: rounds at least, whatever their time.
-      warm_up: runs of each candidate between its first run and the first round.
+      warm_up: runs of each candidate between its first run and the first round.  Its memory is fresh at first, and
+        touching it for the first time can double the time of a run.
       reference: what the result ought to be, a pytree like the candidates' results: gives :attr:`Timing.differences`.
       memory_limit: bytes; a candidate whose arguments, outputs and temporary memory need more is not run.
       seed: of the order of the runs.

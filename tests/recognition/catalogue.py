@@ -1,4 +1,4 @@
-"""How a spelling of attention is written down: a plain function of sizes and arrays, under the name that it has in tests."""
+"""How a spelling of attention is written down: a plain function of sizes and arrays, named as in the tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def bhtd(sizes: Sizes, dtype: Any, grouped: bool = False) -> Sequence[Any]:
     """q [B, N, T, D], k and v [B, K, S, D]."""
     b, h, g, t, s, d = sizes
     n = h * g if grouped else h
-    return array(b, n, t, d, dtype=dtype, seed=1), array(b, h, s, d, dtype=dtype, seed=2), array(b, h, s, d, dtype=dtype, seed=3)
+    return (
+        array(b, n, t, d, dtype=dtype, seed=1),
+        array(b, h, s, d, dtype=dtype, seed=2),
+        array(b, h, s, d, dtype=dtype, seed=3),
+    )
 
 
 def bthd(sizes: Sizes, dtype: Any, grouped: bool = False) -> Sequence[Any]:

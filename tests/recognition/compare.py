@@ -9,15 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recognition.oracle import evaluate
 
 import autopallas
 from autopallas.report import Report
+from recognition.oracle import evaluate
 
-__all__ = ["Compared", "compare", "compiled", "differs", "floats", "measured", "optimized_like_a_user", "with_gradients"]
+__all__ = [
+    "Compared",
+    "compare",
+    "compiled",
+    "differs",
+    "floats",
+    "measured",
+    "optimized_like_a_user",
+    "with_gradients",
+]
 
 TOLERANCE = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2), "float64": (1e-12, 1e-11)}
-"""Largest error of values and of gradients relative to the largest true value, by the narrowest dtype of the program."""
+"""Largest error of values and of gradients relative to the largest true value, by the program's narrowest dtype."""
 
 
 _FAST = {"xla_llvm_disable_expensive_passes": True}
@@ -75,7 +84,7 @@ def _error(given: Any, true: Any, least: float) -> tuple[float, float]:
 
 
 def measured(given: Any, true: Any, least: float = 1e-3) -> list[tuple[float, float]]:
-    """Per floating leaf the (max, mean) error relative to its largest value, or to ``least``; other leaves must be equal."""
+    """Per floating leaf the (max, mean) error relative to its largest value, or ``least``; others must be equal."""
     errors = []
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(true), strict=True):
         if jnp.issubdtype(jnp.result_type(a), jnp.floating):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.nn import softmax
+
 from recognition.catalogue import array, bhtd, bthd, spelling
 
 grouped = functools.partial(bhtd, grouped=True)
@@ -169,7 +170,9 @@ def an_image_with_two_query_axes(sizes, q, k, v):
     return jnp.einsum("bhws,bhsd->bwhd", softmax(scores), v)
 
 
-@spelling(lambda sizes, dtype: [array(sizes.batch, 3, 2, sizes.heads, sizes.size, dtype=dtype, seed=i) for i in range(3)])
+@spelling(
+    lambda sizes, dtype: [array(sizes.batch, 3, 2, sizes.heads, sizes.size, dtype=dtype, seed=i) for i in range(3)]
+)
 def pixels_as_queries_and_keys(sizes, q, k, v):
     b, h, d = sizes.batch, sizes.heads, sizes.size
     scores = jnp.einsum("bxyhd,bzwhd->bhxyzw", q, k).reshape(b, h, 6, 6)
@@ -301,19 +304,26 @@ def a_cache_written_at_a_dynamic_position(sizes, q, k, v, keys, values, position
 
 
 @spelling(
-    lambda sizes, dtype: [*bhtd(sizes, dtype)[:2], array(sizes.batch, sizes.heads, sizes.keys, sizes.size + 4, dtype=dtype)]
+    lambda sizes, dtype: [
+        *bhtd(sizes, dtype)[:2],
+        array(sizes.batch, sizes.heads, sizes.keys, sizes.size + 4, dtype=dtype),
+    ]
 )
 def values_wider_than_keys(sizes, q, k, v):
     return softmax(q @ k.mT) @ v
 
 
-@spelling(extra=lambda sizes, dtype: [array(sizes.batch, n, 2, dtype=dtype, seed=n) for n in (sizes.queries, sizes.keys)])
+@spelling(
+    extra=lambda sizes, dtype: [array(sizes.batch, n, 2, dtype=dtype, seed=n) for n in (sizes.queries, sizes.keys)]
+)
 def scores_from_two_contractions(sizes, q, k, v, q_position, k_position):
     rotary = jnp.einsum("btr,bsr->bts", q_position, k_position)[:, None]
     return softmax((q @ k.mT + rotary) / 3) @ v
 
 
-@spelling(extra=lambda sizes, dtype: [array(sizes.batch, 1, n, 2, dtype=dtype, seed=n) for n in (sizes.queries, sizes.keys)])
+@spelling(
+    extra=lambda sizes, dtype: [array(sizes.batch, 1, n, 2, dtype=dtype, seed=n) for n in (sizes.queries, sizes.keys)]
+)
 def heads_made_of_two_concatenated_parts(sizes, q, k, v, q_position, k_position):
     q = jnp.concatenate([q, jnp.broadcast_to(q_position, (*q.shape[:-1], 2))], -1)
     k = jnp.concatenate([k, jnp.broadcast_to(k_position, (*k.shape[:-1], 2))], -1)

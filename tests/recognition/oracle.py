@@ -61,7 +61,7 @@ def _in_jax(equation: Any, *arguments: Any) -> Any:
     with jax.enable_x64(True):
         given = [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in arguments]
         if equation.primitive.name in ("bitcast_convert_type", "random_bits", "nextafter"):
-            given = [a.astype(v.aval.dtype) if a.dtype == np.float64 else a for a, v in zip(given, equation.invars)]
+            given = [a.astype(v.aval.dtype) if a.dtype == np.float64 else a for a, v in zip(given, equation.invars, strict=True)]
         results = equation.primitive.bind(*given, **params)
         if equation.primitive.multiple_results:
             return [promoted(r) for r in results]
@@ -213,7 +213,9 @@ _RULES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 _RULES |= {
     "optimization_barrier": lambda equation, *arguments: list(arguments),
-    "integer_pow": lambda equation, x: np.power(x, float(equation.params["y"])) if x.dtype.kind == "f" else x ** equation.params["y"],
+    "integer_pow": lambda equation, x: (
+        np.power(x, float(equation.params["y"])) if x.dtype.kind == "f" else x ** equation.params["y"]
+    ),
     "pow": lambda equation, x, y: np.power(x, y),
     "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn import softmax
+
 from recognition.catalogue import array, bhtd, bthd, spelling
 
 
@@ -121,7 +122,11 @@ def padding_selected_into_a_bias(sizes, q, k, v, valid):
     return softmax(q @ k.mT + bias[:, None, None, :]) @ v
 
 
-@spelling(extra=lambda sizes, dtype: [jnp.asarray(np.arange(n) // 3 * np.ones((sizes.batch, 1)), jnp.int32) for n in (sizes.queries, sizes.keys)])
+@spelling(
+    extra=lambda sizes, dtype: [
+        jnp.asarray(np.arange(n) // 3 * np.ones((sizes.batch, 1)), jnp.int32) for n in (sizes.queries, sizes.keys)
+    ]
+)
 def segments(sizes, q, k, v, query_segments, key_segments):
     same = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     return softmax(jnp.where(same, q @ k.mT, -0.7 * float(np.finfo(np.float32).max))) @ v

@@ -1,4 +1,4 @@
-"""Random programs: dots, elementwise operations, reductions and control flow, with right and subtly wrong attentions."""
+"""Random programs: dots, elementwise operations, reductions, control flow; right and subtly wrong attentions."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ def random_program(seed: int, reverse: bool = True) -> tuple[Callable[..., Any],
         kinds = ["right"] * 3 + ["broken"] * 2 + ["dot", "elementwise", "reduction", "layout"]
         kind = plan.choice(kinds + ["scan", "cond", "checkpoint", "while", "jit"] * (depth < 2))
         count += kind == "right"
-        inner = block(depth + 1, plan.randrange(1, 3)) if kind in ("scan", "cond", "checkpoint", "while", "jit") else None
+        inner = (
+            block(depth + 1, plan.randrange(1, 3)) if kind in ("scan", "cond", "checkpoint", "while", "jit") else None
+        )
 
         def apply(values: list[Any]) -> Any:
             draw = random.Random(own)
@@ -114,7 +116,9 @@ def random_program(seed: int, reverse: bool = True) -> tuple[Callable[..., Any],
             if kind == "dot":
                 return jnp.tanh(draw.choice([a @ b, a.mT @ b, a @ b.mT]))
             if kind == "elementwise":
-                return draw.choice([a + b, a * jax.nn.sigmoid(b), jnp.where(a > 0, b, c), jnp.exp(-a * a), jax.nn.relu(a)])
+                return draw.choice(
+                    [a + b, a * jax.nn.sigmoid(b), jnp.where(a > 0, b, c), jnp.exp(-a * a), jax.nn.relu(a)]
+                )
             if kind == "reduction":
                 return a - draw.choice([b.mean(-1, keepdims=True), b.max(-2, keepdims=True), jnp.cumsum(b, -1) * 0.1])
             if kind == "layout":

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import softmax
+
 from recognition.catalogue import array, bhtd, bthd, spelling
 
 

@@ -9,6 +9,7 @@ import corpus
 import jax
 import jax.numpy as jnp
 import pytest
+
 from recognition.compare import compare, compiled, floats, measured, optimized_like_a_user
 
 with warnings.catch_warnings():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from recognition.catalogue import array
 from recognition.compare import compare
 
@@ -65,7 +66,9 @@ def masks(draw):
     tree = st.recursive(
         leaf,
         lambda inner: st.one_of(
-            st.tuples(st.just("and"), inner, inner), st.tuples(st.just("or"), inner, inner), st.tuples(st.just("not"), inner)
+            st.tuples(st.just("and"), inner, inner),
+            st.tuples(st.just("or"), inner, inner),
+            st.tuples(st.just("not"), inner),
         ),
         max_leaves=4,
     )
@@ -141,7 +144,9 @@ def test_any_elementwise_program_between_is_exact_in_value_and_gradient(steps, l
 
 
 @quick
-@given(st.lists(st.sampled_from(["before", "after", "bf16", "scan", "checkpoint", "jit", "vmap", "residual"]), max_size=3))
+@given(
+    st.lists(st.sampled_from(["before", "after", "bf16", "scan", "checkpoint", "jit", "vmap", "residual"]), max_size=3)
+)
 def test_any_surroundings_keep_a_site(wrappers):
     def function(q, k, v):
         return jax.nn.softmax(q @ k.mT * 0.5) @ v

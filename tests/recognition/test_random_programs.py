@@ -10,6 +10,7 @@ import os
 import jax
 import numpy as np
 import pytest
+
 from recognition.catalogue import array
 from recognition.compare import compare
 from recognition.random_programs import N, random_program

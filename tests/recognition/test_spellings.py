@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from recognition.compare import compare
 from recognition.spellings import EQUAL, ODD, SPELLINGS, layouts, programs
 

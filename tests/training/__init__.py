@@ -1,0 +1,1 @@
+"""Programs with the derivative inside: both halves of every attention are found and replaced."""
