@@ -5,6 +5,8 @@ reference computation, in whatever spelling, run as tuned fused kernels, and ``f
 why.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from autopallas.errors import (
     AutopallasWarning,
     OptionError,
@@ -15,7 +17,9 @@ from autopallas.errors import (
 from autopallas.optimize import explain, optimize
 from autopallas.options import options
 from autopallas.report import Report
-from autopallas.verification.verify import Verification, verify
+
+if TYPE_CHECKING:
+    from autopallas.verification.verify import Verification, verify
 
 __all__ = [
     "AutopallasWarning",
@@ -33,3 +37,11 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Verification", "verify"):  # few programs verify, so only they pay for the import
+        from autopallas.verification import verify as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

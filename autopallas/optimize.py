@@ -189,9 +189,9 @@ class Optimized(Generic[P, R]):
                 return compat.jaxpr_as_fun(rewritten)(*arrays)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                sites = tuple(replace(s, verdict="kept", reason=f"tracing failed: {reason}") for s in self._report.sites)
-                failures = (*self._report.failures, Failure("trace", reason))
-                self._publish(replace(self._report, sites=sites, failures=failures))
+                report, kept = self._report, f"tracing failed: {reason}"
+                sites = tuple(replace(site, verdict="kept", reason=kept) for site in report.sites)
+                self._publish(replace(report, sites=sites, failures=(*report.failures, Failure("trace", reason))))
                 _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
                 rewritten = program
         return compat.jaxpr_as_fun(rewritten)(*arrays)

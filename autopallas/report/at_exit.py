@@ -10,7 +10,6 @@ import threading
 from dataclasses import dataclass, field
 
 from autopallas import environment
-from autopallas.report import html, text
 from autopallas.report.records import Report
 
 __all__ = ["record"]
@@ -74,6 +73,8 @@ def record(name: str, report: Report) -> None:
 
 
 def _as_text(entries: list[tuple[str, Report]]) -> str:
+    from autopallas.report import text
+
     return "\n\n".join(f"== {name} ==\n{text.render(report)}" for name, report in entries)
 
 
@@ -82,6 +83,8 @@ def _write(path: str, entries: list[tuple[str, Report]]) -> None:
         case ".json":
             content = json.dumps([report.to_dict() for _, report in entries], indent=2, allow_nan=False) + "\n"
         case ".html":
+            from autopallas.report import html
+
             content = html.page(entries)
         case _:
             content = _as_text(entries) + "\n"
