@@ -29,7 +29,7 @@ from autopallas.patterns.backward import Backward, Forward, Level, Lookup, Searc
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, NoNormaliser, Softmax, Term
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, NoNormaliser, Softmax, Term, keeps_value
 from autopallas.program import Constant
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
@@ -75,7 +75,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
     gone = {number for match in ordered for number in match.replaced}
-    still = surviving(graph, gone) if ordered else alive  # a backward that was recognised holds no near misses
+    still = surviving(graph, gone) if ordered and misses else alive  # a recognised backward holds no near misses
     return ordered, [miss for score, miss in misses.items() if score not in matches and score in still]
 
 
@@ -199,7 +199,7 @@ class _Attempt:
             user = users[0]
             if user.name in _LAYOUT:
                 value = user.outputs[0]
-            elif user.name == "convert_element_type":
+            elif user.name == "convert_element_type" and keeps_value(self.graph, user):
                 value = user.outputs[0]
                 steps.append((0, None))
             elif user.name == "div" and user.inputs[0] == value:
@@ -232,6 +232,7 @@ class _Attempt:
         if contraction is None:
             return None
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
+        weights = space.canonical(weights)
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
         if not contracted:
             return None
@@ -325,7 +326,7 @@ class _Attempt:
         if len(normalisers) > 1:
             raise Mismatch("the normaliser sums something else than the numerator")
         inner: LogSumExp = normalisers[0].expression
-        if abs(normalisers[0].coefficient + 1) > 1e-6:
+        if abs(normalisers[0].coefficient + 1) > 1e-12:
             raise Mismatch("the normaliser enters with another power than -1")
         if self.scope.key(inner.argument) != self.scope.key(found.argument):
             raise Mismatch("the normaliser sums something else than the numerator")
@@ -386,6 +387,9 @@ class _Draft:
         self._escapes(nodes)
         for number in free:  # what cancels in the proof, but not in the original equations
             carrier.further(number)
+        known = graph.positions[self.body]
+        if any(known[number][0] >= known[self.root][0] for number in carrier.operands):
+            raise Mismatch("an operand is at hand only after the place where the result is computed")
         if any(n.equation.effects for n in nodes):
             raise Mismatch("the equations have side effects")
         operands = tuple(carrier.operands)

@@ -13,7 +13,7 @@ from autopallas import compat
 from autopallas.graph import Body, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
-from autopallas.patterns.expressions import Apply, Expression, Scope
+from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side
 
@@ -267,8 +267,7 @@ class ProgramBuilder:
         return register
 
     def _convert(self, register: Any, dtype: Any) -> Any:
-        params = (("new_dtype", dtype), ("sharding", None), ("weak_type", False))
-        return self._emit(lax.convert_element_type_p, params, (register,), dtype)
+        return self._emit(lax.convert_element_type_p, _params(conversion_params(dtype)), (register,), dtype)
 
     def carrier_axis(self, ref: Ref) -> bool:
         return bool(self.scope.space.atoms(ref) & set(self.scope.space.resolve(self.carrier.axes[1])))

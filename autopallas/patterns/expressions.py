@@ -115,6 +115,11 @@ class Scope:
             return _scalar(np.asarray(fold(node.params, *typed)).astype(graph.dtype(value)))
 
 
+def conversion_params(dtype: Dtype) -> dict[str, Any]:
+    """The parameters of a cast."""
+    return {"new_dtype": dtype, "sharding": None, "weak_type": False}
+
+
 def _scalar(value: np.ndarray[Any, Any]) -> float | None:
     if value.size != 1 or not (value.dtype.kind in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)):
         return None

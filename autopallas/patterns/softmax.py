@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.graph import Ref
+from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.expressions import Apply, Expression, Scope
+from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
 
@@ -100,7 +100,10 @@ class Softmax:
                 raise Mismatch("the exponential does not carry the key axis")
             argument, rows = self.strip(operands[0], outermost=True)
             if name == "exp2":
-                dtype = self.scope.graph.dtype(ref.value)
+                own = self.scope.graph.dtype(ref.value)
+                dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
+                if own != dtype:
+                    argument = Apply(lax.convert_element_type_p, conversion_params(dtype), (argument,), dtype)
                 factor = Constant(math.log(2), dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
                 rows = [t.scaled(math.log(2)) for t in rows]
@@ -134,9 +137,7 @@ class Softmax:
         raise Mismatch(f"the probabilities pass through {name}")
 
     def _keeps_value(self, result: Ref, operand: Ref) -> bool:
-        """Whether a cast is between floating types of at least 16 bits: rounding, which kernels do as well."""
-        dtypes = (self.scope.graph.dtype(result.value), self.scope.graph.dtype(operand.value))
-        return all(jnp.issubdtype(d, jnp.floating) and d.itemsize >= 2 for d in dtypes)
+        return keeps_value(self.scope.graph, self.scope.graph.definitions[result.value])
 
     def _has_exponential(self, ref: Ref) -> bool:
         """Whether an exponential lies behind elementwise operations."""
@@ -253,8 +254,11 @@ class Softmax:
             return [Term(1.0, "log", ref)]
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
         if operands is not None and node is not None:
-            if (name == "convert_element_type" and self._keeps_value(ref, operands[0])) or name == "abs":
+            if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
                 return self.log(operands[0])
+            if name == "abs":  # jax.scipy.special.logsumexp takes it of a sum that is positive anyway
+                inner = self.log(operands[0])
+                return inner if all(map(_positive, inner)) else [Term(1.0, "log", ref)]
             if name == "exp":
                 return self.linear(operands[0])
             if name in ("mul", "div"):
@@ -421,7 +425,7 @@ class Softmax:
             key = (term.kind, self.term_key(term))
             before = sums.get(key)
             sums[key] = term if before is None else term._replace(coefficient=before.coefficient + term.coefficient)
-        return [t for t in sums.values() if abs(t.coefficient) > 1e-9]  # what rounding leaves of exact cancellation
+        return [t for t in sums.values() if abs(t.coefficient) > 1e-12]  # equal terms cancel exactly
 
     def term_key(self, term: Term) -> Any:
         if term.kind == "constant":
@@ -447,6 +451,19 @@ class Softmax:
     def depends(self, term: Term) -> bool:
         """Whether a term is computed from the scores."""
         return self._depends(term)
+
+
+def keeps_value(graph: Graph, cast: Node) -> bool:
+    """Whether a cast is between floating types of at least 16 bits: rounding, which kernels do as well."""
+    dtypes = [graph.dtype(number) for number in (*cast.inputs, *cast.outputs)]
+    return all(jnp.issubdtype(d, jnp.floating) and d.itemsize >= 2 for d in dtypes)
+
+
+def _positive(term: Term) -> bool:
+    """Whether a term is the logarithm of something that is known to be positive."""
+    if term.kind != "logsumexp":
+        return term.kind == "value" or term.kind == "constant"
+    return all(w.kind in ("where", "unless") for w in term.expression.weights)
 
 
 def _normalised(found: Exponential) -> bool:

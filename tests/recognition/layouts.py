@@ -132,7 +132,7 @@ def sums_of_products_instead_of_dots(sizes, q, k, v):
 
 @spelling(bthd)
 def batch_and_heads_merged(sizes, q, k, v):
-    b, h, _, t, s, d = sizes
+    b, h, _, t, _, d = sizes
     q, k, v = (x.swapaxes(1, 2).reshape(b * h, -1, d) for x in (q, k, v))
     out = jnp.einsum("nts,nsd->ntd", softmax(jnp.einsum("ntd,nsd->nts", q, k)), v)
     return out.reshape(b, h, t, d).swapaxes(1, 2).reshape(b, t, h * d)
@@ -140,7 +140,7 @@ def batch_and_heads_merged(sizes, q, k, v):
 
 @spelling(merged)
 def heads_split_from_features(sizes, q, k, v):
-    b, h, _, t, s, d = sizes
+    b, h, _, t, _, d = sizes
     q, k, v = (x.reshape(b, -1, h, d).transpose(0, 2, 1, 3) for x in (q, k, v))
     return (softmax(q @ k.transpose(0, 1, 3, 2) * d**-0.5) @ v).transpose(0, 2, 1, 3).reshape(b, t, h * d)
 
@@ -174,7 +174,7 @@ def an_image_with_two_query_axes(sizes, q, k, v):
     lambda sizes, dtype: [array(sizes.batch, 3, 2, sizes.heads, sizes.size, dtype=dtype, seed=i) for i in range(3)]
 )
 def pixels_as_queries_and_keys(sizes, q, k, v):
-    b, h, d = sizes.batch, sizes.heads, sizes.size
+    b, h = sizes.batch, sizes.heads
     scores = jnp.einsum("bxyhd,bzwhd->bhxyzw", q, k).reshape(b, h, 6, 6)
     p = softmax(scores * 0.2).reshape(b, h, 3, 2, 3, 2)
     return jnp.einsum("bhxyzw,bzwhd->bxyhd", p, v)

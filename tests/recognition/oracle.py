@@ -61,7 +61,8 @@ def _in_jax(equation: Any, *arguments: Any) -> Any:
     with jax.enable_x64(True):
         given = [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in arguments]
         if equation.primitive.name in ("bitcast_convert_type", "random_bits", "nextafter"):
-            given = [a.astype(v.aval.dtype) if a.dtype == np.float64 else a for a, v in zip(given, equation.invars, strict=True)]
+            pairs = zip(given, equation.invars, strict=True)
+            given = [a.astype(v.aval.dtype) if a.dtype == np.float64 else a for a, v in pairs]
         results = equation.primitive.bind(*given, **params)
         if equation.primitive.multiple_results:
             return [promoted(r) for r in results]
@@ -202,7 +203,8 @@ _RULES: dict[str, Callable[..., Any]] = {
         "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _division, "neg": np.negative,
         "max": np.maximum, "min": np.minimum, "exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p,
         "expm1": np.expm1, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "sqrt": np.sqrt, "abs": np.abs,
-        "sign": np.sign, "square": np.square, "rsqrt": lambda x: 1 / np.sqrt(x), "logistic": lambda x: 1 / (1 + np.exp(-x)),
+        "sign": np.sign, "square": np.square, "rsqrt": lambda x: 1 / np.sqrt(x),
+        "logistic": lambda x: 1 / (1 + np.exp(-x)),
         "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "eq": np.equal,
         "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
         "is_finite": np.isfinite, "stop_gradient": lambda x: x, "copy": lambda x: x, "name": lambda x: x,
@@ -240,7 +242,8 @@ _RULES |= {
     "while": _while,
     "cond": _cond,
     **dict.fromkeys(
-        ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call"), _body
+        ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint", "custom_jvp_call"),
+        _body,
     ),
     "custom_vjp_call": lambda equation, *arguments: _call(equation.params["call_jaxpr"], arguments),
 }

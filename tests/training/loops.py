@@ -37,7 +37,7 @@ def scan_in_reverse(w, x):
     return gradients(over_layers(layer, reverse=True))(w, x)
 
 
-@step(deep, sites=5)
+@step(deep)
 def scan_unrolled_completely(w, x):
     return gradients(over_layers(layer, unroll=True))(w, x)
 
