@@ -1,8 +1,8 @@
 """Tuned block sizes of the attention implementations, and the times and bytes that justify using them.
 
-Every row was measured as its ``evidence`` says.  Times are medians of interleaved runs in one process against the naive
-spelling (einsum, where, softmax, einsum; its gradient by jax.grad).  Those of "forward+backward" are the process's CPU
-time, all threads together, because other work on the machine disturbs that least: compare within a row only.
+Every row was measured as its ``evidence`` says, by ``python -m benchmarks table attention``: medians of interleaved runs
+in one process against the naive spelling (einsum, where, softmax, einsum).  Other work on the machine disturbs times more
+than ratios, which are those of paired runs: compare within a row only.
 """
 
 from __future__ import annotations
@@ -55,25 +55,25 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 3279.0, 4069.0, 5251072, 3153920, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T512", "causal"): Row(
-        BlockSizes(256, 256), 14880.0, 20740.0, 8159680, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 14070.0, 21380.0, 8937920, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T512", "dynamic"): Row(
-        BlockSizes(256, 256), 25510.0, 24790.0, 5800320, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 512), 20440.0, 27330.0, 11550720, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T512", "full"): Row(
-        BlockSizes(256, 256), 22900.0, 20460.0, 5800248, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 512), 21850.0, 24800.0, 13647872, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T512", "static"): Row(
-        BlockSizes(256, 256), 30080.0, 36240.0, 5801416, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 12860.0, 19420.0, 6325704, 8388608, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T1024", "causal"): Row(
         BlockSizes(256, 256), 47410.0, 82990.0, 9732544, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T1024", "dynamic"): Row(
-        BlockSizes(256, 256), 113900.0, 117400.0, 7373184, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 512), 75290.0, 95140.0, 11567488, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T1024", "full"): Row(
-        BlockSizes(256, 256), 79320.0, 76680.0, 7373112, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 72480.0, 84030.0, 7889208, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T1024", "static"): Row(
         BlockSizes(256, 256), 64270.0, 112600.0, 9479824, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -82,37 +82,37 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 222800.0, 326200.0, 6439360, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T2048", "dynamic"): Row(
-        BlockSizes(256, 256), 143100.0, 166000.0, 5259648, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 543400.0, 710700.0, 11043200, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T2048", "full"): Row(
-        BlockSizes(256, 256), 193200.0, 177900.0, 5259576, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 613300.0, 780200.0, 11034936, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T2048", "static"): Row(
         BlockSizes(256, 256), 69980.0, 171800.0, 5261008, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T4096", "causal"): Row(
-        BlockSizes(256, 256), 138900.0, 311100.0, 4792768, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 535700.0, 1631000.0, 9974208, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T4096", "dynamic"): Row(
-        BlockSizes(256, 256), 297900.0, 314100.0, 4202880, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1139000.0, 1613000.0, 8667520, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T4096", "full"): Row(
-        BlockSizes(256, 256), 284200.0, 283800.0, 4202808, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1084000.0, 1311000.0, 8663352, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T4096", "static"): Row(
-        BlockSizes(256, 256), 122300.0, 336600.0, 4204240, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 208100.0, 754300.0, 8668816, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T8192", "causal"): Row(
-        BlockSizes(256, 256), 239300.0, 337700.0, 1610176, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 911900.0, 2606000.0, 8133056, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T8192", "dynamic"): Row(
-        BlockSizes(256, 256), 501200.0, 307900.0, 1315200, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1402000.0, 2305000.0, 7479680, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T8192", "full"): Row(
-        BlockSizes(256, 256), 502100.0, 590200.0, 1315128, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 2437000.0, 3030000.0, 7477560, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T8192", "static"): Row(
-        BlockSizes(256, 256), 194800.0, 322000.0, 1316560, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 634600.0, 2253000.0, 7480976, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T16384", "causal"): Row(
         BlockSizes(256, 256), 900400.0, 1710000.0, 2658752, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -121,16 +121,16 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 1983000.0, 1335000.0, 2363776, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T16384", "full"): Row(
-        BlockSizes(256, 256), 1866000.0, 1312000.0, 2363704, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 4952000.0, 7260000.0, 13769016, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T16384", "static"): Row(
         BlockSizes(256, 256), 675100.0, 1131000.0, 2365136, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "other", "dynamic"): Row(
-        BlockSizes(256, 256), 60760.0, 70410.0, 8946048, 52428800, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 68110.0, 94920.0, 9470336, 52428800, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "other", "full"): Row(
-        BlockSizes(256, 256), 59620.0, 59980.0, 8945976, 35651584, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 256), 60660.0, 82980.0, 13140088, 35651584, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "decode", "dynamic"): Row(
         BlockSizes(1, 256), 4596.0, 3872.0, 9447744, 8454144, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -151,25 +151,25 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 4634.0, 5212.0, 4718592, 4202496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T512", "causal"): Row(
-        BlockSizes(256, 256), 14900.0, 19890.0, 9994688, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 14640.0, 18980.0, 9994688, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T512", "dynamic"): Row(
-        BlockSizes(256, 256), 16660.0, 17210.0, 8937856, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 512), 12820.0, 16350.0, 10518528, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T512", "full"): Row(
-        BlockSizes(256, 256), 20980.0, 20610.0, 7373112, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 512), 13470.0, 16060.0, 10518528, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T512", "static"): Row(
-        BlockSizes(256, 256), 16870.0, 21260.0, 8938952, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 14690.0, 17960.0, 8938952, 16777216, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T1024", "causal"): Row(
         BlockSizes(256, 256), 42670.0, 76760.0, 13140416, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T1024", "dynamic"): Row(
-        BlockSizes(256, 256), 71040.0, 84740.0, 12083584, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 74260.0, 88270.0, 12083584, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T1024", "full"): Row(
-        BlockSizes(256, 256), 56300.0, 72260.0, 10518840, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 62830.0, 78090.0, 10518840, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T1024", "static"): Row(
         BlockSizes(256, 256), 47040.0, 80340.0, 12625552, 67108864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -178,37 +178,37 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 95290.0, 208000.0, 9716160, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T2048", "dynamic"): Row(
-        BlockSizes(256, 256), 194900.0, 212800.0, 9187712, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 511100.0, 577500.0, 18375040, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T2048", "full"): Row(
-        BlockSizes(256, 256), 143400.0, 175400.0, 8405304, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 321500.0, 395800.0, 16810296, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T2048", "static"): Row(
         BlockSizes(256, 256), 132500.0, 224100.0, 9189008, 134217728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T4096", "causal"): Row(
-        BlockSizes(256, 256), 215100.0, 456400.0, 8004032, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 645600.0, 1646000.0, 16007616, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T4096", "dynamic"): Row(
-        BlockSizes(256, 256), 274500.0, 335100.0, 7739776, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 847800.0, 945500.0, 15479168, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T4096", "full"): Row(
-        BlockSizes(256, 256), 319100.0, 421100.0, 7348536, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 366500.0, 553100.0, 14696760, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T4096", "static"): Row(
-        BlockSizes(256, 256), 101700.0, 303700.0, 7741072, 268435456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 158300.0, 525300.0, 15480464, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T8192", "causal"): Row(
-        BlockSizes(256, 256), 279400.0, 676100.0, 2691520, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1017000.0, 2699000.0, 14295488, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T8192", "dynamic"): Row(
-        BlockSizes(256, 256), 796600.0, 864800.0, 2559360, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1931000.0, 2473000.0, 14031232, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T8192", "full"): Row(
-        BlockSizes(256, 256), 604000.0, 853700.0, 2363704, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 800300.0, 1124000.0, 13639992, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T8192", "static"): Row(
-        BlockSizes(256, 256), 424400.0, 1072000.0, 2365136, 536870912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 587300.0, 2132000.0, 14032528, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "T16384", "causal"): Row(
         BlockSizes(256, 256), 718900.0, 1243000.0, 4788672, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -223,64 +223,139 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 702800.0, 1954000.0, 4462288, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "other", "dynamic"): Row(
-        BlockSizes(256, 256), 136200.0, 123100.0, 15229312, 104857600, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 68340.0, 83920.0, 15229312, 104857600, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "other", "full"): Row(
-        BlockSizes(256, 256), 74810.0, 88210.0, 13664568, 71303168, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 512), 70000.0, 86130.0, 16793912, 71303168, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "decode", "dynamic"): Row(
+        BlockSizes(1, 256), 16280.0, 12430.0, 9466536, 12584960, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "decode", "full"): Row(
+        BlockSizes(1, 256), 7884.0, 5959.0, 9466528, 12584960, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T256", "causal"): Row(
-        BlockSizes(256, 256), 13520.0, 13260.0, 7880848, 9445376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(128, 128), 17210.0, 18270.0, 5530664, 7077888, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T256", "dynamic"): Row(
+        BlockSizes(256, 256), 8905.0, 8426.0, 8396952, 7077888, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T256", "full"): Row(
-        BlockSizes(256, 256), 10000.0, 10820.0, 7880848, 9445376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 23080.0, 19540.0, 8396944, 6037504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T256", "static"): Row(
+        BlockSizes(128, 128), 10630.0, 12570.0, 4744816, 7077888, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T512", "causal"): Row(
-        BlockSizes(256, 256), 38850.0, 47910.0, 12633128, 39845888, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 34930.0, 45660.0, 13157416, 26755072, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T512", "dynamic"): Row(
+        BlockSizes(256, 256), 25940.0, 26920.0, 11584488, 26755072, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T512", "full"): Row(
-        BlockSizes(512, 512), 45080.0, 42600.0, 37257360, 33554432, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 47570.0, 46690.0, 11584416, 26755072, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T512", "static"): Row(
+        BlockSizes(256, 256), 40200.0, 49600.0, 11585648, 26755072, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T1024", "causal"): Row(
-        BlockSizes(256, 256), 100600.0, 204000.0, 15811624, 155189248, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 103400.0, 176200.0, 16860200, 103841792, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T1024", "dynamic"): Row(
+        BlockSizes(512, 512), 180700.0, 194400.0, 31556584, 103841792, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T1024", "full"): Row(
-        BlockSizes(256, 256), 176200.0, 177800.0, 14238624, 125829120, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 175900.0, 178200.0, 15287200, 103841792, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T1024", "static"): Row(
+        BlockSizes(256, 256), 131700.0, 220800.0, 15297016, 103841792, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T2048", "causal"): Row(
-        BlockSizes(256, 256), 371100.0, 960200.0, 22168680, 612368384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 542300.0, 1107000.0, 24265768, 409010176, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T2048", "dynamic"): Row(
+        BlockSizes(256, 256), 1736000.0, 2011000.0, 22692840, 409010176, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "T2048", "full"): Row(
-        BlockSizes(256, 256), 685200.0, 719000.0, 20595616, 486539264, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1125000.0, 1170000.0, 22692768, 409010176, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T2048", "static"): Row(
+        BlockSizes(256, 256), 957200.0, 2014000.0, 22694456, 409010176, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T4096", "causal"): Row(
+        BlockSizes(256, 256), 1333000.0, 2969000.0, 19538984, 811663360, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "other", "dynamic"): Row(
+        BlockSizes(256, 256), 139300.0, 145300.0, 17875944, 103825408, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "other", "full"): Row(
+        BlockSizes(256, 512), 180700.0, 183100.0, 23118752, 103825408, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "decode", "dynamic"): Row(
+        BlockSizes(1, 256), 16020.0, 10630.0, 9460456, 8650784, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "decode", "full"): Row(
+        BlockSizes(1, 256), 11610.0, 9231.0, 9460384, 8650784, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T256", "causal"): Row(
-        BlockSizes(256, 256), 9706.0, 11790.0, 6308048, 13115392, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 31240.0, 36630.0, 6308048, 13639680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T256", "dynamic"): Row(
+        BlockSizes(256, 256), 30100.0, 34170.0, 6308056, 13639680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T256", "full"): Row(
-        BlockSizes(256, 256), 10790.0, 12390.0, 6308048, 13115392, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 31130.0, 36950.0, 6308048, 13639680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T256", "static"): Row(
+        BlockSizes(256, 256), 31240.0, 37190.0, 6308048, 13639680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T512", "causal"): Row(
-        BlockSizes(256, 256), 39500.0, 53140.0, 13681704, 35651584, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 37440.0, 52680.0, 14730280, 35684352, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T512", "dynamic"): Row(
+        BlockSizes(512, 512), 71610.0, 86910.0, 23118040, 35684352, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T512", "full"): Row(
-        BlockSizes(512, 512), 32520.0, 41420.0, 30458128, 34635776, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 57320.0, 61000.0, 13157280, 35684352, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T512", "static"): Row(
+        BlockSizes(256, 256), 60710.0, 93200.0, 13158512, 35684352, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T1024", "causal"): Row(
-        BlockSizes(256, 256), 117200.0, 266900.0, 17908840, 138412032, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 270700.0, 614300.0, 20005928, 138477568, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T1024", "dynamic"): Row(
-        BlockSizes(256, 256), 180800.0, 245300.0, 16335784, 138412032, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 512), 149700.0, 224400.0, 23675880, 138477568, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T1024", "full"): Row(
-        BlockSizes(256, 256), 171200.0, 198000.0, 16335776, 136380416, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 290600.0, 357600.0, 18432928, 138477568, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T1024", "static"): Row(
+        BlockSizes(256, 256), 282900.0, 598600.0, 18958840, 138477568, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T2048", "causal"): Row(
-        BlockSizes(256, 256), 406100.0, 1178000.0, 30557288, 545259520, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 594900.0, 2138000.0, 30557224, 545390592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T2048", "dynamic"): Row(
-        BlockSizes(256, 256), 655100.0, 1093000.0, 28460072, 545259520, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 1426000.0, 2284000.0, 28984296, 545390592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "T2048", "full"): Row(
-        BlockSizes(256, 256), 742600.0, 929200.0, 28460000, 541196288, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 604600.0, 896100.0, 28984224, 545390592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T2048", "static"): Row(
+        BlockSizes(256, 256), 941600.0, 3100000.0, 28985912, 545390592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T4096", "causal"): Row(
+        BlockSizes(256, 256), 1017000.0, 3781000.0, 25830440, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T4096", "full"): Row(
+        BlockSizes(256, 256), 1374000.0, 2044000.0, 25232224, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "other", "dynamic"): Row(
+        BlockSizes(256, 256), 142700.0, 192300.0, 19448808, 139493376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "other", "full"): Row(
+        BlockSizes(512, 512), 162100.0, 206100.0, 31490592, 139493376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
 }
 
