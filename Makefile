@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line lint bench clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -31,6 +31,14 @@ test-other-line: $(VENV)/.installed  ## Runs the tests on the other line alone, 
 	else \
 	  echo "== NOT TESTED: there is no Python $$wanted with venv on this machine, so the other line of JAX was left out"; \
 	fi
+
+test-corpus: $(VENV)/.installed  ## Runs the corpus of models with the libraries they are written in
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,corpus]'
+	$(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 tests/recognition/test_corpus.py $(ARGS)
+
+fuzz: $(VENV)/.installed  ## Runs 2,000 random programs against their originals (FUZZ_SEED: the first one)
+	FUZZ_PROGRAMS=2000 $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
+	  tests/recognition/test_random_programs.py $(ARGS)
 
 lint: $(VENV)/.installed  ## Checks style and types
 	$(VENV)/bin/python -m ruff check .

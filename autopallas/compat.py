@@ -268,12 +268,24 @@ def versions() -> dict[str, str]:
 
 def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any]) -> Any:
     """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over."""
-    aval = jax.core.ShapedArray(tuple(shape), dtype)
-    kinds = [a.manual_axis_type for a in operands if hasattr(a, "manual_axis_type")]
-    varying = frozenset().union(*(kind.varying for kind in kinds))
-    if not varying:
-        return aval
-    return aval.update(manual_axis_type=type(kinds[0])(varying=varying))
+    inside = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
+    if not inside:
+        return jax.core.ShapedArray(tuple(shape), dtype)
+    varying = frozenset().union(*(a.manual_axis_type.varying for a in inside))
+    sharding = inside[0].sharding  # names the mesh whose axes these are
+    return inside[0].update(
+        shape=tuple(shape),
+        dtype=dtype,
+        weak_type=False,
+        sharding=sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape))),
+        manual_axis_type=type(inside[0].manual_axis_type)(varying=varying),
+    )
+
+
+def invariant_type(aval: Any) -> Any:
+    """The type of an array, said to be the same along every manual mesh axis."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
 
 
 def is_tracer(x: object) -> bool:

@@ -49,24 +49,30 @@ def main(arguments: Sequence[str]) -> int:
         print("no case matches; see --list")
         return 2
     effort = Effort(options.seconds, options.repetitions, not options.no_resident_memory)
+    # Parts of a grid have files of their own, so that they do not take the place of a whole one.
+    suffix = environment.backend() + ("" if grid == "standard" else f"-{grid}")
     found: list[rows.Row] = []
-    complete = False
-    try:
-        for of_case in run(cases, effort, terminal.progress()):
-            if not found:
-                print(terminal.header(of_case))
-            found += of_case
-            print(terminal.table(of_case), flush=True)
-        complete = not options.filter
-    finally:
-        # Parts of a grid have files of their own, so that they do not take the place of a whole one.
-        suffix = ("" if grid == "standard" else f"-{grid}") + ("" if complete else "-part")
-        print()
-        for kernel in dict.fromkeys(row.kernel for row in found):
-            of_kernel = [row for row in found if row.kernel == kernel]
-            print("wrote", *rows.write(of_kernel, options.output, f"{kernel}-{environment.backend()}{suffix}"))
+    for of_case in run(cases, effort, terminal.progress()):
+        if not found:
+            print(terminal.header(of_case))
+        found += of_case
+        print(terminal.table(of_case), flush=True)
+        paths = _write(found, options.output, f"{suffix}-part")
+    if not options.filter:
+        for path in paths:
+            path.unlink()
+        paths = _write(found, options.output, suffix)
+    print("\nwrote", *paths)
     left_alone = [row for row in found if row.candidate == AUTOPALLAS and (row.failure or row.block_sizes is None)]
     return int(bool(left_alone))
+
+
+def _write(found: Sequence[rows.Row], directory: Path, suffix: str) -> list[Path]:
+    """Writes the rows of each operation to files of its own."""
+    paths: list[Path] = []
+    for kernel in dict.fromkeys(row.kernel for row in found):
+        paths += rows.write([row for row in found if row.kernel == kernel], directory, f"{kernel}-{suffix}")
+    return paths
 
 
 def _parser() -> argparse.ArgumentParser:

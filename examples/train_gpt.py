@@ -1,4 +1,4 @@
-"""Trains a small byte-level GPT twice, as it is written and with ``@autopallas.optimize`` on its loss, and compares.
+"""Trains a small byte-level GPT twice, as it is written and with ``@autopallas.optimize`` on its step, and compares.
 
 The model is plain jnp with attention spelled out, as in a first draft or a paper's appendix.  The text is the source
 code of Python's standard library, which every machine has.
@@ -142,15 +142,16 @@ def adamw(state: TrainingState, gradient: dict[str, Any], learning_rate: float) 
 
 
 def train_step(
-    loss_of: Callable[[dict[str, Any], jax.Array], jax.Array], learning_rate: float
+    heads: int, learning_rate: float
 ) -> Callable[[TrainingState, jax.Array], tuple[TrainingState, jax.Array]]:
-    """The jitted training step for a loss function of (parameters, text)."""
+    """The jitted training step: loss, gradient and AdamW."""
 
+    @jax.jit
     def step(state: TrainingState, text: jax.Array) -> tuple[TrainingState, jax.Array]:
-        value, gradient = jax.value_and_grad(loss_of)(state.parameters, text)
+        value, gradient = jax.value_and_grad(loss)(state.parameters, text, heads)
         return adamw(state, gradient, learning_rate), value
 
-    return jax.jit(step)
+    return step
 
 
 def standard_library(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -216,12 +217,8 @@ def compare(arguments: argparse.Namespace) -> int:
     windows = batches(text, arguments.batch, config.sequence_length, arguments.seed)
     state = start(initialise(jax.random.key(arguments.seed), config))
 
-    def original_loss(parameters: dict[str, Any], text: jax.Array) -> jax.Array:
-        return loss(parameters, text, config.heads)
-
-    @autopallas.optimize(objective=arguments.objective)
-    def optimized_loss(parameters: dict[str, Any], text: jax.Array) -> jax.Array:
-        return loss(parameters, text, config.heads)
+    step = train_step(config.heads, arguments.learning_rate)
+    optimized_step = autopallas.optimize(objective=arguments.objective)(step)  # The whole step, as it is.
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     print(
@@ -231,9 +228,9 @@ def compare(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     first = next(windows)
-    original = Run.begin("original", train_step(original_loss, arguments.learning_rate), state, first)
-    optimized = Run.begin("optimized", train_step(optimized_loss, arguments.learning_rate), state, first)
-    print(f"{optimized_loss.report()}\n")
+    original = Run.begin("original", step, state, first)
+    optimized = Run.begin("optimized", optimized_step, state, first)
+    print(f"{optimized_step.report()}\n")
 
     print(f"{'step':>4}  {'original loss':>13}  {'optimized loss':>14}  {'difference':>10}")
     show(0, original, optimized)

@@ -13,7 +13,7 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 
-_CALLS = frozenset({"closed_call", "core_call"})
+_CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
 """Equations whose bodies are somebody's kernel, written against references: not ours to look into."""
 

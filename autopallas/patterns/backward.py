@@ -153,8 +153,8 @@ class Lookup:
             if not isinstance(result, Var):
                 continue
             equations = _leading_to(pattern.equations, result)
-            candidates = list(found) or self._cotangents(equations, known, cotangent, frame)
-            for candidate in candidates:
+            candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
+            for candidate in dict.fromkeys(candidates):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
                 if numbers is not None:
                     backward = found.setdefault(candidate, Backward(candidate))

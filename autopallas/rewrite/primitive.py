@@ -103,7 +103,16 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         def lowered(*operands: Any, decision: Decision, ours: str = ours, **params: Any) -> Any:
             return compute(runs(decision, ours), *operands, decision=decision, **params)
 
-        mlir.register_lowering(primitive, mlir.lower_fun(lowered, multiple_results=True), platform=platform)
+        rule: Any = mlir.lower_fun(lowered, multiple_results=True)
+
+        def lowering(
+            context: Any, *operands: Any, decision: Decision, ours: str = ours, rule: Any = rule, **params: Any
+        ) -> Any:
+            if runs(decision, ours):  # kernels mix operands and constants, and know of no mesh
+                context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
+            return rule(context, *operands, decision=decision, **params)
+
+        mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive
 
 

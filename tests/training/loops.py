@@ -95,6 +95,36 @@ def scan_with_a_learned_bias_per_layer(w, x, biases):
     return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(w, x, biases)
 
 
+@step(lambda: [*deep(), array(T, T)], sizes=None)
+def scan_with_a_learned_bias_for_all_layers(w, x, bias):
+    def model(w, x, bias):
+        def body(x, w):
+            return x + jax.nn.softmax((x @ w[0]) @ (x @ w[1]).mT * 0.3 + bias) @ (x @ w[2])
+
+        return over_layers(body)(w, x)
+
+    return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(w, x, bias)
+
+
+@step(deep, sizes=None)
+def scan_with_an_additive_mask(w, x):
+    mask = jnp.where(jnp.tri(T, dtype=bool), 0.0, -1e9)
+
+    def body(x, w):
+        return x + jax.nn.softmax((x @ w[0]) @ (x @ w[1]).mT * 0.3 + mask) @ (x @ w[2])
+
+    return gradients(over_layers(body))(w, x)
+
+
+@step(deep)
+def scan_with_distances_as_a_bias(w, x):
+    def body(x, w):
+        distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)).astype(x.dtype)
+        return x + jax.nn.softmax((x @ w[0]) @ (x @ w[1]).mT * 0.3 - 0.1 * distance) @ (x @ w[2])
+
+    return gradients(over_layers(body))(w, x)
+
+
 @step()
 def fori_loop(q, k, v):
     model = lambda q, k, v: lax.fori_loop(0, 3, lambda _, q: q + attend(q, k, v), q)  # noqa: E731

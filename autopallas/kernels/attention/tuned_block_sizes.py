@@ -1,8 +1,8 @@
 """Tuned block sizes of the attention implementations, and the times and bytes that justify using them.
 
-Every row was measured as its ``evidence`` says, by ``python -m benchmarks table attention``: medians of interleaved runs
-in one process against the naive spelling (einsum, where, softmax, einsum).  Other work on the machine disturbs times more
-than ratios, which are those of paired runs: compare within a row only.
+Every row was measured as its ``evidence`` says, by ``python -m benchmarks table attention``: medians of interleaved
+runs in one process against the naive spelling (einsum, where, softmax, einsum).  Other work on the machine disturbs
+times more than ratios, which are those of paired runs: compare within a row only.
 """
 
 from __future__ import annotations

@@ -1,0 +1,217 @@
+"""A proved attention becomes a match: alone, or with the backwards that the program holds for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopallas import compat
+from autopallas.compat import Literal, Var
+from autopallas.graph import Body, Graph, Node
+from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
+from autopallas.patterns.attention_site import ProvedAttention
+from autopallas.patterns.backward import Backward, Forward, Level, Search, differentiable
+from autopallas.patterns.carry import Carrier
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch
+
+__all__ = ["AttentionDraft", "Escape"]
+
+
+class Escape(Mismatch):
+    """An intermediate value of a proved site is used outside it."""
+
+
+class AttentionDraft(ProvedAttention):
+    """A proved attention whose surroundings are yet to be looked at."""
+
+    def match(self) -> Match:
+        """The site in its forward direction.
+
+        Raises:
+          Escape: an intermediate value is used elsewhere.
+        """
+        site, carrier = self.assembled
+        graph = self.graph
+        if self.root not in self.alive:
+            raise Escape("only its derivative is used")
+        nodes, free = nodes_between(graph, carrier.operands, [self.root])
+        self._escapes(nodes)
+        for number in free:  # what cancels in the proof, but not in the original equations
+            carrier.further(number)
+        known = graph.positions[self.body]
+        if any(known[number][0] >= known[self.root][0] for number in carrier.operands):
+            raise Mismatch("an operand is at hand only after the place where the result is computed")
+        if any(n.equation.effects for n in nodes):
+            raise Mismatch("the equations have side effects")
+        operands = tuple(carrier.operands)
+        return Match(
+            op="attention",
+            site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
+            direction="forward",
+            operands=operands,
+            results=(self.root,),
+            equations=tuple(nodes),
+            original=jaxpr_of(graph, nodes, operands, [self.root]),
+            body=self.body,
+            location=self.location,
+        )
+
+    def _escapes(self, nodes: Sequence[Node]) -> None:
+        """Refuses a site of which an intermediate value is used elsewhere."""
+        graph, scope, alive = self.graph, self.scope, self.alive
+        inside = {id(n) for n in nodes}
+        rows = math.prod(graph.shape(self.score.value)) // self.space.extent(self.key_axis)
+        for n in nodes:
+            for number in n.outputs:
+                if number == self.root or not scope.depends(number):
+                    continue
+                size = math.prod(graph.shape(number))
+                what = "row statistics" if size <= rows else "scores or probabilities"
+                if number not in alive:
+                    continue
+                if number in graph.returned:
+                    raise Escape(f"the {what} are also returned")
+                users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
+                other = next((u for u in users if id(u) not in inside), None)
+                if other is not None:
+                    where = compat.location(other.equation)
+                    raise Escape(f"the {what} are also used by {other.name} at {where}")
+
+    # ------------------------------------------------------------------ the backward
+
+    def search(self) -> Search | None:
+        """What to look for in the program as this site's backward; None if the site spans several bodies."""
+        products = self._products()
+        forward = Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in products)
+        if not forward.complete:
+            return None
+        roles = self._uses(forward)
+        if roles is None:
+            return None
+        others = [i for i, use in enumerate(forward.uses) if i not in roles and differentiable(use)]
+        query, key, value = roles
+        wanted = [i for i in (value, query, key) if differentiable(forward.uses[i])]
+        return Search(forward, wanted, others)
+
+    def _products(self) -> set[int]:
+        """Where the scores are a sum of products: the values between the product and the sum."""
+        found: set[int] = set()
+        value = self.score.value
+        while self.graph.name(value) in ("reduce_sum", "convert_element_type"):
+            value = self.graph.definitions[value].inputs[0]
+            found.add(value)
+        return found
+
+    def _uses(self, forward: Forward) -> tuple[int, int, int] | None:
+        """The positions of queries, keys and values among the uses of the forward."""
+        graph = self.graph
+        first = min(self._products(), default=self.score.value)
+        second = self.second.outputs[0]
+        if self.second.name == "reduce_sum":
+            while graph.name(second) in ("reduce_sum", "convert_element_type"):
+                second = graph.definitions[second].inputs[0]
+        numbers = graph.numbers[self.body]
+
+        def use(value: int, position: int) -> int | None:
+            for i, u in enumerate(forward.uses):
+                if u.position == position and numbers[forward.equations[u.equation].outvars[0]] == value:
+                    return i
+            return None
+
+        query_position = 0 if self.query_first else 1
+        found = use(first, query_position), use(first, 1 - query_position), use(second, 1 - self.side)
+        return None if None in found else found  # type: ignore[return-value]
+
+    def match_with(self, search: Search) -> Match:
+        """The site together with the backwards that were found for it."""
+        graph, forward = self.graph, search.forward
+        roles = self._uses(forward)
+        assert roles is not None
+        bodies = [_home(graph, backward) for backward in search.found]
+        levels: dict[int, int] = {}  # per use, how far back its operand lies
+        for backward, body in zip(search.found, bodies, strict=True):
+            for use, steps in backward.levels.items():
+                fitting = [i for i, step in enumerate(steps) if self._reachable(step, body)]
+                if not fitting:
+                    raise Mismatch("the backward lacks an operand where it stands")
+                levels[use] = min(levels.get(use, fitting[-1]), fitting[-1])
+        pins: dict[int, int] = {}
+        for backward in search.found:
+            for use, steps in backward.levels.items():
+                if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
+                    raise Mismatch("two backwards of the site give the cotangents of different operands")
+        sides = [pin for use, pin in pins.items() if use not in roles]
+        if len(set(sides)) != len(sides):
+            raise Mismatch("a side input with a gradient is read in two places")
+        site, carrier = self.assemble({r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(bodies))
+        positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
+        positions |= {use: role for role, use in enumerate(roles) if use in pins}
+        original = self._original(forward, roles, carrier)
+        operands = tuple(carrier.operands)
+        return Match(
+            op="attention",
+            site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
+            direction="forward+backward",
+            operands=operands,
+            results=(self.root,),
+            equations=(),
+            original=original,
+            body=self.body,
+            location=self.location,
+            backwards=tuple(
+                BackwardMatch(
+                    body,
+                    backward.cotangent,
+                    tuple((positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items()),
+                )
+                for backward, body in zip(search.found, bodies, strict=True)
+            ),
+        )
+
+    def _reachable(self, level: Level, body: Body) -> bool:
+        """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
+        positions = self.graph.positions
+        return (
+            level.operand in positions[self.body]
+            and level.operand in positions[body]
+            and positions[body].get(level.cotangent, (-1,))[0] >= 0
+        )
+
+    def _original(self, forward: Forward, roles: tuple[int, int, int], carrier: Carrier) -> Any:
+        """The forward's equations from the site's operands, each of which is one input, to the result."""
+        graph, numbers = self.graph, self.graph.numbers[self.body]
+        others = [use for i, use in enumerate(forward.uses) if i not in roles]
+        nodes, free = nodes_between(graph, carrier.operands[carrier.roles :], [use.number for use in others])
+        for number in free:
+            carrier.further(number)
+        inputs = [Var(graph.avals[number]) for number in carrier.operands]
+        variables: dict[int, Any] = dict(zip(carrier.operands[carrier.roles :], inputs[carrier.roles :], strict=True))
+        equations = copied(graph, nodes, variables)
+        given: list[Any] = [
+            Literal(graph.literals[use.number], use.variable.aval)
+            if use.number in graph.literals
+            else variables.get(use.number)
+            for use in forward.uses
+        ]
+        for role, use in enumerate(roles):
+            variable: Any = inputs[role]
+            steps = list(forward.steps_back(forward.uses[use]))
+            reached = [forward.uses[use].number, *(numbers[e.invars[0]] for e in steps)]
+            for equation in reversed(steps[: reached.index(carrier.operands[role])]):
+                result = Var(equation.outvars[0].aval)
+                equations.append(equation.replace(invars=[variable], outvars=[result]))
+                variable = result
+            given[use] = variable
+        return closed(inputs, [forward.root], [*equations, *forward.over(given)])
+
+
+def _home(graph: Graph, backward: Backward) -> Body:
+    """The body that computes the cotangents."""
+    for body, positions in graph.positions.items():
+        firsts = (levels[0].cotangent for levels in backward.levels.values())
+        if all(positions.get(number, (-1,))[0] >= 0 for number in firsts):
+            if backward.cotangent in positions:
+                return body
+    raise Mismatch("the backward is spread over several bodies")

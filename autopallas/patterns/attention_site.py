@@ -1,0 +1,355 @@
+"""From a proved softmax to the description of an attention: roles of labels, programs, operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas import compat
+from autopallas.graph import Body, Graph, Node, Ref, Space
+from autopallas.graph.labels import Atom
+from autopallas.kernels.attention.site import AttentionSite, RowTerm
+from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.layout import Operand, Positions, View
+from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.expressions import Apply, Expression, Scope
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.program import Constant
+
+__all__ = ["ProvedAttention"]
+
+_RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
+
+
+@dataclass(eq=False)
+class ProvedAttention:
+    """A contraction over keys whose weights are proved to be a softmax; :meth:`assemble` describes it as a site."""
+
+    softmax: Softmax
+    second: Node
+    """The contraction of probabilities and values."""
+    side: int
+    """Which operand of the second contraction the probabilities are."""
+    query_first: bool
+    """Whether the queries are the first operand of the first contraction."""
+    root: int
+    """The value that is the site's result: of the second contraction, or of a division that follows it."""
+    top: Ref
+    score: Ref
+    query: Ref
+    key: Ref
+    value: Ref
+    key_axis: tuple[Atom, ...]
+    head_axis: list[Atom]
+    found: Exponential
+    normaliser: LogSumExp
+    rest: list[Term]
+    """The terms beside the normaliser, none of which depends on the scores."""
+    alive: Set[int]
+    """The values that the program computes for a reader."""
+    assume_finite: bool
+
+    @property
+    def scope(self) -> Scope:
+        return self.softmax.scope
+
+    @property
+    def graph(self) -> Graph:
+        return self.softmax.scope.graph
+
+    @property
+    def space(self) -> Space:
+        return self.softmax.space
+
+    @property
+    def body(self) -> Body:
+        """The body in which the result is first computed."""
+        return self.graph.definitions[self.root].body
+
+    @property
+    def location(self) -> str:
+        return compat.location(self.second.equation)
+
+    def settle(self) -> None:
+        """Visits everything until no label is refined any more."""
+        before = -1
+        while self.space.refinements != before:
+            before = self.space.refinements
+            self.assembled = self.assemble()
+
+    def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
+        """(labels of T, labels of Dv), after checking that every label has a role."""
+        space = self.space
+        query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
+        keys, heads = set(space.resolve(self.key_axis)), set(space.resolve(self.head_axis))
+        result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
+        weights = space.atoms(self.score) | {a for a in result if a not in value}
+        if not keys <= value:
+            raise Mismatch("the values do not carry the key axis")
+        if not keys <= key or keys & query:
+            raise Mismatch("the contracted axis is not the key axis of the scores")
+        if (value & query) - key:
+            raise Mismatch("the values depend on the query")
+        if self.scope.depends(space.canonical(self.value).value):
+            raise Mismatch("the values depend on the scores")
+        if len(result) != len(set(result)):
+            raise Mismatch("the result has an axis twice")
+        value_axis = tuple(a for a in result if a in value and a not in weights and a not in key and a not in query)
+        rest = (query | key | value | weights) - keys - heads - set(value_axis)
+        if rest - set(result):
+            raise Mismatch("an axis of the operands is missing from the result")
+        if value - keys - set(value_axis) - set(result):
+            raise Mismatch("an axis of the values is missing from the result")
+        # Of the axes that only the queries have, one is T and the others are groups of heads.  Parts of one axis (the
+        # height and width of an image) stay together.
+        rows = [a for a in result if a in query and a not in key and a not in value]
+        by_origin: dict[Atom, list[Atom]] = {}
+        for atom in rows:
+            by_origin.setdefault(space.origin(atom), []).append(atom)
+        longest = max(by_origin.values(), key=lambda atoms: math.prod(space.sizes[a] for a in atoms), default=[])
+        return tuple(longest), value_axis
+
+    # ------------------------------------------------------------------ the site
+
+    def assemble(
+        self,
+        pinned_roles: Mapping[int, int | None] = MappingProxyType({}),
+        pinned_sides: frozenset[int] = frozenset(),
+        further: tuple[Body, ...] = (),
+    ) -> tuple[AttentionSite, Carrier]:
+        """The site and what it reads; ``pinned``: the values to take as queries, keys, values and side inputs;
+        ``further``: bodies, besides its own, in which the operands must be at hand."""
+        graph, space = self.graph, self.space
+        query_axis, value_axis = self._roles()
+        key_axis = space.resolve(self.key_axis)
+        carrier = Carrier(self.scope, (self.body, *further), (query_axis, key_axis), self.score, pinned_sides)
+        query, key, value = (
+            carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
+        )
+        argument, weights, inner_weights = self._masks()
+        score = ProgramBuilder(carrier).build(argument)
+        if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
+            raise Mismatch(f"the argument of the exponential has dtype {score.dtype}")
+        live = self._live(argument)
+        live_program = None
+        if live:
+            live_program = ProgramBuilder(carrier).conjunction(live)
+        finished = [self._weight(carrier, w) for w in weights]
+        inner = [self._weight(carrier, w) for w in inner_weights]
+        sinks = tuple(self._terms(carrier, extra) for extra in self.normaliser.extras)
+        factors = self._terms(carrier, self.rest)
+        for term in factors:
+            if term.kind == "log" and term.coefficient != int(term.coefficient):
+                raise Mismatch("a factor of the result enters with a fractional power")
+        for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
+            self._no_dropout(carrier, sides)
+        first = graph.definitions[self.score.value]
+        labels = _Labels(space)
+        site = AttentionSite(
+            sizes=(),
+            query=labels.operand(query),
+            key=labels.operand(key),
+            value=labels.operand(value),
+            query_labels=labels.atoms(query_axis),
+            key_labels=labels.atoms(key_axis),
+            head_labels=labels.atoms(self.head_axis),
+            value_labels=labels.atoms(value_axis),
+            result=labels.view(space.view(self.top.view)),
+            rows=tuple(
+                (0, labels.atoms((a,)))
+                for _, atoms in self.top.view
+                for a in space.resolve(atoms)
+                if a not in value_axis
+            ),
+            types=(),
+            score_dtype=graph.dtype(self.score.value),
+            result_dtype=graph.dtype(self.root),
+            score=score,
+            sides=tuple(labels.source(s) for s in carrier.sides),
+            inner_weights=tuple(inner),
+            weights=tuple(finished),
+            sinks=tuple(tuple(labels.term(t) for t in terms) for terms in sinks),
+            factors=tuple(labels.term(t) for t in factors),
+            live=live_program,
+            score_precision=_precision(graph, first),
+            value_precision=_precision(graph, self.second),
+            assume_finite=self.assume_finite,
+        )
+        return replace(site, sizes=labels.sizes()), carrier
+
+    def _masks(self) -> tuple[Expression, list[Factor], list[Factor]]:
+        """The argument with the masks of the normaliser folded in as -inf; factors after it; factors within it.
+
+        A mask on numerator and normaliser alike is a score of -inf.  One put on after the division too only acts on
+        rows without any live key, where it turns 0 / 0 into 0.
+        """
+        inner = list(self.normaliser.weights)
+        keys = [self.softmax.factor_key(w) for w in inner]
+        outer: list[Factor] = []
+        for weight in self.found.weights:
+            own = self.softmax.factor_key(weight)
+            if own in keys:
+                keys.remove(own)
+                if weight.kind in ("where", "unless") and weight.after_normalisation:
+                    outer.append(weight)
+            else:
+                outer.append(weight)
+        if keys:
+            raise Mismatch("the normaliser is masked and the numerator is not")
+        argument = self.found.argument
+        for weight in inner:
+            if weight.kind in ("where", "unless"):
+                dtype = self._dtype(argument)
+                nothing = Constant(-math.inf, dtype)
+                cases = (nothing, argument) if weight.kind == "where" else (argument, nothing)
+                argument = Apply(lax.select_n_p, {}, (weight.source, *cases), dtype)
+        return argument, outer, [w for w in inner if w.kind in ("multiply", "divide")]
+
+    def _dtype(self, expression: Expression) -> Any:
+        return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
+
+    def _weight(self, carrier: Carrier, factor: Factor) -> Weight:
+        builder = ProgramBuilder(carrier)
+        if factor.kind in ("where", "unless") and self.graph.dtype(factor.source.value).kind != "b":
+            raise Mismatch("a mask on the probabilities is not boolean")
+        if factor.kind == "where":
+            return Weight("where", builder.build(factor.source))
+        if factor.kind == "unless":
+            return Weight("where", builder.build_not(factor.source))
+        if factor.kind == "divide":
+            return Weight("multiply", builder.build_reciprocal(factor.source))
+        return Weight("multiply", builder.build(factor.source))
+
+    def _terms(self, carrier: Carrier, terms: Sequence[Term]) -> tuple[RowTerm, ...]:
+        found = []
+        for term in terms:
+            if term.kind == "constant":
+                found.append(RowTerm(term.coefficient, "constant"))
+            elif term.kind in ("value", "log"):
+                found.append(RowTerm(term.coefficient, term.kind, carrier.source(term.expression)))
+            else:
+                raise Mismatch("a second normaliser remains")
+        return tuple(found)
+
+    def _live(self, expression: Expression) -> list[tuple[Ref, bool]]:
+        """Masks that must all hold for a key to have weight: those of selections directly under the exponential."""
+        name: str | None
+        arguments: list[Any] | None
+        match expression:
+            case Ref():
+                ref = self.space.canonical(expression)
+                if not self.scope.depends(ref.value) or ref.value == self.scope.score:
+                    return []
+                name, arguments, dtype = self.scope.name(ref), self.space.operands(ref), self.graph.dtype(ref.value)
+            case Apply():
+                name, dtype = expression.primitive.name, expression.dtype
+                arguments = list(expression.arguments)
+            case _:
+                return []
+        if arguments is None:
+            return []
+        if name == "convert_element_type":
+            return self._live(arguments[0])
+        if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # exp2's log 2
+            return self._live(arguments[0])
+        if name == "select_n" and len(arguments) == 3 and isinstance(arguments[0], Ref):
+            mask, if_false, if_true = arguments
+            if self._dtype(mask).kind == "b" and not self.scope.depends(mask.value):
+                if self._dead(if_false, dtype):
+                    return [(mask, True), *self._live(if_true)]
+                if self._dead(if_true, dtype):
+                    return [(mask, False), *self._live(if_false)]
+        return []
+
+    def _dead(self, fill: Expression, dtype: Any) -> bool:
+        """Whether the exponential of this score is exactly 0 beside any real score: -inf, or near the dtype's least."""
+        if isinstance(fill, Constant):
+            number: float | None = float(fill.value)
+        else:
+            number = self.scope.number(fill) if isinstance(fill, Ref) else None
+        if number is None:
+            return False
+        least = float(jnp.finfo(dtype).min)
+        return number == -math.inf or (dtype.name != "float16" and number <= 0.3 * least)
+
+    def _no_dropout(self, carrier: Carrier, sources: Sequence[Operand | Positions | None]) -> None:
+        """Dropout would have to be carried as a T x S array of random numbers: refused, with its name."""
+        keys = set(self.space.resolve(self.key_axis))
+        for source in sources:
+            if isinstance(source, Operand) and set(source.labels) & keys:
+                if self._random(carrier.operands[source.position]):
+                    raise Mismatch("dropout is active on the probabilities or scores")
+
+    def _random(self, value: int) -> bool:
+        seen: set[int] = set()
+        todo = [value]
+        for _ in range(200):
+            if not todo:
+                return False
+            number = todo.pop()
+            node = self.graph.definitions.get(number)
+            if node is None or number in seen:
+                continue
+            seen.add(number)
+            if node.name in _RANDOM:
+                return True
+            if not (node.name == "dot_general" or self.graph.dtype(number).kind == "V"):
+                todo += node.inputs
+        return False
+
+
+class _Labels:
+    """Renumbers atoms densely, in order of appearance, so that equal sites have equal descriptions."""
+
+    def __init__(self, space: Any):
+        self._space = space
+        self._number: dict[Atom, int] = {}
+
+    def atoms(self, atoms: Sequence[Atom]) -> tuple[int, ...]:
+        return tuple(self._number.setdefault(a, len(self._number)) for a in self._space.resolve(atoms))
+
+    def view(self, view: Any) -> View:
+        return tuple((offset, self.atoms(atoms)) for offset, atoms in view)
+
+    def operand(self, operand: Operand) -> Operand:
+        return Operand(operand.position, self.view(operand.view))
+
+    def source(self, source: Operand | Positions) -> Operand | Positions:
+        if isinstance(source, Operand):
+            return self.operand(source)
+        return Positions((source.dimension[0], self.atoms(source.dimension[1])), source.dtype)
+
+    def term(self, term: RowTerm) -> RowTerm:
+        return term if term.source is None else replace(term, source=self.source(term.source))
+
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._space.sizes[a] for a in self._number)
+
+
+def _precision(graph: Graph, node: Node) -> str | None:
+    """The precision asked of a contraction, or None for the default."""
+    if node.name != "dot_general":
+        return None
+    precision = node.params["precision"]
+    if precision is None:
+        return None
+    given = precision if isinstance(precision, tuple) else (precision,)
+    names = {getattr(p, "name", str(p)) for p in given}
+    dtypes = {graph.dtype(operand).name for operand in node.inputs}
+    if len(names) == 1 and dtypes == {_ACCUMULATES_IN_FLOAT32.get(*names)}:
+        return None
+    if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
+        raise Mismatch(f"a contraction asks for the precision {precision}")
+    (name,) = names
+    return None if name == "DEFAULT" else name
+
+
+_ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+"""Algorithms that are what kernels do with operands of that dtype."""
