@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.nn import softmax
 from recognition.catalogue import array
 
-__all__ = ["B", "D", "H", "L", "S", "STEPS", "T", "W", "Step", "attend", "deep", "loss_of", "qkv", "step", "wave"]
+__all__ = ["STEPS", "B", "D", "H", "L", "S", "Step", "T", "W", "attend", "deep", "loss_of", "qkv", "step", "wave"]
 
 B, H, T, S, D = 2, 3, 7, 11, 4
 """Batch, heads, queries, keys, size of a head: no two alike, so that a T x S value is known by its shape."""

@@ -85,13 +85,13 @@ def right(given: Any, function: Callable[..., Any], args: Sequence[Any], dtype: 
 def check(
     function: Callable[..., Any],
     args: Sequence[Any],
-    sites: int = 1,
+    directions: Sequence[str] = ("forward+backward",),
     sizes: tuple[int, int] | None = None,
     dtype: str | None = None,
     oracle: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Report:
-    """The program is exact, all its sites are replaced in both directions, and no T x S value is left."""
+    """The program is exact, its sites are replaced in these ``directions``, and no T x S value is left."""
     optimized = optimized_like_a_user(function, **options)
     traced = compiled(lambda *args: optimized(*args)).trace(*args)
     given = traced.lower().compile()(*args)
@@ -99,7 +99,7 @@ def check(
     right(given, function, args, dtype, oracle)
     report = optimized.report()
     assert not report.failures
-    assert replaced(report) == ["forward+backward"] * sites, _told(report)
+    assert replaced(report) == list(directions), _told(report)
     if sizes is not None:
         assert _quadratic(traced.jaxpr, sizes) == []
     return report

@@ -102,9 +102,7 @@ def per_head_and_example_value_and_gradients(q, k, v):
 
 @step()
 def grad_in_a_branch(q, k, v):
-    return lax.cond(
-        jnp.sum(q) < 1e6, jax.grad(loss, argnums=(0, 1, 2)), lambda q, k, v: (q, k, v), q, k, v
-    )
+    return lax.cond(jnp.sum(q) < 1e6, jax.grad(loss, argnums=(0, 1, 2)), lambda q, k, v: (q, k, v), q, k, v)
 
 
 @step()

@@ -19,9 +19,11 @@ from training.checks import absolute_errors, replaced
 ARGNUMS = (0, 1, 2)
 
 
-def split(function, check_vma, mesh, out=PartitionSpec("data")):
-    parts = PartitionSpec("data")
-    return jax.shard_map(function, mesh=mesh, in_specs=(parts,) * 3, out_specs=out, check_vma=check_vma)
+PARTS, WHOLE = PartitionSpec("data"), PartitionSpec()
+
+
+def split(function, check_vma, mesh, out=PARTS):
+    return jax.shard_map(function, mesh=mesh, in_specs=(PARTS,) * 3, out_specs=out, check_vma=check_vma)
 
 
 def gradient_inside(mesh, check_vma):
@@ -38,7 +40,7 @@ def gradient_outside_a_sum_over_devices(mesh, check_vma):
     def total(q, k, v):
         return lax.psum(loss_of(attend)(q, k, v), "data")
 
-    function = split(total, check_vma, mesh, PartitionSpec())
+    function = split(total, check_vma, mesh, WHOLE)
     return jax.value_and_grad(function, argnums=ARGNUMS), jax.value_and_grad(loss_of(attend), ARGNUMS), qkv()
 
 
@@ -53,9 +55,7 @@ def data_parallel_step(mesh, check_vma):
         value, gradient = jax.value_and_grad(loss_of(model))(w, x)
         return lax.psum((value, gradient), "data")
 
-    function = jax.shard_map(
-        own, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("data")), out_specs=PartitionSpec(), check_vma=check_vma
-    )
+    function = jax.shard_map(own, mesh=mesh, in_specs=(WHOLE, PARTS), out_specs=WHOLE, check_vma=check_vma)
     return function, jax.value_and_grad(loss_of(model)), deep()
 
 
@@ -109,7 +109,7 @@ def sharded_batch():
     """The mesh is automatic: jit partitions a train step whose batch is spread over two devices."""
     mesh = Mesh(jax.devices()[:2], ("data",))
     w, x = deep()
-    args = w, jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    args = w, jax.device_put(x, NamedSharding(mesh, PARTS))
     model = lambda w, x: lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]  # noqa: E731
     step = jax.jit(jax.value_and_grad(loss_of(model), argnums=(0, 1)))
     given, expected = optimized_like_a_user(step)(*args), step(*args)
