@@ -85,7 +85,7 @@ class Operation:
             if name not in IMPLEMENTATIONS:
                 raise UnsupportedError(f"no implementation is called {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
         if not names:
-            raise UnsupportedError(f"no implementation was named; there are {', '.join(IMPLEMENTATIONS)}")
+            raise UnsupportedError(f"an empty list names no implementation; there are {', '.join(IMPLEMENTATIONS)}")
         return names
 
     def candidates(
