@@ -118,7 +118,7 @@ _ROWS: dict[Key, Row] = {
         BlockSizes(256, 256), 900400.0, 1710000.0, 2658752, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T16384", "dynamic"): Row(
-        BlockSizes(256, 256), 1983000.0, 1335000.0, 2363776, 1073741824, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(256, 256), 4165000.0, 5937000.0, 13771136, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "T16384", "full"): Row(
         BlockSizes(256, 256), 4952000.0, 7260000.0, 13769016, 2147483648, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -285,6 +285,15 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward+backward", "bfloat16", "T4096", "causal"): Row(
         BlockSizes(256, 256), 1333000.0, 2969000.0, 19538984, 811663360, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward+backward", "bfloat16", "T4096", "dynamic"): Row(
+        BlockSizes(256, 256), 1257000.0, 1372000.0, 18752488, 811663360, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T4096", "full"): Row(
+        BlockSizes(256, 256), 1483000.0, 1418000.0, 18752416, 811663360, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "T4096", "static"): Row(
+        BlockSizes(256, 256), 647600.0, 1756000.0, 18754104, 811663360, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "bfloat16", "other", "dynamic"): Row(
         BlockSizes(256, 256), 139300.0, 145300.0, 17875944, 103825408, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
@@ -348,8 +357,14 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward+backward", "float32", "T4096", "causal"): Row(
         BlockSizes(256, 256), 1017000.0, 3781000.0, 25830440, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward+backward", "float32", "T4096", "dynamic"): Row(
+        BlockSizes(256, 256), 1283000.0, 2388000.0, 25232232, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "float32", "T4096", "full"): Row(
         BlockSizes(256, 256), 1374000.0, 2044000.0, 25232224, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "T4096", "static"): Row(
+        BlockSizes(256, 256), 664000.0, 2814000.0, 25232632, 1082261504, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "other", "dynamic"): Row(
         BlockSizes(256, 256), 142700.0, 192300.0, 19448808, 139493376, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -368,10 +383,13 @@ def table_device(device: Device) -> str:
 
 
 def table_key(spec: AttentionSpec, implementation: str, direction: str) -> Key:
-    """Where the table files a spec; the invariant is its mask class."""
+    """Where the table files a spec; the invariant is its mask class, and whether it reads a T x S side input."""
     bucket = bucket_of({"T": spec.query_length, "S": spec.key_length}, BUCKETS)
     assert bucket is not None, "the last bucket takes everything"
-    return implementation, direction, spec.widest_dtype.name, bucket.name, spec.mask_class
+    # A bias or mask that fills the tile has to be read: what was measured without one says nothing of it.
+    reads_tiles = any(side.varies[3] and side.varies[4] for side in spec.sides)
+    invariants = f"{spec.mask_class}, T x S input" if reads_tiles else spec.mask_class
+    return implementation, direction, spec.widest_dtype.name, bucket.name, invariants
 
 
 def find(spec: AttentionSpec, device: Device, implementation: str = "xla", direction: str = "forward") -> Found | None:
