@@ -74,19 +74,23 @@ __all__ = [
     "batching",
     "bodies",
     "dce_jaxpr",
+    "distributed_store",
     "extended_scan",
     "has_input_effects",
     "inlined_equation",
     "is_jaxpr",
     "is_plain_jit",
     "is_tracer",
+    "is_transposed",
     "jaxpr_as_fun",
     "jit_settings",
     "location",
     "make_jaxpr",
     "mlir",
     "multiplication_params",
+    "name_stack",
     "new_jaxpr_eqn",
+    "numeric_setting",
     "opened",
     "rebuilt",
     "scan_parts",
@@ -132,11 +136,17 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
     """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
     found: list[tuple[str, int | None, Any]] = []
     for name, value in equation.params.items():
-        if is_jaxpr(value):
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, (tuple, list)):
+            found += [(name, i, x) for i, x in enumerate(value) if type(x) not in _PLAIN and is_jaxpr(x)]
+        elif is_jaxpr(value):
             found.append((name, None, value))
-        elif isinstance(value, (tuple, list)):
-            found += [(name, i, x) for i, x in enumerate(value) if is_jaxpr(x)]
     return found
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of most parameters, none of which is a jaxpr."""
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:
@@ -179,6 +189,17 @@ def location(equation: JaxprEqn | None) -> str:
     return "unknown" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
+def is_transposed(equation: JaxprEqn) -> bool:
+    """Whether reverse-mode differentiation made an equation, as a part of the backward."""
+    stack = equation.source_info.name_stack.stack
+    return any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
+
+
+def name_stack(equation: JaxprEqn) -> str:
+    """The scopes and transformations under which an equation was made: "transpose(jvp(loss))/layer"."""
+    return str(equation.source_info.name_stack)
+
+
 def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
     """How many of a scan's operands are loop constants, and how many are carried; the rest is read slice by slice."""
     if "num_consts" in equation.params:
@@ -187,16 +208,17 @@ def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
     return len(list(constants)), len(list(carried))
 
 
-def extended_scan(params: dict[str, Any], read: int, stacked: int) -> dict[str, Any]:
-    """A scan's parameters after its body got further slices to read and further results to stack, each at the end."""
+def extended_scan(params: dict[str, Any], given: int, read: int, stacked: int) -> dict[str, Any]:
+    """A scan's parameters after its body got further loop constants in front, and further slices to read and further
+    results to stack, each at the end."""
     if "num_consts" in params:
-        return params
+        return params | {"num_consts": params["num_consts"] + given}
     from jax._src import flattree  # type: ignore[attr-defined]
 
     constants, carried, slices = params["ft_in"].unpack()
     carried_out, results = params["ft_out"].unpack()
     return params | {
-        "ft_in": flattree.pack((constants, carried, (slices, flattree.nones(read)))),
+        "ft_in": flattree.pack(((flattree.nones(given), constants), carried, (slices, flattree.nones(read)))),
         "ft_out": flattree.pack((carried_out, (results, flattree.nones(stacked)))),
     }
 
@@ -255,6 +277,20 @@ def jit_settings(function: Any) -> dict[str, Any] | None:
 def trace_context(default: Any) -> Any:
     """A context variable whose value is part of the key of every jit cache."""
     return jax.make_user_context(default_value=default)
+
+
+def numeric_setting() -> tuple[bool, Any]:
+    """(whether 64-bit types are enabled, the default precision of dots), of this thread."""
+    config: Any = jax.config
+    return bool(config.jax_enable_x64), config.jax_default_matmul_precision
+
+
+def distributed_store() -> tuple[Any, int] | None:
+    """(the key-value store of ``jax.distributed``, this process's number), or None where it was not initialized."""
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    return None if state.client is None else (state.client, int(state.process_id))
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import Graph
+from autopallas.graph.numbering import Graph, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 
@@ -22,6 +22,7 @@ class Edit:
       replaced: equations, by position, with what stands there instead.
       added: equations that are new; they are placed where their operands are known.
       renamed: variables, with those that are read in their place.
+      given: for a scan's body: further loop constants, as (variable in the body, variable outside).
       read: for a scan's body: further slices that it reads, as (variable in the body, stacked variable outside).
       stacked: for a scan's body: further results that it stacks, likewise.
     """
@@ -29,7 +30,8 @@ class Edit:
     replaced: dict[int, list[JaxprEqn]] = field(default_factory=dict)
     added: list[JaxprEqn] = field(default_factory=list)
     renamed: dict[Var, Var] = field(default_factory=dict)
-    read: list[tuple[Var, Var]] = field(default_factory=list)
+    given: list[tuple[Var, Var | Literal]] = field(default_factory=list)
+    read: list[tuple[Var, Var | Literal]] = field(default_factory=list)
     stacked: list[tuple[Var, Var]] = field(default_factory=list)
 
 
@@ -47,12 +49,19 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
             equations.append(equation)
     equations += edit.added
     if edit.renamed:
-        equations = [e.replace(invars=[_renamed(a, edit.renamed) for a in e.invars]) for e in equations]
+        equations = [_with_names(e, edit.renamed) for e in equations]
     if edit.added:
         equations = _in_order(equations)
-    outvars = [_renamed(a, edit.renamed) for a in body.outvars] + [inner for inner, _ in edit.stacked]
-    invars = [*body.invars, *(inner for inner, _ in edit.read)]
+    results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
+    outvars = [_renamed(a, edit.renamed) for a in results]
+    invars = [*(inner for inner, _ in edit.given), *body.invars, *(inner for inner, _ in edit.read)]
     return compat.rebuilt(body.source, body.constvars, body.consts, invars, outvars, equations)
+
+
+def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
+    if not any(isinstance(atom, Var) and atom in names for atom in equation.invars):
+        return equation
+    return equation.replace(invars=[_renamed(atom, names) for atom in equation.invars])
 
 
 def _renamed(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:
@@ -71,10 +80,10 @@ def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Bo
             bodies[child.position] = new
             params[child.parameter] = type(params[child.parameter])(bodies)
         edit = edits.get(child.body)
-        if edit is not None and (edit.read or edit.stacked):
+        if edit is not None and (edit.given or edit.read or edit.stacked):
             assert equation.primitive.name == "scan"
-            params = compat.extended_scan(params, len(edit.read), len(edit.stacked))
-            invars += [outer for _, outer in edit.read]
+            params = compat.extended_scan(params, len(edit.given), len(edit.read), len(edit.stacked))
+            invars = [*(outer for _, outer in edit.given), *invars, *(outer for _, outer in edit.read)]
             outvars += [outer for _, outer in edit.stacked]
     return equation.replace(params=params, invars=invars, outvars=outvars)
 
@@ -138,15 +147,21 @@ def check(program: Any) -> None:
         raise ValueError("a result of the rewritten program is not defined")
 
 
-def surviving(graph: Graph, given: Iterable[int]) -> set[int]:
+def surviving(graph: Graph, given: Iterable[int] = ()) -> frozenset[int]:
     """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere."""
-    given = set(given)
-    edits: dict[Body, Edit] = {}
+    chosen = frozenset(given)
+    if chosen not in graph.survivors:
+        graph.survivors[chosen] = _survivors(graph, chosen)
+    return graph.survivors[chosen]
+
+
+def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+    edits = {body: Edit() for body in graph.numbers}  # all of them: an unedited body would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
-            if position not in body.children and any(numbers[v] in given for v in equation.outvars):
+            if computes(body, position) and any(numbers[v] in given for v in equation.outvars):
                 kept = without_results(equation, [v for v in equation.outvars if numbers[v] in given])
-                edits.setdefault(body, Edit()).replaced[position] = kept
+                edits[body].replaced[position] = kept
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
     todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]
@@ -155,4 +170,4 @@ def surviving(graph: Graph, given: Iterable[int]) -> set[int]:
         for equation in jaxpr.eqns:
             alive.update(owner[v] for v in equation.outvars if v in owner)
             todo += [inner for _, _, inner in compat.bodies(equation)]
-    return alive
+    return frozenset(alive)

@@ -41,6 +41,17 @@ class Body:
     children: dict[int, list[Child]] = field(default_factory=dict)
     renamed: bool = False
     """Whether the variables are not those of ``source``, which is the body of another equation too."""
+    transposed: bool = False
+    """Whether an equation of a derivative's backward holds the body, directly or further out."""
+
+    _defined: dict[Var, int] = field(default_factory=dict)
+
+    @property
+    def defined(self) -> dict[Var, int]:
+        """Per variable, the position of the equation that defines it."""
+        if not self._defined:
+            self._defined = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
+        return self._defined
 
     def walk(self) -> Iterator[Body]:
         """This body and all below it."""
@@ -55,7 +66,7 @@ def flatten(jaxpr: Any) -> Body:
     return _flatten(jaxpr, (), set())
 
 
-def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int]) -> Body:
+def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
     inner, consts = compat.opened(jaxpr)
     renamed = id(inner) in seen  # one jaxpr object may be the body of two loops
     seen.add(id(inner))
@@ -64,7 +75,7 @@ def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int]) -> Body:
     if renamed:
         constvars, invars = [Var(v.aval) for v in constvars], [Var(v.aval) for v in invars]
         bound = dict(zip([*inner.constvars, *inner.invars], [*constvars, *invars], strict=True))
-    body = Body(jaxpr, path, constvars, list(consts), invars, renamed=renamed)
+    body = Body(jaxpr, path, constvars, list(consts), invars, renamed=renamed, transposed=transposed)
     body.outvars = _inline(body, inner, bound, (), renamed, seen)
     return body
 
@@ -106,8 +117,9 @@ def _inline(
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
         if equation.primitive.name not in _KERNELS:
+            transposed = body.transposed or compat.is_transposed(equation)
             children = [
-                Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen))
+                Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))
                 for name, position, inner in compat.bodies(equation)
             ]
             if children:

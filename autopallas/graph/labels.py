@@ -30,8 +30,8 @@ _LAYOUT = _IDENTITY | {
 }  # fmt: skip
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg
-    nextafter not or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg
+    nextafter not one_minus_square or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
 )
 """Primitives that compute each element of their result from the same element of their operands."""
@@ -51,8 +51,11 @@ class Space:
     read through :meth:`resolve`, and keys are computed after all refinements.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, through: bool = False):
         self.graph = graph
+        self.through = through
+        """Whether the result of a custom rule's call is read as that of its primal body, and a sum over one element as
+        that element."""
         self.sizes: dict[Atom, int] = {}
         self.refinements = 0
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
@@ -224,6 +227,15 @@ class Space:
     def _step(self, ref: Ref) -> Ref | None:
         """One layout operation back, or None where there is none or it cannot be undone."""
         node = self.graph.definitions.get(ref.value)
+        if self.through and node is not None:
+            if ref.value in self.graph.inner:
+                return Ref(self.graph.inner[ref.value], ref.view)
+            if node.name in ("reduce_sum", "reduce_max"):
+                before, kept = self.graph.shape(node.inputs[0]), iter(ref.view)
+                if any(before[d] != 1 for d in node.params["axes"]):
+                    return None
+                single = [(0, ()) if d in node.params["axes"] else next(kept) for d in range(len(before))]
+                return Ref(node.inputs[0], tuple(single))
         if node is None or node.name not in _LAYOUT:
             return None
         name, view, params = node.name, ref.view, node.params

@@ -56,10 +56,15 @@ class Graph:
       definitions: per number, the node that computes it (absent for inputs, literals and constants).
       users: per number, the nodes that read it; for what enters a body under its own number, the nodes in there.
       returned: numbers that leave a body as its result (a checkpoint's are the same values outside, so they do not).
+      elements: numbers of what a scan reads step by step.
+      inner: for the results of a custom rule's call, the numbers of the same values in its primal body;
+        ``outer`` is the way back.
       frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
         the variable); inputs have position -1.
+      holders: per body, the body and the position of the equation that holds it.
+      survivors: per set of values that are not to be computed, those that still are, once asked for.
     """
 
     def __init__(self, root: Body):
@@ -71,12 +76,20 @@ class Graph:
         self.definitions: dict[int, Node] = {}
         self.users: dict[int, list[Node]] = defaultdict(list)
         self.returned: set[int] = set()
+        self.elements: set[int] = set()
+        self.inner: dict[int, int] = {}
+        self.outer: dict[int, list[int]] = {}
         self.frames: dict[Body, tuple[int, ...]] = {}
         self.numbers: dict[Body, dict[Var, int]] = {}
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
+        self.holders: dict[Body, tuple[Body, int]] = {}
+        self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
+        for body in self.numbers:
+            for position, children in body.children.items():
+                self.holders.update((child.body, (body, position)) for child in children)
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)
@@ -91,14 +104,29 @@ class Graph:
         return None if node is None else node.name
 
     def occurrences(self, number: int) -> list[tuple[Body, int]]:
-        """Every equation, in every body, that computes this value: (body, position)."""
+        """Every equation, in every body, that computes this value itself: (body, position)."""
         if self._occurrences is None:
             self._occurrences = defaultdict(list)
             for body, numbers in self.numbers.items():
                 for position, equation in enumerate(body.equations):
-                    for variable in equation.outvars:
+                    for variable in equation.outvars if computes(body, position) else ():
                         self._occurrences[numbers[variable]].append((body, position))
         return self._occurrences.get(number, [])
+
+    def linked(self, source: Body, target: Body) -> bool:
+        """Whether a scan can be given in each step what an earlier one has in it, directly or through further scans."""
+        if source is target:
+            return True
+        if source not in self.holders or target not in self.holders:
+            return False
+        (outer, i), (other, j) = self.holders[source], self.holders[target]
+        scans = outer.equations[i], other.equations[j]
+        return (
+            all(e.primitive.name == "scan" for e in scans)
+            and (outer is not other or i < j)
+            and scans[0].params["length"] == scans[1].params["length"]
+            and self.linked(outer, other)
+        )
 
     # ------------------------------------------------------------------ construction
 
@@ -186,6 +214,7 @@ class Graph:
         key = ("element", stacked)
         if key not in self._table:
             self._table[key] = (self._new(aval),)
+        self.elements.add(self._table[key][0])
         return self._table[key][0]
 
     def _node(
@@ -258,12 +287,21 @@ class Graph:
             results = self._add(inner, numbers, inside)
             self.returned.update(results)
         outputs = tuple(self._new(v.aval) for v in equation.outvars)
+        if name in _CUSTOM_RULES and len(children) == 1:
+            self.inner.update(zip(outputs, results, strict=True))
+            for output, result in zip(outputs, results, strict=True):
+                self.outer.setdefault(result, []).append(output)
         if name == "scan":
             _, carried = compat.scan_parts(equation)
             for stacked, element in list(zip(outputs, results, strict=True))[carried:]:
                 self._table[("element", stacked)] = (element,)
         self._node(equation, tuple(operands), outputs, body, shared)
         return list(outputs)
+
+
+def computes(body: Body, position: int) -> bool:
+    """Whether an equation's results are its own, and not those of a body that it holds."""
+    return position not in body.children or body.equations[position].primitive.name in _CUSTOM_RULES
 
 
 def is_identity(equation: JaxprEqn) -> bool:

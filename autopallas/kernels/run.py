@@ -26,6 +26,10 @@ class SiteDescription(Protocol):
     def spec(self) -> Any:
         """The canonical description that implementations and tables know."""
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether ``backward`` gives the derivative; else it is the original's."""
+
     def forward(
         self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:

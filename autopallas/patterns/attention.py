@@ -32,7 +32,7 @@ _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "cop
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Every attention in a graph, and what nearly was one: one outcome for each product of queries and keys."""
     reach = _reach(graph)
-    alive = surviving(graph, ())
+    alive = surviving(graph)
     matches: dict[int, Match] = {}
     drafts: dict[int, AttentionDraft] = {}
     misses: dict[int, NearMiss] = {}
@@ -53,17 +53,21 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 assert draft is not None
                 assert score is not None
                 drafts.setdefault(score, draft)
-                misses.setdefault(score, NearMiss("attention", draft.location, escape.reason))
+                misses.setdefault(score, NearMiss("attention", draft.location, escape.reason, score))
             except Mismatch as mismatch:
                 score = attempt.scope.score
-                if score is not None:
-                    misses.setdefault(score, NearMiss("attention", compat.location(node.equation), mismatch.reason))
+                if score is not None and not _in_backward(node):
+                    where = compat.location(node.equation)
+                    misses.setdefault(score, NearMiss("attention", where, mismatch.reason, score))
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
-    gone = {number for match in ordered for number in match.replaced}
-    still = surviving(graph, gone) if ordered and misses else alive  # a recognised backward holds no near misses
-    return ordered, [miss for score, miss in misses.items() if score not in matches and score in still]
+    return ordered, [miss for score, miss in misses.items() if score not in matches and score in alive]
+
+
+def _in_backward(node: Node) -> bool:
+    """Whether a contraction belongs to a derivative: of a loss or a router, it contracts a softmax's gradient."""
+    return node.body.transposed or compat.is_transposed(node.equation)
 
 
 def _with_backward(
@@ -150,7 +154,7 @@ class _Attempt:
         self,
         graph: Graph,
         reach: list[tuple[bool, bool]],
-        alive: set[int],
+        alive: frozenset[int],
         assume_finite: bool,
         settled: Set[int],
     ):

@@ -13,7 +13,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import Backward, Forward, Level, Search, differentiable
-from autopallas.patterns.carry import Carrier
+from autopallas.patterns.carry import Carrier, at_hand
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
 __all__ = ["AttentionDraft", "Escape"]
@@ -125,18 +125,33 @@ class AttentionDraft(ProvedAttention):
         return None if None in found else found  # type: ignore[return-value]
 
     def match_with(self, search: Search) -> Match:
-        """The site together with the backwards that were found for it."""
+        """The site together with the backwards that were found for it.
+
+        Raises:
+          Mismatch: what the site reads cannot be had where its backward stands.
+        """
+        try:
+            return self._joined(search, across=False)
+        except Mismatch:
+            return self._joined(search, across=True)
+
+    def _joined(self, search: Search, across: bool) -> Match:
+        """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
         graph, forward = self.graph, search.forward
         roles = self._uses(forward)
         assert roles is not None
         bodies = [_home(graph, backward) for backward in search.found]
         levels: dict[int, int] = {}  # per use, how far back its operand lies
-        for backward, body in zip(search.found, bodies, strict=True):
-            for use, steps in backward.levels.items():
-                fitting = [i for i, step in enumerate(steps) if self._reachable(step, body)]
-                if not fitting:
-                    raise Mismatch("the backward lacks an operand where it stands")
-                levels[use] = min(levels.get(use, fitting[-1]), fitting[-1])
+        for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
+            known = [(b.levels[use], body) for b, body in zip(search.found, bodies, strict=True) if use in b.levels]
+            depth = min(len(steps) for steps, _ in known)
+            for brought in (False, across):  # what both bodies have is preferred to what is further back
+                fitting = [i for i in range(depth) if all(self._fits(s[i], body, brought) for s, body in known)]
+                if fitting:
+                    break
+            else:
+                raise Mismatch("the backward lacks an operand where it stands")
+            levels[use] = fitting[-1]
         pins: dict[int, int] = {}
         for backward in search.found:
             for use, steps in backward.levels.items():
@@ -145,7 +160,9 @@ class AttentionDraft(ProvedAttention):
         sides = [pin for use, pin in pins.items() if use not in roles]
         if len(set(sides)) != len(sides):
             raise Mismatch("a side input with a gradient is read in two places")
-        site, carrier = self.assemble({r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(bodies))
+        site, carrier = self.assemble(
+            {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(bodies), across
+        )
         positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
         original = self._original(forward, roles, carrier)
@@ -170,14 +187,10 @@ class AttentionDraft(ProvedAttention):
             ),
         )
 
-    def _reachable(self, level: Level, body: Body) -> bool:
+    def _fits(self, level: Level, body: Body, across: bool) -> bool:
         """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
-        positions = self.graph.positions
-        return (
-            level.operand in positions[self.body]
-            and level.operand in positions[body]
-            and positions[body].get(level.cotangent, (-1,))[0] >= 0
-        )
+        computed = self.graph.positions[body].get(level.cotangent, (-1,))[0] >= 0
+        return computed and at_hand(self.graph, level.operand, self.body, body, across)
 
     def _original(self, forward: Forward, roles: tuple[int, int, int], carrier: Carrier) -> Any:
         """The forward's equations from the site's operands, each of which is one input, to the result."""

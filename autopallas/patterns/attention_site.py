@@ -18,7 +18,7 @@ from autopallas.kernels.attention.site import AttentionSite, RowTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.expressions import Apply, Expression, Scope
+from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant
@@ -123,13 +123,15 @@ class ProvedAttention:
         pinned_roles: Mapping[int, int | None] = MappingProxyType({}),
         pinned_sides: frozenset[int] = frozenset(),
         further: tuple[Body, ...] = (),
+        across: bool = False,
     ) -> tuple[AttentionSite, Carrier]:
         """The site and what it reads; ``pinned``: the values to take as queries, keys, values and side inputs;
-        ``further``: bodies, besides its own, in which the operands must be at hand."""
+        ``further``: bodies, besides its own, in which the operands must be at hand, or be brought ``across`` loops."""
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
-        carrier = Carrier(self.scope, (self.body, *further), (query_axis, key_axis), self.score, pinned_sides)
+        axes = query_axis, key_axis
+        carrier = Carrier(self.scope, (self.body, *further), axes, self.score, pinned_sides, across)
         query, key, value = (
             carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
         )
@@ -151,7 +153,7 @@ class ProvedAttention:
         for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
             self._no_dropout(carrier, sides)
         first = graph.definitions[self.score.value]
-        labels = _Labels(space)
+        labels = Labels(space)
         site = AttentionSite(
             sizes=(),
             query=labels.operand(query),
@@ -178,8 +180,8 @@ class ProvedAttention:
             sinks=tuple(tuple(labels.term(t) for t in terms) for terms in sinks),
             factors=tuple(labels.term(t) for t in factors),
             live=live_program,
-            score_precision=_precision(graph, first),
-            value_precision=_precision(graph, self.second),
+            score_precision=precision_of(graph, first),
+            value_precision=precision_of(graph, self.second),
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
@@ -305,7 +307,7 @@ class ProvedAttention:
         return False
 
 
-class _Labels:
+class Labels:
     """Renumbers atoms densely, in order of appearance, so that equal sites have equal descriptions."""
 
     def __init__(self, space: Any):
@@ -331,25 +333,3 @@ class _Labels:
 
     def sizes(self) -> tuple[int, ...]:
         return tuple(self._space.sizes[a] for a in self._number)
-
-
-def _precision(graph: Graph, node: Node) -> str | None:
-    """The precision asked of a contraction, or None for the default."""
-    if node.name != "dot_general":
-        return None
-    precision = node.params["precision"]
-    if precision is None:
-        return None
-    given = precision if isinstance(precision, tuple) else (precision,)
-    names = {getattr(p, "name", str(p)) for p in given}
-    dtypes = {graph.dtype(operand).name for operand in node.inputs}
-    if len(names) == 1 and dtypes == {_ACCUMULATES_IN_FLOAT32.get(*names)}:
-        return None
-    if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
-        raise Mismatch(f"a contraction asks for the precision {precision}")
-    (name,) = names
-    return None if name == "DEFAULT" else name
-
-
-_ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
-"""Algorithms that are what kernels do with operands of that dtype."""

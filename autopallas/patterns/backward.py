@@ -65,7 +65,7 @@ class Forward:
     def __init__(self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool]):
         self.graph, self.body = graph, body
         numbers = graph.numbers[body]
-        self._defined = {v: i for i, e in enumerate(body.equations) for v in e.outvars}
+        self._defined = body.defined
         self.root = graph.positions[body][root][1]
         wanted: set[int] = set()
         todo = [self.root]
@@ -308,10 +308,14 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         return [s for s in chosen if s.inner() & still]
 
     chosen = list(searches)
-    for search in incomplete(chosen):
-        search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
-    while left := incomplete(chosen):
+    left = incomplete(chosen)
+    if left:
+        for search in left:
+            search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
+        left = incomplete(chosen)
+    while left:
         chosen = [s for s in chosen if s not in left]
+        left = incomplete(chosen)
     return chosen
 
 

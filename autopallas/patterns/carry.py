@@ -10,16 +10,23 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.graph import Body, Ref
+from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side
 
-__all__ = ["Carrier", "ProgramBuilder"]
+__all__ = ["Carrier", "ProgramBuilder", "at_hand"]
 
 _IGNORED = frozenset({"sharding", "out_sharding"})
+
+
+def at_hand(graph: Graph, value: int, home: Body, body: Body, across: bool) -> bool:
+    """Whether a body has a variable for a value that ``home`` has, or, ``across`` loops, can be given one."""
+    if value not in graph.positions[home]:
+        return False
+    return value in graph.positions[body] or (across and graph.linked(home, body))
 
 
 class Carrier:
@@ -32,12 +39,15 @@ class Carrier:
         axes: tuple[tuple[Atom, ...], tuple[Atom, ...]],
         score: Ref,
         pinned: frozenset[int] = frozenset(),
+        across: bool = False,
     ):
         self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
         """The labels of (T, S): those that positions count."""
         self.pinned = pinned
         """Values that must be operands as they are, since their cotangents are asked for."""
+        self.across = across
+        """Whether what the first body has may be brought into the others, from loop to loop."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Any, float] = {}
@@ -45,8 +55,8 @@ class Carrier:
     # ------------------------------------------------------------------ operands
 
     def available(self, value: int) -> bool:
-        """Whether every body in which a part of the site will stand has a variable for this value."""
-        return all(value in self.scope.graph.positions[body] for body in self.bodies)
+        """Whether every body in which a part of the site will stand has a variable for this value, or is given one."""
+        return all(at_hand(self.scope.graph, value, self.bodies[0], body, self.across) for body in self.bodies)
 
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""
@@ -216,6 +226,7 @@ class ProgramBuilder:
             case Apply():
                 arguments = tuple(self._register(a) for a in expression.arguments)
                 return self._emit(expression.primitive, _params(expression.params), arguments, expression.dtype)
+        assert isinstance(expression, Ref), "only passes over logits have positions and statistics in expressions"
         if self.carrier.pin(expression) is not None:
             source = self.carrier.side_operand(expression)
             return self._input(Side(self.carrier.side(source), scope.graph.dtype(expression.value)))

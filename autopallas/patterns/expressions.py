@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import ELEMENTWISE, is_product
-from autopallas.program import Constant
+from autopallas.patterns.match import Mismatch
+from autopallas.program import Axis, Constant
 
 Dtype: TypeAlias = np.dtype[Any]
 
@@ -29,7 +30,25 @@ class Apply:
     dtype: Dtype
 
 
-Expression: TypeAlias = Ref | Apply | Constant
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position along an axis of the site."""
+
+    axis: Axis
+    dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A number per row that a kernel takes of the tile values ``argument``; ``label`` is the position of a pick."""
+
+    kind: str
+    argument: Expression
+    dtype: Dtype
+    label: Expression | None = None
+
+
+Expression: TypeAlias = Ref | Apply | Constant | Position | Computed
 
 
 class Scope:
@@ -40,9 +59,9 @@ class Scope:
       score: the number of the value that holds the scores, once known.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, through: bool = False):
         self.graph = graph
-        self.space = Space(graph)
+        self.space = Space(graph, through)
         self.score: int | None = None
         self._depends: dict[int, bool] = {}
 
@@ -74,6 +93,8 @@ class Scope:
                 return self.depends(expression.value)
             case Apply():
                 return any(self.mentions_score(a) for a in expression.arguments)
+            case Computed():
+                return True
             case _:
                 return False
 
@@ -84,9 +105,17 @@ class Scope:
                 ref = self.space.canonical(expression)
                 return ref.value, self.space.view(ref.view)
             case Apply():
-                return (expression.primitive.name, *(self.key(a) for a in expression.arguments))
+                params = repr(sorted(expression.params.items(), key=lambda item: item[0])) if expression.params else ""
+                name = expression.primitive.name
+                return (name, params, str(expression.dtype), *(self.key(a) for a in expression.arguments))
+            case Computed():
+                label = None if expression.label is None else self.key(expression.label)
+                return "computed", expression.kind, self.key(expression.argument), label
             case _:
                 return expression
+
+    def dtype(self, expression: Expression) -> Dtype:
+        return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
 
     def number(self, ref: Ref) -> float | None:
         """The value of a scalar that is known when tracing (arithmetic on literals included), or None."""
@@ -145,3 +174,25 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 }
 """Scalar arithmetic in numpy: while JAX is tracing, its own would be traced."""
 assert _FOLDS.keys() <= ELEMENTWISE
+
+
+def precision_of(graph: Graph, node: Node) -> str | None:
+    """The precision asked of a contraction, or None for the default."""
+    if node.name != "dot_general":
+        return None
+    precision = node.params["precision"]
+    if precision is None:
+        return None
+    given = precision if isinstance(precision, tuple) else (precision,)
+    names = {getattr(p, "name", str(p)) for p in given}
+    dtypes = {graph.dtype(operand).name for operand in node.inputs}
+    if len(names) == 1 and dtypes == {_ACCUMULATES_IN_FLOAT32.get(*names)}:
+        return None
+    if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
+        raise Mismatch(f"a contraction asks for the precision {precision}")
+    (name,) = names
+    return None if name == "DEFAULT" else name
+
+
+_ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+"""Algorithms that are what kernels do with operands of that dtype."""

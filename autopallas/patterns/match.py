@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopallas.graph import Body, Node
@@ -60,11 +60,18 @@ class Match:
     body: Body
     location: str
     backwards: tuple[BackwardMatch, ...] = ()
+    then: tuple[Match, ...] = ()
+    """Further passes of the same site, such as its backward where that is a computation of its own."""
+
+    @property
+    def passes(self) -> tuple[Match, ...]:
+        return (self, *self.then)
 
     @property
     def replaced(self) -> tuple[int, ...]:
         """Numbers of all values that a kernel gives in place of the program."""
-        return (*self.results, *(number for b in self.backwards for _, number in b.gradients))
+        gradients = (number for b in self.backwards for _, number in b.gradients)
+        return (*self.results, *gradients, *(number for p in self.then for number in p.replaced))
 
     @property
     def spec(self) -> Any:
@@ -73,8 +80,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:
-    """A place that got past the anchors of a pattern and failed, and why."""
+    """A place that got past the anchors of a pattern and failed, and why.
+
+    ``value`` is the number of what it is about: the miss goes where a site computes that value in the program's place.
+    """
 
     op: str
     location: str
     reason: str
+    value: int = field(default=-1, compare=False)

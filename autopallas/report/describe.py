@@ -63,4 +63,5 @@ def _replacement(match: Any, decision: Any) -> str:
     operands = ", ".join(a.str_short() for a in match.original.in_avals)
     results = ", ".join(a.str_short() for a in match.original.out_avals)
     sizes = ", ".join(f"{name}={value}" for name, value in decision.block_sizes.to_dict().items())
-    return f"{match.op}.{decision.implementation}[{sizes}] ({operands}) -> ({results})\n{match.spec.score}"
+    call = f"{match.op}.{decision.implementation}[{sizes}] ({operands}) -> ({results})"
+    return f"{call}\n{match.spec.programs()}".rstrip()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autopallas.report.records import Failure, NearMiss, Report, Site
 
-__all__ = ["headline", "nothing_found", "render", "site_rows", "where"]
+__all__ = ["headline", "nothing_found", "render", "site_rows", "tuning", "where"]
 
 WIDTH = 80
 _LABEL = 16
@@ -25,7 +25,10 @@ def render(report: Report) -> str:
       No known computation was recognised, and none was nearly recognised, so the
       program runs as it was written.
     """
-    blocks = [f"autopallas: {headline(report)}\n{_wrapped('on ' + where(report))}"]
+    head = [f"autopallas: {headline(report)}", _wrapped("on " + where(report))]
+    if tuned := tuning(report):
+        head.append(tuned)
+    blocks = ["\n".join(head)]
     blocks += list(_sites(report.sites))
     if report.near_misses:
         blocks.append("\n".join(_near_misses(report.near_misses)))
@@ -59,6 +62,14 @@ def where(report: Report) -> str:
     return ", ".join(
         [device or "no device", *(f"{name} {version}" for name, version in sorted(report.versions.items()))]
     )
+
+
+def tuning(report: Report) -> str:
+    """What it took to find block sizes, in one line; empty where tables sufficed."""
+    searches, hits = report.tuning.get("searches", 0), report.tuning.get("cache_hits", 0)
+    parts = [f"{searches} search{'es' * (searches > 1)} for block sizes"] if searches else []
+    parts += [f"{hits} answer{'s' * (hits > 1)} from the cache on disk"] if hits else []
+    return ", ".join(parts)
 
 
 def nothing_found(report: Report) -> str:

@@ -68,7 +68,7 @@ def _backward(
     active: tuple[int, ...],
 ) -> Any:
     operands, results, residuals, cotangents = _split(arguments, site, original)
-    if runs:
+    if runs and site.has_backward:
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
         return list(kernel(operands, results, residuals, cotangents))
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopallas import compat
-from autopallas.compat import JaxprEqn, Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.match import BackwardMatch, Match
@@ -25,7 +25,8 @@ def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
     splicer = _Splicer(graph)
     for match, decision in zip(matches, decisions, strict=True):
         if decision.verdict == "applied":
-            splicer.replace(match, decision)
+            for part in match.passes:
+                splicer.replace(part, decision)
     program = compat.without_dead_code(rebuild(graph.root, splicer.edits))
     check(program)
     return program
@@ -35,13 +36,7 @@ class _Splicer:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.edits: dict[Body, Edit] = {}
-        self._holders = {
-            child.body: (body, position)
-            for body in graph.numbers
-            for position, children in body.children.items()
-            for child in children
-        }
-        """Per body, the body and the position of the equation that holds it."""
+        self._brought: dict[tuple[Var, Body], Var] = {}
 
     def _edit(self, body: Body) -> Edit:
         return self.edits.setdefault(body, Edit())
@@ -50,8 +45,13 @@ class _Splicer:
         """Replaces one site: its forward wherever it occurs, and its backwards."""
         params = {"site": match.site, "decision": decision, "original": match.original}
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
+        if len(match.results) > 1:
+            self._replace_together(match, params)
+            return
         for body, position in self.graph.occurrences(match.results[0]):
             known = self.graph.positions[body]
+            if position in body.children:  # a checkpoint that holds the occurrence, which is met in there
+                continue
             if not all(n in known and known[n][0] < position for n in match.operands):
                 continue
             equation = body.equations[position]
@@ -65,8 +65,7 @@ class _Splicer:
         self, match: Match, params: dict[str, Any], body: Body, results: list[Var], residuals: bool, like: JaxprEqn
     ) -> tuple[JaxprEqn, list[Var]]:
         """The equation of a site, and the variables of its results and residuals."""
-        known = self.graph.positions[body]
-        operands = [known[number][1] for number in match.operands]
+        operands = self._operands_in(body, match)
         avals = [v.aval for v in operands]
         variables = list(results)
         if residuals:
@@ -86,7 +85,7 @@ class _Splicer:
             forward, variables = self._forward(match, params, body, results, True, like)
             edit.added.append(forward)
             outputs[body] = variables
-        operands = [known[number][1] for number in match.operands]
+        operands = self._operands_in(body, match)
         gradients = [Var(self.graph.avals[number]) for _, number in backward.gradients]
         edit.added.append(
             compat.new_jaxpr_eqn(
@@ -99,52 +98,75 @@ class _Splicer:
                 like.ctx,
             )
         )
-        numbers = self.graph.numbers[body]
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
-            for holder, position in self.graph.occurrences(number):
-                if holder is body:
-                    equation = body.equations[position]
-                    same = [v for v in equation.outvars if numbers[v] == number]
-                    left = edit.replaced.get(position, [equation])
-                    edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
-                    edit.renamed.update(dict.fromkeys(same, gradient))
+            self._give(body, number, gradient)
+
+    def _replace_together(self, match: Match, params: dict[str, Any]) -> None:
+        """A site with several results: one equation in each body that computes any of them."""
+        bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
+        for body in bodies:
+            known = self.graph.positions[body]
+            if not all(number in known for number in match.operands):
+                continue
+            results = [Var(self.graph.avals[number]) for number in match.results]
+            held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
+            equation, _ = self._forward(match, params, body, results, False, body.equations[held])
+            self._edit(body).added.append(equation)
+            for number, variable in zip(match.results, results, strict=True):
+                self._give(body, number, variable)
+
+    def _give(self, body: Body, number: int, variable: Var) -> None:
+        """Reads ``variable`` in one body wherever a value was computed there."""
+        edit, numbers = self._edit(body), self.graph.numbers[body]
+        for holder, position in self.graph.occurrences(number):
+            if holder is body:
+                equation = body.equations[position]
+                same = [v for v in equation.outvars if numbers[v] == number]
+                left = edit.replaced.get(position, [equation])
+                edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
+                edit.renamed.update(dict.fromkeys(same, variable))
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
         """The results and residuals of the forward in the body of the backward, where they can be brought there."""
         if body in outputs:
             return outputs[body]
         for source, variables in outputs.items():
-            if self._linked(source, body):
+            if self.graph.linked(source, body):
                 return [self._across(v, source, body) for v in variables]
         return None
 
-    def _linked(self, source: Body, target: Body) -> bool:
-        """Whether what one scan computes per step another can read per step, directly or through further scans."""
-        if source is target:
-            return True
-        if source not in self._holders or target not in self._holders:
-            return False
-        (outer, i), (other, j) = self._holders[source], self._holders[target]
-        scans = outer.equations[i], other.equations[j]
-        return (
-            all(e.primitive.name == "scan" for e in scans)
-            and scans[0] is not scans[1]
-            and scans[0].params["length"] == scans[1].params["length"]
-            and self._linked(outer, other)
-        )
+    def _operands_in(self, body: Body, match: Match) -> list[Var]:
+        """The operands in a body, brought there from the loop of the forward where the body does not have them."""
+        known, home = self.graph.positions[body], self.graph.positions[match.body]
+        return [
+            known[number][1] if number in known else self._across(home[number][1], match.body, body)
+            for number in match.operands
+        ]
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
-        """Stacks a variable of one scan's body and reads it in the other's."""
+        """A variable of one scan's body in the body of another: as the loop constant or the slice that it is in the
+        first, or else stacked by the first and read by the second."""
         if source is target:
             return variable
         numbers, known = self.graph.numbers[source], self.graph.positions[target]
         if variable in numbers and numbers[variable] in known:
             return known[numbers[variable]][1]
-        (outer, i), (other, _) = self._holders[source], self._holders[target]
-        length = outer.equations[i].params["length"]
-        aval = variable.aval
-        stacked = Var(compat.array_type((length, *aval.shape), aval.dtype, [aval]))
-        self._edit(source).stacked.append((variable, stacked))
-        inner = Var(aval)
-        self._edit(target).read.append((inner, self._across(stacked, outer, other)))
-        return inner
+        if (variable, target) not in self._brought:
+            self._brought[variable, target] = inner = Var(variable.aval)
+            (outer, i), (other, _) = self.graph.holders[source], self.graph.holders[target]
+            scan, edit = outer.equations[i], self._edit(target)
+            constants, carried = compat.scan_parts(scan)
+            place = source.invars.index(variable) if variable in source.invars else None
+            if place is not None and place < constants:
+                edit.given.append((inner, self._atom_across(scan.invars[place], outer, other)))
+            elif place is not None and place >= constants + carried:
+                edit.read.append((inner, self._atom_across(scan.invars[place], outer, other)))
+            else:
+                aval = variable.aval
+                stacked = Var(compat.array_type((scan.params["length"], *aval.shape), aval.dtype, [aval]))
+                self._edit(source).stacked.append((variable, stacked))
+                edit.read.append((inner, self._across(stacked, outer, other)))
+        return self._brought[variable, target]
+
+    def _atom_across(self, atom: Var | Literal, source: Body, target: Body) -> Var | Literal:
+        return atom if isinstance(atom, Literal) else self._across(atom, source, target)

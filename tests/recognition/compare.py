@@ -103,8 +103,8 @@ class Compared:
     errors: dict[str, list[tuple[float, float]]]
     jaxpr: Any = None
 
-    def counts(self) -> int:
-        return self.report.counts()["attention"]
+    def counts(self, op: str = "attention") -> int:
+        return self.report.counts()[op]
 
     def reasons(self) -> list[str]:
         return [miss.reason for miss in self.report.near_misses]

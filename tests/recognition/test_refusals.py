@@ -335,6 +335,18 @@ def test_refused_with_reason_and_line_and_exactly_as_it_was(name):
         np.testing.assert_array_equal(a, b)
 
 
+# A train step holds the user's rule instead of the call; there the probabilities are replaced, with what remains of
+# their derivative.
+@pytest.mark.parametrize("name", [name for name in REFUSALS if name != "softmax_with_a_derivative_of_its_own"])
+def test_a_train_step_reports_it_once_too_for_its_forward(name):
+    function, _, extra, inputs = REFUSALS[name]
+    arguments = _arguments(extra, inputs)
+    optimized = optimized_like_a_user(with_gradients(function, arguments))
+    jax.make_jaxpr(lambda *args: optimized(*args))(*arguments)
+    (miss,) = optimized.report().near_misses
+    assert f"({name}" in miss.location
+
+
 # --- No attention at all ---------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from autopallas.rewrite import primitive
 
 __all__ = ["absolute_errors", "arrays", "check", "compiled", "exact", "replaced", "right"]
 
-TOLERANCE = {"float32": 5e-5, "bfloat16": 4e-2}
+TOLERANCE = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest error of results and gradients, relative to the largest true value of all."""
 
 _SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
@@ -89,9 +89,10 @@ def check(
     sizes: tuple[int, int] | None = None,
     dtype: str | None = None,
     oracle: Callable[..., Any] | None = None,
+    op: str = "attention",
     **options: Any,
 ) -> Report:
-    """The program is exact, its sites are replaced in these ``directions``, and no T x S value is left."""
+    """The program is exact, its sites are replaced in these ``directions``, and no value of these ``sizes`` is left."""
     optimized = optimized_like_a_user(function, **options)
     traced = compiled(lambda *args: optimized(*args)).trace(*args)
     given = traced.lower().compile()(*args)
@@ -99,15 +100,15 @@ def check(
     right(given, function, args, dtype, oracle)
     report = optimized.report()
     assert not report.failures
-    assert replaced(report) == list(directions), _told(report)
+    assert replaced(report, op) == list(directions), _told(report)
     if sizes is not None:
         assert _quadratic(traced.jaxpr, sizes) == []
     return report
 
 
-def replaced(report: Report) -> list[str]:
-    """The directions of the attentions that were replaced."""
-    return [site.direction for site in report.sites if site.op == "attention" and site.verdict == "applied"]
+def replaced(report: Report, op: str = "attention") -> list[str]:
+    """The directions of the sites that were replaced."""
+    return [site.direction for site in report.sites if site.op == op and site.verdict == "applied"]
 
 
 def _told(report: Report) -> list[str]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from recognition.catalogue import array
 
-from training.catalogue import L, T, W, attend, deep, layer, loss_of, qkv, step
+from training.catalogue import T, W, attend, deep, layer, loss_of, qkv, step
 
 POLICIES = jax.checkpoint_policies
 
@@ -80,30 +80,6 @@ def scan_with_keys_and_values_from_outside(w, x):
         return lax.scan(lambda x, w: (x + attend(x @ w[2], k, v), None), x, w)[0]
 
     return gradients(model)(w, x)
-
-
-@step(lambda: [*deep(), array(L, T, T)], sizes=None)
-def scan_with_a_learned_bias_per_layer(w, x, biases):
-    def model(w, x, biases):
-        def body(x, inputs):
-            w, bias = inputs
-            scores = (x @ w[0]) @ (x @ w[1]).mT * 0.3 + bias
-            return x + jax.nn.softmax(scores) @ (x @ w[2]), None
-
-        return lax.scan(body, x, (w, biases))[0]
-
-    return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(w, x, biases)
-
-
-@step(lambda: [*deep(), array(T, T)], sizes=None)
-def scan_with_a_learned_bias_for_all_layers(w, x, bias):
-    def model(w, x, bias):
-        def body(x, w):
-            return x + jax.nn.softmax((x @ w[0]) @ (x @ w[1]).mT * 0.3 + bias) @ (x @ w[2])
-
-        return over_layers(body)(w, x)
-
-    return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(w, x, bias)
 
 
 @step(deep, sizes=None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
+import jax
 import pytest
 from recognition.compare import compiled, optimized_like_a_user
 
-from training import derivatives, loops
-from training.catalogue import STEPS
-from training.checks import check, replaced, right
+from training import biases, derivatives, loops
+from training.catalogue import STEPS, T
+from training.checks import arrays, check, replaced, right
 
+assert biases
 assert derivatives
 assert loops
 
@@ -27,9 +31,6 @@ NOT_YET: dict[str, str] = {
     "per_example_gradients_of_layers": "only a part of its backward was recognised",
     # Residuals leave the branch.
     "grad_of_a_branch": "also returned",
-    # The bias is read by the forward loop alone.
-    "scan_with_a_learned_bias_per_layer": "the backward lacks an operand where it stands",
-    "scan_with_a_learned_bias_for_all_layers": "the backward lacks an operand where it stands",
 }
 """Steps in which not every site is replaced yet, with the reason that the report gives.  Their results are right."""
 
@@ -61,3 +62,12 @@ def test_what_is_not_found_yet_is_left_alone_with_its_reason(name):
     assert not report.failures
     assert len(replaced(report)) < step.sites
     assert any(NOT_YET[name] in miss.reason for miss in report.near_misses), [m.reason for m in report.near_misses]
+
+
+def test_a_bias_for_all_layers_is_not_stacked_for_the_backward_loop():
+    step = STEPS["scan_with_one_table_of_distances_for_all_layers"]
+    optimized = optimized_like_a_user(step.function)
+    program = jax.make_jaxpr(lambda *args: optimized(*args))(*step.arguments())
+    assert replaced(optimized.report()) == ["forward+backward"]
+    shapes = [getattr(aval, "shape", ()) for _, aval in arrays(program)]
+    assert not [shape for shape in shapes if shape[-2:] == (T, T) and math.prod(shape) > T * T]

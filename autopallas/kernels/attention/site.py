@@ -85,6 +85,10 @@ class AttentionSite:
     def operation(self) -> Operation:
         return OPERATION
 
+    @property
+    def has_backward(self) -> bool:
+        return True
+
     # ------------------------------------------------------------------ canonical axes
 
     @cached_property

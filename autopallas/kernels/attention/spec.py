@@ -112,6 +112,10 @@ class AttentionSpec:
             return ("values at keys without any weight are finite (assume_finite)",)
         return ()
 
+    def programs(self) -> str:
+        """The program that kernels evaluate on a tile of scores."""
+        return str(self.score)
+
     def __str__(self) -> str:
         heads = f"N={self.key_heads * self.groups}" + (f" K={self.key_heads}" if self.groups > 1 else "")
         value = f" Dv={self.value_head_size}" if self.value_head_size != self.head_size else ""

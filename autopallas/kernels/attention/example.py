@@ -1,0 +1,73 @@
+"""Inputs to measure an attention on, such as it meets in use: no row without a key, segments in order, real lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.layout import Operand, fill
+
+__all__ = ["example", "operands"]
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_SEGMENTS = 4
+
+
+def example(spec: AttentionSpec, key: int = 0) -> tuple[Array, Array, Array, tuple[Array, ...], Array | None]:
+    """(query, key, value, sides, sink) as ``reference.forward`` takes them; others for another ``key``."""
+    random = np.random.default_rng(key)
+    heads = (spec.batch, spec.key_heads)
+    query = normal(random, (*heads, spec.groups, spec.query_length, spec.head_size), spec.query_dtype)
+    keys = normal(random, (*heads, spec.key_length, spec.head_size), spec.key_dtype)
+    value = normal(random, (*heads, spec.key_length, spec.value_head_size), spec.value_dtype)
+    extents = (*heads, spec.groups, spec.query_length, spec.key_length)
+    sides = tuple(_side(random, side, extents) for side in spec.sides)
+    sink = None
+    if spec.sink is not None:
+        sink = normal(random, [n if v else 1 for n, v in zip(extents, spec.sink, strict=True)], spec.accumulation_dtype)
+    return query, keys, value, sides, sink
+
+
+def _side(random: np.random.Generator, side: SideSpec, extents: tuple[int, ...]) -> Array:
+    shape = tuple(n if varies else 1 for n, varies in zip(extents, side.varies, strict=True))
+    length = extents[4]
+    query, key = (np.arange(n).reshape(n, 1) if axis == 3 else np.arange(n) for axis, n in ((3, shape[3]), (4, length)))
+    over_queries, over_keys = side.varies[3:]
+    if is_float(side.dtype):
+        return normal(random, shape, side.dtype)
+    if side.dtype == np.bool_:
+        if over_queries and over_keys:  # some keys of each row, the first among them
+            return np.asarray((random.random(shape, np.float32) < 0.9) | (key == 0))
+        shown = key < _most(length) if over_keys else np.ones((1, 1), bool)
+        return np.broadcast_to(shown, shape).astype(side.dtype)
+    if over_keys:
+        found = key * _SEGMENTS // length
+    elif over_queries:
+        found = query * _SEGMENTS // shape[3]
+    else:  # how many keys there are
+        found = np.full((1, 1), _most(length))
+    return np.broadcast_to(found, shape).astype(side.dtype)
+
+
+def _most(length: int) -> int:
+    return max(1, 3 * length // 4)
+
+
+def operands(site: AttentionSite, types: Sequence[Any], key: int = 0) -> list[Array]:
+    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    query, keys, value, sides, _ = example(site.spec, key)
+    filled = harmless(np.random.default_rng(key), types)
+    b, k, g, t, s = site.axes
+    fill(site.query, query, filled, site.sizes, (b, k, g, t, site.head_labels))
+    fill(site.key, keys, filled, site.sizes, (b, k, s, site.head_labels))
+    fill(site.value, value, filled, site.sizes, (b, k, s, site.value_labels))
+    for source, side in zip(site.sides, sides, strict=True):
+        if isinstance(source, Operand):
+            fill(source, side, filled, site.sizes, site.axes)
+    return filled
