@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Iterable
 
 from autopallas.graph import Graph
+from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["Match", "NearMiss", "find"]
 
-_PATTERNS = ("attention",)
+_PATTERNS = ("attention", "cross_entropy", "grouped_matmul")
 
 
 def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
@@ -22,4 +23,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
             matches += found
             misses += missed
+    if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
+        still = surviving(graph, {number for match in matches for number in match.replaced})
+        misses = [miss for miss in misses if miss.value in still]
     return matches, misses

@@ -1,0 +1,223 @@
+"""Cross-entropy as a function, usable without the rest of autopallas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.cross_entropy import OPERATION
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
+from autopallas.kernels.implementation import Device
+from autopallas.kernels.programs import traced
+from autopallas.program import Input, Program, Score, Side
+
+__all__ = ["cross_entropy"]
+
+Array: TypeAlias = jax.Array
+
+
+def cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    *,
+    bias: Array | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    vocabulary_major: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    block_sizes: BlockSizes | None = None,
+) -> tuple[Array, Array]:
+    """Softmax cross-entropy of the logits ``cap(scale * x w) + bias``, without the [N, V] array of logits.
+
+    Logits are computed tile by tile and never stored, as by Cut Your Losses (Wijmans et al. 2024,
+    https://arxiv.org/abs/2411.09009).  They are float32 (float64 for float64 operands), and so are all sums.
+    Differentiable in reverse mode once, with respect to x, w and bias; forward mode and second derivatives are not
+    available here (``autopallas.optimize`` has them).
+
+    Letters: N rows (tokens), D hidden size, V vocabulary.
+
+    Arguments:
+      x: [N, D], floating point.
+      w: [D, V], or [V, D] if ``vocabulary_major``; floating point.
+      labels: [N], integers.  A label that is not in 0 .. V - 1 picks a logit of 0, so that the row's loss is its
+        logsumexp: give such rows weight 0 outside if they are to be ignored.
+      bias: [V], floating point, added to the scaled and capped logits; -inf takes a position out of the vocabulary.
+      scale: factor of x w.
+      logits_soft_cap: c in ``c * tanh(scale * x w / c)``.
+      vocabulary_major: whether the vocabulary is the first axis of ``w``, as in an embedding table.
+      implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try in
+        order, with a warning for each that cannot be used.
+      block_sizes: tile sizes; from the tuned table by default.
+
+    Returns:
+      ``(loss, logsumexp)``, [N] each, float32 (float64): the loss of row n is ``logsumexp[n] - logits[n, labels[n]]``.
+      Weights, means and terms in the logsumexp (z-loss) are for the caller.
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, rank or size.
+      UnsupportedError: the named implementation cannot compute this, or none of several can.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from autopallas.kernels.cross_entropy import cross_entropy
+      >>> x, w = jnp.ones((6, 16)), jnp.zeros((16, 100))
+      >>> loss, logsumexp = cross_entropy(x, w, jnp.arange(6))
+      >>> print(loss.shape, f"{loss[0]:.4f}")  # log(100)
+      (6,) 4.6052
+    """
+    rows, hidden = _matrix("x", x, "[rows, hidden size]")
+    first, second = _matrix("w", w, "[vocabulary, hidden size]" if vocabulary_major else "[hidden size, vocabulary]")
+    vocabulary, weight_hidden = (first, second) if vocabulary_major else (second, first)
+    _require(
+        weight_hidden == hidden,
+        f"w has hidden size {weight_hidden} (shape {w.shape}, vocabulary_major={vocabulary_major}) and x {hidden}; "
+        "they are multiplied and must agree",
+    )
+    _require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
+    if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels must be an integer array, not {_kind(labels)}; convert it")
+    _require(labels.shape == (rows,), f"labels has shape {labels.shape}; there must be one for each row, ({rows},)")
+    if bias is not None:
+        _floating("bias", bias)
+        _require(bias.shape == (vocabulary,), f"bias has shape {bias.shape}; it must be ({vocabulary},)")
+    _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
+    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        kind = type(block_sizes).__name__
+        raise TypeError(f"block_sizes is a {kind}; pass autopallas.kernels.cross_entropy.block_sizes.BlockSizes")
+
+    sides, side_specs = [labels[:, None]], [SideSpec(np.dtype(labels.dtype), (True, False))]
+    if bias is not None:
+        sides.append(bias[None, :])
+        side_specs.append(SideSpec(np.dtype(bias.dtype), (False, True)))
+    dtypes = (np.dtype(x.dtype), np.dtype(w.dtype))
+    logit_dtype = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+    program = _logit_program(logit_dtype, scale, logits_soft_cap, None if bias is None else np.dtype(bias.dtype))
+    spec = CrossEntropySpec(
+        rows=rows,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        row_dtype=dtypes[0],
+        weight_dtype=dtypes[1],
+        logit_dtype=logit_dtype,
+        vocabulary_major=vocabulary_major,
+        statistics=(Statistic("max", program), Statistic("exp_sum", program), Statistic("pick", program, 0)),
+        sides=tuple(side_specs),
+    )
+    device = Device.current()
+
+    def call(module: ModuleType) -> tuple[Array, Array]:
+        name = module.__name__.rpartition(".")[2]
+        sizes = tuple(
+            block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
+            for direction in ("forward", "forward+backward")
+        )
+        result: tuple[Array, Array] = _cross_entropy(name, spec, sizes, x, w, tuple(sides))
+        return result
+
+    return OPERATION.first_that_works(spec, device, implementation, call)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(
+    name: str,
+    spec: CrossEntropySpec,
+    block_sizes: tuple[BlockSizes, BlockSizes],
+    x: Array,
+    w: Array,
+    sides: tuple[Array, ...],
+) -> tuple[Array, Array]:
+    return _results(_statistics(name, spec, block_sizes[0], x, w, sides))
+
+
+def _statistics(name: str, spec: CrossEntropySpec, sizes: BlockSizes, *operands: Any) -> tuple[Array, ...]:
+    module = OPERATION.implementation(name)
+    assert module is not None
+    statistics: tuple[Array, ...] = module.forward(spec, sizes, *operands)[0]
+    return statistics
+
+
+def _results(statistics: tuple[Array, ...]) -> tuple[Array, Array]:
+    maximum, total, picked = statistics
+    logsumexp = jnp.where(jnp.isfinite(maximum), maximum, 0) + jnp.log(total)
+    return logsumexp - picked, logsumexp
+
+
+def _forward(
+    name: str, spec: CrossEntropySpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Any
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    statistics = _statistics(name, spec, block_sizes[1], *operands)
+    return _results(statistics), (*operands, statistics)
+
+
+def _backward(
+    name: str,
+    spec: CrossEntropySpec,
+    block_sizes: tuple[BlockSizes, BlockSizes],
+    residuals: tuple[Any, ...],
+    cotangents: tuple[Array, Array],
+) -> tuple[Any, ...]:
+    module = OPERATION.implementation(name)
+    assert module is not None
+    x, w, sides, statistics = residuals
+    dloss, dlogsumexp = cotangents
+    # The logsumexp does not depend on the shift, so its maximum needs no gradient.
+    given = (None, (dloss + dlogsumexp) / statistics[1], -dloss)
+    wanted = (True, True, *(side.differentiable for side in spec.sides))
+    dx, dw, dsides = module.backward(spec, block_sizes[1], x, w, sides, statistics, given, wanted)
+    return dx, dw, dsides
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+@lru_cache(maxsize=256)
+def _logit_program(
+    dtype: np.dtype[Any], scale: float | None, logits_soft_cap: float | None, bias: np.dtype[Any] | None
+) -> Program:
+    inputs: list[Input] = [Score(dtype)]
+    if bias is not None:
+        inputs.append(Side(1, bias))
+
+    def logit(z: Array, *added: Array) -> Array:
+        if scale is not None:
+            z = z * dtype.type(scale)
+        if logits_soft_cap is not None:
+            z = jnp.tanh(z / dtype.type(logits_soft_cap)) * dtype.type(logits_soft_cap)
+        for b in added:
+            z = z + b.astype(dtype)
+        return z
+
+    return traced(logit, *inputs)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _kind(x: Any) -> str:
+    return str(getattr(x, "dtype", type(x).__name__))
+
+
+def _floating(name: str, x: Array) -> None:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
+
+
+def _matrix(name: str, x: Array, axes: str) -> tuple[int, int]:
+    _floating(name, x)
+    if x.ndim != 2:
+        raise ValueError(f"{name} has shape {x.shape}; it must be {axes}: merge or add axes")
+    first, second = x.shape
+    return first, second

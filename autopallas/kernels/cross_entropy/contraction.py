@@ -1,0 +1,137 @@
+"""Products of values on tiles: dots with the weight or with x, and sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.tiles import Block, Operands, Rows, Tile, dot, over, stored
+
+__all__ = ["Target", "contracted", "merged_rows"]
+
+Array: TypeAlias = jax.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What becomes of the values on tiles: a dot with the weight (rows) or with x (columns), or a sum (side)."""
+
+    kind: str
+    dtype: Any
+    varies: tuple[bool, bool] = (False, True)
+
+    @staticmethod
+    def of_product(kind: str, dtype: Any) -> Target:
+        return Target("side" if kind == "column_sum" else kind, dtype)
+
+    def shape(self, spec: CrossEntropySpec, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the result for so many rows and columns."""
+        if self.kind == "rows":
+            return rows, spec.hidden
+        if self.kind == "columns":
+            return (columns, spec.hidden) if spec.vocabulary_major else (spec.hidden, columns)
+        return (rows if self.varies[0] else 1), (columns if self.varies[1] else 1)
+
+    def rows_axis(self) -> int | None:
+        """The axis of the result that rows are along, None where it sums over rows."""
+        return 0 if self.kind == "rows" or (self.kind == "side" and self.varies[0]) else None
+
+    def columns_axis(self, operands: Operands) -> int | None:
+        if self.kind == "columns":
+            return operands.vocabulary_axis
+        return 1 if self.kind == "side" and self.varies[1] else None
+
+    def contribution(self, spec: CrossEntropySpec, value: Array, x: Rows, w: Array) -> Array:
+        """What one tile contributes, in the accumulation dtype."""
+        if self.kind == "rows":
+            return dot(spec, self._narrow(value, w), w, (1, 0 if spec.vocabulary_major else 1))
+        if self.kind == "columns":
+            value = self._narrow(value, x.x)
+            if not spec.vocabulary_major:
+                return dot(spec, x.transposed, value, (1, 0))
+            return dot(spec, value, x.x, (0, 0))
+        axes = tuple(axis for axis, varies in enumerate(self.varies) if not varies)
+        return jnp.sum(value.astype(spec.accumulation_dtype), axis=axes, keepdims=True)
+
+    def _narrow(self, value: Array, operand: Array) -> Array:
+        """The values in the dtype of their dot.  bfloat16 has the range for it; float16 would lose small gradients."""
+        return value.astype(operand.dtype) if operand.dtype == self.dtype == jnp.bfloat16 else value
+
+    def result(self, spec: CrossEntropySpec, found: Array) -> Array:
+        return found.astype(self.dtype)
+
+
+def contracted(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    operands: Operands,
+    targets: Sequence[Target],
+    make: Callable[[Tile, Block, Block], tuple[Array, ...]],
+) -> tuple[Array, ...]:
+    """The targets of the values that ``make`` gives for each tile.  The vocabulary is outside.
+
+    A result with a vocabulary axis is complete when all rows have passed, so that only part of it is ever accumulated.
+    """
+    one_block = sizes.vocabulary_block >= spec.vocabulary
+
+    def empty(target: Target) -> Array:
+        complete = one_block or target.columns_axis(operands) is not None
+        return jnp.zeros(
+            target.shape(spec, spec.rows, spec.vocabulary), target.dtype if complete else spec.accumulation_dtype
+        )
+
+    def columns(block: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        w = operands.columns(block)
+        found = _past_rows(spec, sizes, operands, targets, make, w, block)
+
+        def merged(target: Target, total: Array, part: Array) -> Array:
+            axis = target.columns_axis(operands)
+            if axis is not None:
+                return stored(total, part, block, axis)
+            return part.astype(total.dtype) if one_block else total + part
+
+        return tuple(merged(*each) for each in zip(targets, carry, found, strict=True))
+
+    start = tuple(map(empty, targets))
+    found = over(spec.vocabulary, sizes.vocabulary_block, columns, start)
+    return tuple(target.result(spec, array) for target, array in zip(targets, found, strict=True))
+
+
+def _past_rows(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    operands: Operands,
+    targets: Sequence[Target],
+    make: Callable[[Tile, Block, Block], tuple[Array, ...]],
+    w: Array,
+    block: Block,
+) -> tuple[Array, ...]:
+    """The targets for one block of the vocabulary, with all rows."""
+
+    def contributions(part: Block) -> list[Array]:
+        x = operands.rows(part)
+        values = make(operands.tile(spec, x, w, part, block), part, block)
+        return [t.contribution(spec, v, x, w) for t, v in zip(targets, values, strict=True)]
+
+    if sizes.rows_block >= spec.rows:
+        return tuple(contributions((0, spec.rows)))
+
+    def rows(part: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            merged_rows(target, total, found, part)
+            for target, total, found in zip(targets, carry, contributions(part), strict=True)
+        )
+
+    start = tuple(jnp.zeros(t.shape(spec, spec.rows, block[1]), spec.accumulation_dtype) for t in targets)
+    return over(spec.rows, sizes.rows_block, rows, start)
+
+
+def merged_rows(target: Target, total: Array, found: Array, part: Block) -> Array:
+    axis = target.rows_axis()
+    return total + found if axis is None else stored(total, found, part, axis)

@@ -1,0 +1,53 @@
+"""Inputs to measure a cross-entropy on, such as it meets in use: logits of order one, labels in the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from autopallas.kernels.cross_entropy.site import CrossEntropySite
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
+from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.layout import Operand, fill
+
+__all__ = ["example", "operands"]
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Array, ...]]:
+    """(x, w, sides) as ``reference.forward`` takes them; others for another ``key``."""
+    random = np.random.default_rng(key)
+    x = normal(random, (spec.rows, spec.hidden), spec.row_dtype)
+    shape = (spec.vocabulary, spec.hidden) if spec.vocabulary_major else (spec.hidden, spec.vocabulary)
+    w = normal(random, shape, spec.weight_dtype, 1 / math.sqrt(spec.hidden))
+    return x, w, tuple(_side(random, side, spec) for side in spec.sides)
+
+
+def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -> Array:
+    over_rows, over_vocabulary = side.varies
+    shape = (spec.rows if over_rows else 1, spec.vocabulary if over_vocabulary else 1)
+    if is_float(side.dtype):
+        return normal(random, shape, side.dtype) if over_vocabulary else random.random(shape).astype(side.dtype)
+    if side.dtype == np.bool_:
+        return np.asarray(random.random(shape) < 0.9)
+    if over_vocabulary:
+        return np.broadcast_to(np.arange(spec.vocabulary), shape).astype(side.dtype)
+    return random.integers(0, spec.vocabulary, shape).astype(side.dtype)
+
+
+def operands(site: CrossEntropySite, types: Sequence[Any], key: int = 0) -> list[Array]:
+    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    x, w, sides = example(site.spec, key)
+    filled = harmless(np.random.default_rng(key), types)
+    weight = (site.vocabulary_labels, site.hidden_labels)
+    batch = site.batch_labels
+    fill(site.rows, x[None], filled, site.sizes, (batch, site.row_labels, site.hidden_labels))
+    fill(site.weight, w[None], filled, site.sizes, (batch, *(weight if site.spec.vocabulary_major else weight[::-1])))
+    for source, side in zip(site.sides, sides, strict=True):
+        if isinstance(source, Operand):
+            fill(source, side[None], filled, site.sizes, (batch, site.row_labels, site.vocabulary_labels))
+    return filled

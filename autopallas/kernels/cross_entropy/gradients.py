@@ -1,0 +1,111 @@
+"""The vector-Jacobian product of row statistics, on a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
+from autopallas.kernels.cross_entropy.statistics import finite, stream
+from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows
+from autopallas.program import Program
+
+__all__ = ["Pull"]
+
+Array: TypeAlias = jax.Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """What the vector-Jacobian product of the statistics needs on a tile, [N, 1] each."""
+
+    spec: CrossEntropySpec
+    terms: tuple[tuple[Statistic, Array], ...]
+    """Statistics with their cotangents; that of a maximum is divided among the ties already."""
+    shifts: dict[Program, Array]
+    maxima: dict[Program, tuple[Array, ...]]
+    """(max, ties, argmax) of programs whose maximum has a cotangent."""
+    labels: dict[int, Array]
+
+    @staticmethod
+    def of(
+        spec: CrossEntropySpec,
+        sizes: BlockSizes,
+        operands: Operands,
+        statistics: Sequence[Array],
+        cotangents: Sequence[Any],
+    ) -> Pull:
+        known = dict(zip(spec.statistics, statistics, strict=True))
+        given = [
+            (s, jnp.asarray(c))
+            for s, c in zip(spec.statistics, cotangents, strict=True)
+            if c is not None and c.dtype != jax.dtypes.float0 and s.kind not in ("argmax", "ties")
+        ]
+        # How often, and where, the greatest value is; those of one program at once.
+        greatest = {
+            s.program: (Statistic("ties", s.program), Statistic("argmax", s.program))
+            for s, _ in given
+            if s.kind == "max"
+        }
+        missing = tuple(s for pair in greatest.values() if not known.keys() >= {*pair} for s in pair)
+        if missing:
+            counted = replace(spec, statistics=missing, finish=(), products=())
+            known |= dict(zip(missing, stream(counted, sizes, operands), strict=True))
+        terms = []
+        for statistic, cotangent in given:
+            if statistic.kind == "max":
+                ties = known[Statistic("ties", statistic.program)]
+                cotangent = jnp.where(ties == 0, jnp.nan, cotangent / ties)
+            terms.append((statistic, cotangent.astype(spec.accumulation_dtype)[:, None]))
+        shifts = {
+            s.program: finite(known[Statistic("max", s.program)])[:, None] for s, _ in given if s.kind == "exp_sum"
+        }
+        maxima = {
+            program: tuple(known[s][:, None] for s in (Statistic("max", program), *pair))
+            for program, pair in greatest.items()
+        }
+        return Pull(spec, tuple(terms), shifts, maxima, operands.labels)
+
+    def tile(self, tile: Tile, rows: Block, floating: Sequence[int]) -> tuple[Array, tuple[Array, ...]]:
+        """Cotangents of the logits, and of the side inputs numbered in ``floating``, on one tile."""
+        programs = tuple(dict.fromkeys(s.program for s, _ in self.terms))
+
+        def values(score: Array, sides: tuple[Array, ...]) -> tuple[Array, ...]:
+            merged = list(tile.sides)
+            for n, side in zip(floating, sides, strict=True):
+                merged[n] = side
+            return tuple(tile._replace(score=score, sides=tuple(merged)).value(program) for program in programs)
+
+        # Sides are broadcast first: what each entry of the tile contributes is summed later, in the accumulation dtype.
+        sides = tuple(jnp.broadcast_to(tile.sides[n], tile.score.shape) for n in floating)
+        found, vjp = jax.vjp(values, tile.score, sides)
+        dscore, dsides = vjp(tuple(self._cotangent(p, v, tile, rows) for p, v in zip(programs, found, strict=True)))
+        return dscore, dsides
+
+    def _cotangent(self, program: Program, value: Array, tile: Tile, rows: Block) -> Array:
+        wide = value.astype(self.spec.accumulation_dtype)
+        total = jnp.zeros((1, 1), wide.dtype)
+        for statistic, cotangents in self.terms:
+            if statistic.program != program:
+                continue
+            cotangent = cut_row(cotangents, rows)
+            match statistic.kind:
+                case "exp_sum":
+                    total = total + cotangent * jnp.exp(wide - cut_row(self.shifts[program], rows))
+                case "sum":
+                    total = total + cotangent
+                case "max":
+                    maximum, ties, argmax = cut_rows(self.maxima[program], rows)
+                    # Computed anew, a value may differ from the maximum that it was by a rounding.
+                    greatest = jnp.where(ties == 1, tile.key == argmax, wide == maximum)
+                    total = total + jnp.where(greatest | (ties == 0), cotangent, 0)
+                case "pick":
+                    assert statistic.label is not None
+                    label = cut_row(self.labels[statistic.label], rows)
+                    total = total + jnp.where(label == tile.key, cotangent, 0)
+        return jnp.broadcast_to(total, value.shape).astype(value.dtype)

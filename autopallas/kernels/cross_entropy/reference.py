@@ -1,0 +1,114 @@
+"""Cross-entropy's statistics and products as they are written down: the oracle of the tests.
+
+It has the N x V arrays that the others avoid.  Ties are found by comparison with the maximum: as an oracle it is to be
+run operation by operation, because compiled programs may compute a value anew, and differently, for each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Statistic
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.program import Program
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
+    """Everything, everywhere."""
+    return Supported()
+
+
+def forward(
+    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Array] = ()
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The formulas of :class:`CrossEntropySpec`, line by line.  Arguments and results as in ``xla.forward``."""
+    query = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
+    key = jnp.arange(spec.vocabulary, dtype=jnp.int32)[None, :]
+    equation = "nd,vd->nv" if spec.vocabulary_major else "nd,dv->nv"
+    z = _einsum(spec, equation, x, w).astype(spec.logit_dtype)
+
+    def value(program: Program, *extra: Array) -> Array:
+        return jnp.broadcast_to(program.evaluate(z, query, key, (*sides, *extra)), z.shape)
+
+    def statistic(of: Statistic) -> Array:
+        p = value(of.program).astype(spec.accumulation_dtype)
+        greatest = jnp.max(p, axis=1, keepdims=True)
+        match of.kind:
+            case "max":
+                return greatest[:, 0]
+            case "exp_sum":
+                shift = lax.stop_gradient(jnp.where(jnp.isfinite(greatest), greatest, 0))
+                return jnp.sum(jnp.exp(p - shift), axis=1)
+            case "sum":
+                return jnp.sum(p, axis=1)
+            case "argmax":
+                return jnp.argmax(p, axis=1).astype(jnp.int32)
+            case "ties":
+                return lax.stop_gradient(jnp.sum(p == greatest, axis=1, dtype=p.dtype))
+            case "pick":
+                assert of.label is not None
+                return jnp.sum(jnp.where(sides[of.label] == key, p, 0), axis=1)
+
+    statistics = tuple(statistic(s) for s in spec.statistics)
+    known = (*sides, *(s[:, None] for s in statistics))
+    finished = tuple(program.evaluate(None, query, None, known) for program in spec.finish)
+
+    def product(of: Product) -> Array:
+        p = value(of.program, *finished)
+        if of.kind == "column_sum":
+            return jnp.sum(p.astype(spec.accumulation_dtype), axis=0).astype(of.dtype)
+        if of.kind == "rows":
+            return _einsum(spec, "nv,vd->nd" if spec.vocabulary_major else "nv,dv->nd", p, w).astype(of.dtype)
+        return _einsum(spec, "nv,nd->vd" if spec.vocabulary_major else "nv,nd->dv", p, x).astype(of.dtype)
+
+    return statistics, tuple(product(p) for p in spec.products)
+
+
+def backward(
+    spec: CrossEntropySpec,
+    block_sizes: BlockSizes | None,
+    x: Array,
+    w: Array,
+    sides: Sequence[Array],
+    statistics: Sequence[Array],
+    cotangents: Sequence[Any],
+    wanted: Sequence[bool],
+) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+    differentiable = (True, True, *(s.differentiable for s in spec.sides))
+    active = [n for n, (w, d) in enumerate(zip(wanted, differentiable, strict=True)) if w and d]
+    operands = (x, w, *sides)
+
+    def floating(*given: Array) -> tuple[Array, ...]:
+        merged = list(operands)
+        for n, operand in zip(active, given, strict=True):
+            merged[n] = operand
+        found = forward(spec, block_sizes, merged[0], merged[1], merged[2:])[0]
+        return tuple(f for f, c in zip(found, cotangents, strict=True) if given_cotangent(c))
+
+    def given_cotangent(cotangent: Any) -> bool:
+        return cotangent is not None and cotangent.dtype != jax.dtypes.float0
+
+    _, vjp = jax.vjp(floating, *(operands[n] for n in active))
+    gradients: list[Array | None] = [None] * len(operands)
+    for n, gradient in zip(active, vjp(tuple(c for c in cotangents if given_cotangent(c))), strict=True):
+        gradients[n] = gradient
+    return gradients[0], gradients[1], tuple(gradients[2:])
+
+
+def _einsum(spec: CrossEntropySpec, equation: str, a: Array, b: Array) -> Array:
+    dtype = spec.accumulation_dtype
+    if dtype == jnp.float64:
+        a, b = a.astype(dtype), b.astype(dtype)
+    precision = None if spec.precision is None else lax.Precision[spec.precision]
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=dtype)

@@ -1,0 +1,291 @@
+"""A cross-entropy as it stands in a program: index notation for its operands, around the canonical kernel.
+
+This is the thin boundary at which the program's layouts become the kernels' canonical shapes and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.cross_entropy import OPERATION
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
+from autopallas.kernels.implementation import Operation
+from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
+from autopallas.program import Program
+
+Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One result of the site.
+
+    Attributes:
+      source: a program of the side inputs and statistics (as those of ``CrossEntropySpec.finish``), which gives one
+        number per row; or the position of a product.
+      view: its dimensions.  What it lacks of the row labels is summed over.
+      dtype: its dtype.
+    """
+
+    source: Program | int
+    view: View
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class CrossEntropySite:
+    """One pass over the logits of a program: the forward's, or the backward's.
+
+    Attributes:
+      sizes: size of each label.
+      rows, weight: how x and w are read from the operands.
+      row_labels, vocabulary_labels, hidden_labels: those of N, V and D.
+      residual: the dimensions of an array with one number per row, as the residuals are.
+      batch_labels: labels under which everything is there anew, the weight or the products included.
+      sides: the side inputs of the programs, in order.
+      clipped: which of them are labels that are clipped to 0 .. V - 1 when they are read.
+      types: dtypes of all operands.
+    """
+
+    sizes: tuple[int, ...]
+    rows: Operand
+    weight: Operand
+    row_labels: tuple[Label, ...]
+    vocabulary_labels: tuple[Label, ...]
+    hidden_labels: tuple[Label, ...]
+    results: tuple[Result, ...]
+    residual: View
+    types: tuple[Dtype, ...]
+    logit_dtype: Dtype
+    statistics: tuple[Statistic, ...] = ()
+    finish: tuple[Program, ...] = ()
+    products: tuple[Product, ...] = ()
+    sides: tuple[Operand | Positions, ...] = ()
+    clipped: tuple[int, ...] = ()
+    batch_labels: tuple[Label, ...] = ()
+    precision: str | None = None
+    own_rule: bool = False
+    """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATION
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether kernels give its derivative.  That of a backward pass is left to the original."""
+        return not self.products and not self.own_rule
+
+    def _extent(self, labels: Iterable[Label]) -> int:
+        return math.prod(self.sizes[a] for a in labels)
+
+    def _varies(self, source: Operand | Positions) -> tuple[bool, bool]:
+        own = set(source.labels)
+        return bool(own & set(self.row_labels)), bool(own & set(self.vocabulary_labels))
+
+    @cached_property
+    def spec(self) -> CrossEntropySpec:
+        """The canonical description, which kernels and tables know."""
+        weight = self.weight.labels
+        first = next((a for a in weight if a in self.vocabulary_labels or a in self.hidden_labels), None)
+        return CrossEntropySpec(
+            rows=self._extent(self.row_labels),
+            hidden=self._extent(self.hidden_labels),
+            vocabulary=self._extent(self.vocabulary_labels),
+            row_dtype=self.types[self.rows.position],
+            weight_dtype=self.types[self.weight.position],
+            logit_dtype=self.logit_dtype,
+            vocabulary_major=first in self.vocabulary_labels,
+            statistics=self.statistics,
+            sides=tuple(
+                SideSpec(s.dtype if isinstance(s, Positions) else self.types[s.position], self._varies(s))
+                for s in self.sides
+            ),
+            finish=self.finish,
+            products=self.products,
+            precision=self.precision,
+        )
+
+    # ------------------------------------------------------------------ to canonical arrays and back
+
+    @property
+    def _weight_groups(self) -> tuple[tuple[Label, ...], ...]:
+        groups = (self.vocabulary_labels, self.hidden_labels)
+        return groups if self.spec.vocabulary_major else groups[::-1]
+
+    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+        """(x [B, N, D], w [B|1, V, D] or [B|1, D, V], sides [B|1, N|1, V|1])."""
+        spec, batch = self.spec, self._extent(self.batch_labels)
+        x = read(self.rows, operands, self.sizes, (self.batch_labels, self.row_labels, self.hidden_labels))
+        x = jnp.broadcast_to(x, (batch, spec.rows, spec.hidden))
+        w = read(self.weight, operands, self.sizes, (self.batch_labels, *self._weight_groups))
+        groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
+        sides = [read(side, operands, self.sizes, groups) for side in self.sides]
+        for position in self.clipped:
+            greatest = min(self.spec.vocabulary - 1, int(jnp.iinfo(sides[position].dtype).max))
+            sides[position] = jnp.clip(sides[position], 0, greatest)
+        return x, w, tuple(sides)
+
+    def _mapped(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function of canonical arrays for each element of the batch; what lacks a batch axis is shared."""
+        leaves, structure = jax.tree.flatten(arguments)
+        if self._extent(self.batch_labels) == 1:
+            found = function(*jax.tree.unflatten(structure, [a[0] for a in leaves]))
+            return jax.tree.map(lambda a: a[None], found)
+        shared = [a.shape[0] == 1 for a in leaves]
+
+        def one(*given: Any) -> Any:
+            return function(*jax.tree.unflatten(structure, given))
+
+        axes = tuple(None if alone else 0 for alone in shared)
+        return jax.vmap(one, in_axes=axes)(*(a[0] if alone else a for a, alone in zip(leaves, shared, strict=True)))
+
+    def _finish(self, statistics: Sequence[jax.Array], sides: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The results that are numbers per row, from statistics [B, N] and sides [B|1, N|1, V|1]."""
+        environment = [*sides, *(s[..., None] for s in statistics)]
+        query = jnp.arange(self.spec.rows, dtype=jnp.int32)[None, :, None]
+        shape = (self._extent(self.batch_labels), self.spec.rows)
+        found = []
+        for result in self.results:
+            if isinstance(result.source, Program):
+                value = result.source.evaluate(None, query, None, environment)
+                value = jnp.broadcast_to(value, (*shape, 1))[..., 0].astype(result.dtype)
+                found.append(self._shaped(value, result))
+        return tuple(found)
+
+    def _shaped(self, rows: jax.Array, result: Result) -> jax.Array:
+        """From [B, N] to the result's dimensions; summed over the rows' labels that it lacks."""
+        own = [a for _, labels in result.view for a in labels]
+        kept = tuple(a for a in self.row_labels if a in own)
+        rows = rows.reshape([self._extent(self.batch_labels), *(self.sizes[a] for a in self.row_labels)])
+        gone = [1 + i for i, a in enumerate(self.row_labels) if a not in own]
+        if gone:
+            rows = rows.sum(gone, dtype=rows.dtype)
+        return write(rows, result.view, self.sizes, (self.batch_labels, kept))
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """(results, residuals): the residuals are the statistics."""
+        x, w, sides = self._canonical(operands)
+        statistics: tuple[jax.Array, ...] = ()  # [B, N] each
+        products: tuple[jax.Array, ...] = ()
+        if self.statistics or self.products:
+            statistics, products = self._mapped(
+                lambda x, w, sides: kernel.forward(self.spec, block_sizes, x, w, sides), x, w, sides
+            )
+        rows = iter(self._finish(statistics, sides))
+        results = []
+        for result in self.results:
+            if isinstance(result.source, Program):
+                results.append(next(rows))
+                continue
+            axes: tuple[tuple[Label, ...], ...] = {
+                "rows": (self.row_labels, self.hidden_labels),
+                "columns": self._weight_groups,
+                "column_sum": (self.vocabulary_labels,),
+            }[self.products[result.source].kind]
+            product = products[result.source].astype(result.dtype)
+            results.append(write(product, result.view, self.sizes, (self.batch_labels, *axes)))
+        groups = (self.batch_labels, self.row_labels)
+        return tuple(results), tuple(write(s, self.residual, self.sizes, groups) for s in statistics)
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the residuals."""
+        shape = tuple(self._extent(labels) for _, labels in self.residual)
+        wide, index = self.spec.accumulation_dtype, np.dtype(np.int32)
+        return tuple(jax.ShapeDtypeStruct(shape, index if s.kind == "argmax" else wide) for s in self.statistics)
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+
+        def prepare(*chosen: jax.Array) -> tuple[Any, Any]:
+            """What depends differentiably on the active operands; the rest is handed through beside it."""
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            x, w, sides = self._canonical(filled)
+            return (x, w, self._floating(sides)), sides
+
+        (x, w, floating), pull, sides = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        groups = (self.batch_labels, self.row_labels)
+        residuals = [read(Operand(0, self.residual), (r,), self.sizes, groups) for r in residuals]
+        values = [r for s, r in zip(self.statistics, residuals, strict=True) if s.kind != "argmax"]
+
+        def finish(values: Sequence[jax.Array], floating: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            left, real = iter(values), iter(floating)
+            pairs = zip(self.statistics, residuals, strict=True)
+            statistics = [r if s.kind == "argmax" else next(left) for s, r in pairs]
+            filled = [next(real) if s.differentiable else a for s, a in zip(self.spec.sides, sides, strict=True)]
+            found = self._finish(statistics, filled)
+            return tuple(f for f in found if jnp.issubdtype(f.dtype, jnp.floating))
+
+        _, pull_finish = jax.vjp(finish, values, floating)
+        dvalues, outside = pull_finish(tuple(ct for ct in cotangents if jnp.issubdtype(ct.dtype, jnp.floating)))
+        dx, dw, dsides = jnp.zeros_like(x), jnp.zeros_like(w), tuple(map(jnp.zeros_like, floating))
+        if values:
+            left = iter(dvalues)
+            spread = [None if s.kind == "argmax" else next(left) for s in self.statistics]
+            wanted = self._wanted(active)
+
+            def run(x: Any, w: Any, sides: Any, statistics: Any, spread: Any) -> Any:
+                return kernel.backward(self.spec, block_sizes, x, w, sides, statistics, spread, wanted)
+
+            dx_, dw_, dsides_ = self._mapped(run, x, w, sides, tuple(residuals), spread)
+            dx = dx if dx_ is None else dx_
+            dw = dw if dw_ is None else _summed(dw_, w)
+            dsides = tuple(
+                zero if d is None else _summed(d, zero) for zero, d in zip(dsides, self._floating(dsides_), strict=True)
+            )
+        return tuple(pull((dx, dw, tuple(a + b for a, b in zip(dsides, outside, strict=True)))))
+
+    def _floating(self, sides: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
+
+    def _wanted(self, active: Sequence[int]) -> tuple[bool, ...]:
+        """Of (x, w, *sides), those that come from active operands."""
+        return tuple(isinstance(s, Operand) and s.position in active for s in (self.rows, self.weight, *self.sides))
+
+    # ------------------------------------------------------------------ transformations
+
+    def batched(self, axes: Sequence[int | None], size: int) -> CrossEntropySite:
+        """The site under vmap: operands with an axis have it in front, and so has every result."""
+        label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
+        # One more axis of rows where the examples share the weight, and nothing is summed over rows.
+        summed = any(p.kind != "rows" for p in self.products)
+        apart = summed or bool(self.batch_labels) or axes[self.weight.position] is not None
+        return replace(
+            self,
+            sizes=(*self.sizes, *(size for _ in label)),
+            rows=self.rows.batched(axes, label),
+            weight=self.weight.batched(axes, label),
+            row_labels=self.row_labels if apart else (*label, *self.row_labels),
+            batch_labels=(*label, *self.batch_labels) if apart else self.batch_labels,
+            sides=tuple(s.batched(axes, label) for s in self.sides),
+            results=tuple(replace(r, view=((0, label), *r.view)) for r in self.results),
+            residual=((0, label), *self.residual),
+        )
+
+
+def _summed(full: jax.Array, like: jax.Array) -> jax.Array:
+    """Sums over the batch where ``like`` is shared by it."""
+    return full if full.shape == like.shape else full.sum(0, keepdims=True).astype(like.dtype)

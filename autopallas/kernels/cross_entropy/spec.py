@@ -1,0 +1,139 @@
+"""What one cross-entropy is: the description that patterns produce and kernels consume.
+
+Letters, in this package: N rows (tokens), D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from autopallas.program import Program
+
+__all__ = ["CrossEntropySpec", "Product", "SideSpec", "Statistic"]
+
+Dtype: TypeAlias = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SideSpec:
+    """A side input: its dtype, and whether it varies over (rows, vocabulary); it has size 1 along the others."""
+
+    dtype: Dtype
+    varies: tuple[bool, bool]
+
+    @property
+    def differentiable(self) -> bool:
+        return np.issubdtype(self.dtype, np.floating) or self.dtype.name == "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """One number per row, of the values p[n, v] of an elementwise program of the logits.
+
+    ``max``: the greatest p over V; NaN if one is NaN.
+    ``exp_sum``: sum over V of exp(p - shift), with shift the greatest p of the row, or 0 where that is not finite.  A
+      spec with this statistic has the ``max`` of the same program too.
+    ``sum``: sum over V of p.
+    ``pick``: p at v = label; 0 where the label is not in 0 .. V - 1.
+    ``argmax``: the first v where p is greatest (a NaN counts as greatest), int32.
+    ``ties``: how many v have the greatest p; 0 where that is NaN, which equals nothing.
+
+    All but ``argmax`` are of the spec's ``accumulation_dtype``.
+    """
+
+    kind: Literal["max", "exp_sum", "sum", "pick", "argmax", "ties"]
+    program: Program
+    label: int | None = None
+    """For ``pick``: the position of the side input with the labels, integers that vary over rows at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a backward pass makes of the values p[n, v] of an elementwise program of the logits.
+
+    ``rows``: sum over V of p[n, v] w[v, d], shape [N, D].
+    ``columns``: sum over N of p[n, v] x[n, d], in the layout of the weight.
+    ``column_sum``: sum over N of p[n, v], shape [V].
+    """
+
+    kind: Literal["rows", "columns", "column_sum"]
+    program: Program
+    dtype: Dtype
+
+
+@dataclass(frozen=True)
+class CrossEntropySpec:
+    """Row statistics of logits, and products with functions of logits, in canonical shapes.
+
+    With z = x w rounded to ``logit_dtype``, [N, V]: ``statistics`` are taken of programs of z.  The programs of
+    ``products`` read z too, the side inputs, and behind these the values of the programs ``finish``, one per row, which
+    are computed from the statistics.
+
+    A program's ``Index("query")`` is the row, ``Index("key")`` the position in the vocabulary.  Programs of statistics
+    and products read ``Side(i)``, side input i.  Programs of products read ``Side(len(sides) + k)``, the value of
+    ``finish[k]``.  Programs of ``finish`` read ``Side(i)``, side input i, none of which varies over the vocabulary, and
+    ``Side(len(sides) + k)``, statistic k.
+
+    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1].
+    """
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    row_dtype: Dtype
+    weight_dtype: Dtype
+    logit_dtype: Dtype
+    vocabulary_major: bool
+    statistics: tuple[Statistic, ...] = ()
+    sides: tuple[SideSpec, ...] = ()
+    finish: tuple[Program, ...] = ()
+    products: tuple[Product, ...] = ()
+    precision: str | None = None
+    """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""
+
+    @property
+    def accumulation_dtype(self) -> Dtype:
+        """float32, or float64 where the logits are float64."""
+        return np.dtype(np.float64 if self.logit_dtype == np.float64 else np.float32)
+
+    @property
+    def widest_dtype(self) -> Dtype:
+        """The dtype under which tables file this cross-entropy."""
+        return max((self.row_dtype, self.weight_dtype), key=lambda d: d.itemsize)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the result to be the original's, in words."""
+        return ()
+
+    def programs(self) -> str:
+        """The programs that kernels evaluate on a tile of logits."""
+        return "\n".join(
+            [f"{s.kind}: {s.program}" for s in self.statistics] + [f"{p.kind}: {p.program}" for p in self.products]
+        )
+
+    def __str__(self) -> str:
+        kinds = [s.kind for s in self.statistics]
+        wanted = [kind for kind in dict.fromkeys(kinds) if not (kind == "max" and "exp_sum" in kinds)]
+        parts = ["logsumexp" if kind == "exp_sum" else kind for kind in wanted]
+        parts += [{"rows": "dx", "columns": "dw", "column_sum": "dbias"}[p.kind] for p in self.products]
+        return (
+            f"cross_entropy N={self.rows} D={self.hidden} V={self.vocabulary} {self.widest_dtype}, "
+            f"{self.logit_dtype} logits: {', '.join(parts)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data: numbers and strings."""
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, (bool, int, float, str, type(None))):
+                return x
+            if isinstance(x, tuple):
+                return [plain(i) for i in x]
+            if isinstance(x, (SideSpec, Statistic, Product)):
+                return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
+            return str(x)
+
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self)}

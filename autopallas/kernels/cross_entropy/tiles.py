@@ -1,0 +1,187 @@
+"""Tiles of logits: how operands are cut, multiplied and rounded, and how programs are evaluated on a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.implementation import Device
+from autopallas.program import Program
+
+__all__ = ["Block", "Operands", "Rows", "Tile", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
+
+Array: TypeAlias = jax.Array
+Start: TypeAlias = int | Array
+Block: TypeAlias = tuple[Start, int]
+"""(start, size) along an axis; starts may be traced, sizes are static."""
+Carry = TypeVar("Carry")
+
+
+class Tile(NamedTuple):
+    """Logits of some rows and columns, their positions, and the side inputs there."""
+
+    score: Array  # [r, c]
+    query: Array  # [r, 1]
+    key: Array  # [1, c], or [r, 1] where each row has a column of its own
+    sides: tuple[Array, ...]  # [r|1, c|1]
+
+    def value(self, program: Program, dtype: Any = None) -> Array:
+        """The program's value, [r, c]."""
+        value = program.evaluate(self.score, self.query, self.key, self.sides)
+        return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
+
+    def picked(self, column: Array) -> Tile:
+        """The tile's column ``column[n, 0]`` of each row n."""
+
+        def of(x: Array) -> Array:
+            if x.shape[1] == 1:
+                return x
+            rows = jnp.broadcast_to(x, (column.shape[0], x.shape[1]))
+            return jnp.take_along_axis(rows, column, axis=1, mode="clip")
+
+        sides = tuple(of(side) for side in self.sides)
+        return Tile(of(self.score), self.query, self.key[0, 0] + column, sides)
+
+
+def canonical_labels(label: Array, vocabulary: int) -> Array:
+    """Labels as int32, with -1 for those that are none."""
+    # The greatest value of a narrow dtype may be less than the vocabulary's, so compare in a wide one.
+    wide = label if label.dtype.itemsize > 4 or label.dtype == jnp.uint32 else label.astype(jnp.int32)
+    return jnp.where((wide >= 0) & (wide < vocabulary), wide, -1).astype(jnp.int32)
+
+
+class Rows(NamedTuple):
+    """A block of rows of x, both ways."""
+
+    x: Array  # [r, D]
+    transposed: Array  # [D, r]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """Arrays as the tiles read them."""
+
+    x: Array
+    transposed: Array
+    w: Array
+    sides: tuple[Array, ...]
+    labels: dict[int, Array]
+    """Canonical labels by the position of their side input."""
+    vocabulary_axis: int
+
+    @staticmethod
+    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Array]) -> Operands:
+        positions = {s.label for s in spec.statistics if s.label is not None}
+        labels = {position: canonical_labels(sides[position], spec.vocabulary) for position in sorted(positions)}
+        # The barrier keeps XLA from folding the transposition back into the dots.
+        transposed = lax.optimization_barrier(x.T)
+        return Operands(x, transposed, w, tuple(sides), labels, 0 if spec.vocabulary_major else 1)
+
+    def rows(self, block: Block) -> Rows:
+        """Part of x, also transposed."""
+        return Rows(cut(self.x, block, 0), cut(self.transposed, block, 1))
+
+    def columns(self, block: Block) -> Array:
+        """Part of the weight, in its own layout."""
+        return cut(self.w, block, self.vocabulary_axis)
+
+    def tile(self, spec: CrossEntropySpec, x: Rows, w: Array, rows: Block, columns: Block) -> Tile:
+        """The tile whose operands ``x`` and ``w`` have been cut already."""
+        query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
+        key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]
+        sides = tuple(
+            cut(cut(side, rows, 0) if s.varies[0] else side, columns, 1) if s.varies[1] else cut_row(side, rows)
+            for side, s in zip(self.sides, spec.sides, strict=True)
+        )
+        logits = _rounded(dot(spec, x.x, w, (1, 1 - self.vocabulary_axis)), spec.logit_dtype)
+        return Tile(logits, jnp.asarray(query), jnp.asarray(key), sides)
+
+    def finished(self, spec: CrossEntropySpec, rows: Block, statistics: Sequence[Array]) -> tuple[Array, ...]:
+        """The values of the spec's ``finish``, [r|1, 1] each, from the statistics of these rows."""
+        query = jnp.asarray((rows[0] + np.arange(rows[1], dtype=np.int32))[:, None])
+        sides = (*(cut_row(side, rows) for side in self.sides), *(s[:, None] for s in statistics))
+        return tuple(program.evaluate(None, query, None, sides) for program in spec.finish)
+
+
+def cut(array: Array, block: Block, axis: int) -> Array:
+    """The block of an axis; all of it without a slice."""
+    start, size = block
+    if size == array.shape[axis]:
+        return array
+    if isinstance(start, int):
+        return lax.slice_in_dim(array, start, start + size, axis=axis)
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def cut_row(array: Array, rows: Block) -> Array:
+    """The rows of an array that may have one row for all."""
+    return array if array.shape[0] == 1 else cut(array, rows, 0)
+
+
+def cut_rows(arrays: Sequence[Array], rows: Block) -> tuple[Array, ...]:
+    return tuple(cut_row(array, rows) for array in arrays)
+
+
+def stored(array: Array, update: Array, block: Block, axis: int) -> Array:
+    """``array`` with the block of an axis replaced."""
+    update = update.astype(array.dtype)
+    if update.shape == array.shape:
+        return update
+    return lax.dynamic_update_slice_in_dim(array, update, block[0], axis)
+
+
+def over(length: int, block: int, body: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+    """``carry`` after ``body`` for each block of an axis, the shorter last one included."""
+    count, rest = divmod(length, block)
+    if count == 1:
+        carry = body((0, block), carry)
+    elif count:
+        carry = lax.fori_loop(0, count, lambda n, c: body((n * block, block), c), carry)
+    return body((count * block, rest), carry) if rest else carry
+
+
+def dot(spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """The product of two matrices over the given axis of each, in the accumulation dtype."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    if spec.accumulation_dtype == np.float64:
+        dtype = jnp.dtype(np.float64)
+    elif dtype.itemsize == 2 and Device.current().platform == "cpu" and not _multiplies_natively(dtype):
+        dtype = jnp.dtype(np.float32)  # as XLA would do, but without rounding what is computed here to 16 bits first
+    return lax.dot_general(
+        a.astype(dtype),
+        b.astype(dtype),
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=None if spec.precision is None else lax.Precision[spec.precision],
+        preferred_element_type=spec.accumulation_dtype,
+    )
+
+
+@cache
+def _multiplies_natively(dtype: Any) -> bool:
+    """Whether this host's processor has instructions for products of a 16-bit dtype."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return dtype == jnp.bfloat16 and ("amx_bf16" in flags or "avx512_bf16" in flags)
+
+
+def _rounded(logits: Array, dtype: Any) -> Array:
+    """The logits in their dtype.  A mere pair of casts XLA may drop, in one place and not in another."""
+    if jnp.finfo(dtype).bits >= jnp.finfo(logits.dtype).bits:
+        return logits.astype(dtype)
+    if dtype == jnp.bfloat16:
+        logits = lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
+        return logits.astype(dtype)
+    rounded: Array = lax.optimization_barrier(logits.astype(dtype))
+    return rounded

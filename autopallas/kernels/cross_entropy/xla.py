@@ -1,0 +1,163 @@
+"""Streaming cross-entropy in plain JAX: no N x V array exists, unless one tile is asked to be all of it.
+
+Tiles of logits are computed block by block of the vocabulary, and statistics kept up to date as in online softmax
+(Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).  Products recompute the tiles, except where one tile
+spans the vocabulary: then the gradients are formed from the logits that gave the statistics, as Liger Kernel does (Hsu
+et al. 2024, https://arxiv.org/abs/2410.10989).
+
+A tile is [r, c].  There is no padding: a block that does not divide its axis leaves a last, shorter block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.contraction import Target, contracted, merged_rows
+from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
+from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.program import Program
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
+    """Everything a specification can say, on every platform."""
+    return Supported()
+
+
+def forward(
+    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Statistics and products.
+
+    Args:
+      spec: what to compute.
+      block_sizes: the tile.
+      x: [N, D].
+      w: [V, D] or [D, V].
+      sides: the spec's side inputs, each [N|1, V|1].
+
+    Returns:
+      The statistics, [N] each, and the products.
+    """
+    with jax.named_scope("autopallas_cross_entropy_xla"):
+        operands = Operands.of(spec, x, w, sides)
+        targets = tuple(Target.of_product(p.kind, p.dtype) for p in spec.products)
+        programs = tuple(p.program for p in spec.products)
+        if not programs:
+            return stream(spec, block_sizes, operands), ()
+        if spec.statistics and block_sizes.vocabulary_block >= spec.vocabulary:
+            statistics, products = _statistics_and_products(spec, block_sizes, operands, targets, programs)
+            return statistics, _shaped(spec, products)
+        statistics = stream(spec, block_sizes, operands) if spec.statistics else ()
+        finished = operands.finished(spec, (0, spec.rows), statistics)
+
+        def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
+            return _values(tile._replace(sides=(*tile.sides, *cut_rows(finished, rows))), programs)
+
+        return statistics, _shaped(spec, contracted(spec, block_sizes, operands, targets, make))
+
+
+def backward(
+    spec: CrossEntropySpec,
+    block_sizes: BlockSizes,
+    x: Array,
+    w: Array,
+    sides: Sequence[Array],
+    statistics: Sequence[Array],
+    cotangents: Sequence[Any],
+    wanted: Sequence[bool],
+) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+    """Gradients of the statistics of :func:`forward`, for a spec without products.
+
+    The shift in ``exp_sum`` is a constant; equal maxima share the cotangent of ``max``; ``argmax`` and ``ties`` have no
+    gradient.
+
+    Args:
+      spec, block_sizes, x, w, sides: as in :func:`forward`.
+      statistics: its results.
+      cotangents: one [N] array per statistic, or None for zero.
+      wanted: whether the gradient is asked for, of (x, w, *sides).
+
+    Returns:
+      The gradients of x, w and the side inputs, each in its operand's shape and dtype; None where it is not wanted, or
+      the operand is of integers or booleans.
+    """
+    targets: list[Target] = []
+    if wanted[0]:
+        targets.append(Target("rows", spec.row_dtype))
+    if wanted[1]:
+        targets.append(Target("columns", spec.weight_dtype))
+    floating = [n for n, s in enumerate(spec.sides) if s.differentiable and wanted[2 + n]]
+    targets += [Target("side", spec.sides[n].dtype, spec.sides[n].varies) for n in floating]
+    if not targets:
+        return None, None, (None,) * len(spec.sides)
+    with jax.named_scope("autopallas_cross_entropy_xla_backward"):
+        operands = Operands.of(spec, x, w, sides)
+        pull = Pull.of(spec, block_sizes, operands, statistics, cotangents)
+
+        def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
+            dscore, dsides = pull.tile(tile, rows, floating)
+            return (dscore,) * (wanted[0] + wanted[1]) + dsides
+
+        found = iter(contracted(spec, block_sizes, operands, tuple(targets), make))
+    dx = next(found) if wanted[0] else None
+    dw = next(found) if wanted[1] else None
+    return dx, dw, tuple(next(found) if n in floating else None for n in range(len(spec.sides)))
+
+
+def _statistics_and_products(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    operands: Operands,
+    targets: Sequence[Target],
+    programs: Sequence[Program],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Both from the same logits, which are kept for a block of rows and the whole vocabulary."""
+    needed = required(spec.statistics)
+    dtype = spec.accumulation_dtype
+    columns = (0, spec.vocabulary)
+
+    def rows(part: Block, carry: Any) -> Any:
+        statistics, products = carry
+        x = operands.rows(part)
+        tile = operands.tile(spec, x, operands.w, part, columns)
+        labels = {n: cut_row(label, part) for n, label in operands.labels.items()}
+        known = dict(zip(needed, advanced(needed, initial(needed, part[1], dtype), tile, labels, dtype), strict=True))
+        found = tuple(known[s] for s in spec.statistics)
+        finished = operands.finished(spec, part, found)
+        values = _values(tile._replace(sides=(*tile.sides, *finished)), programs)
+        return (
+            tuple(stored(s, f, part, 0) for s, f in zip(statistics, found, strict=True)),
+            tuple(
+                merged_rows(t, total, t.contribution(spec, v, x, operands.w), part)
+                for t, total, v in zip(targets, products, values, strict=True)
+            ),
+        )
+
+    def empty(target: Target) -> Array:
+        complete = target.rows_axis() is not None
+        return jnp.zeros(target.shape(spec, spec.rows, spec.vocabulary), target.dtype if complete else dtype)
+
+    start = (initial(spec.statistics, spec.rows, dtype), tuple(map(empty, targets)))
+    statistics, products = over(spec.rows, sizes.rows_block, rows, start)
+    return statistics, tuple(t.result(spec, p) for t, p in zip(targets, products, strict=True))
+
+
+def _shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(x[0] if p.kind == "column_sum" else x for x, p in zip(products, spec.products, strict=True))
+
+
+def _values(tile: Tile, programs: Sequence[Program]) -> tuple[Array, ...]:
+    known = {program: tile.value(program) for program in dict.fromkeys(programs)}
+    return tuple(known[program] for program in programs)

@@ -1,0 +1,151 @@
+"""Logits and what a loss makes of them: ``x w``, an elementwise program, reductions over the vocabulary, and under a
+gradient the two products of ``dlogits``.
+
+The anchor is a contraction whose result flows, through elementwise operations and layout alone, into an exponential
+that is summed over the axis of one operand.  Everything that the logits flow into has to end in a reduction that a
+kernel can take (:mod:`autopallas.patterns.row_statistics`) or in a product with x or w; then neither the logits nor
+anything of their size is needed any more.  Numbers per row are the program's own business, whatever it does with them.
+
+The backward is the same once more: ``dlogits`` is an elementwise program of the logits and of numbers per row, and ends
+in products.  So it is found whatever made it, automatic differentiation or a rule of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+import jax.numpy as jnp
+
+from autopallas import compat
+from autopallas.graph import Graph, Node
+from autopallas.graph.edit import surviving
+from autopallas.graph.labels import ELEMENTWISE, is_product
+from autopallas.patterns.cross_entropy_passes import passes
+from autopallas.patterns.cross_entropy_region import Region
+from autopallas.patterns.match import Match, Mismatch, NearMiss
+
+__all__ = ["find"]
+
+_LAYOUT = frozenset(
+    "transpose reshape broadcast_in_dim squeeze expand_dims slice concatenate split tile copy copy_p name "
+    "sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
+)
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Every cross-entropy in a graph, and what nearly was one: one outcome for each product that gives logits."""
+    matches: list[Match] = []
+    misses: list[NearMiss] = []
+    exponents = _exponents(graph)
+    taken: set[int] = set()
+    for node in graph.nodes:
+        if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
+            continue
+        alive = surviving(graph)
+        if node.outputs[0] not in alive:
+            continue
+        inside, ends = _flow(graph, [node.outputs[0]], alive)
+        if not any(graph.name(number) in ("exp", "exp2") for number in inside):
+            continue
+        _with_scatters(graph, alive, inside, ends)
+        region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
+        if not region.anchored:
+            continue
+        try:
+            matches.append(_match(graph, region))
+            taken |= inside
+        except Mismatch as mismatch:
+            if region.labelled:
+                where = compat.location(node.equation)
+                misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
+    return matches, misses
+
+
+def _may_give_logits(graph: Graph, node: Node) -> bool:
+    if node.name != "dot_general" or is_product(node):
+        return False
+    _, batch = node.params["dimension_numbers"]
+    return batch == ((), ()) and bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
+
+
+def _exponents(graph: Graph) -> set[int]:
+    """The values that flow into an exponential elementwise."""
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        if node.name in ("exp", "exp2") or (_flows(node) and not found.isdisjoint(node.outputs)):
+            for number in node.inputs:
+                found.add(number)
+                if number in graph.inner:  # the result of a custom rule's call is that of its body
+                    found.add(graph.inner[number])
+    return found
+
+
+def _flows(node: Node) -> bool:
+    return (node.name in ELEMENTWISE or node.name in _LAYOUT or is_product(node)) and not node.equation.effects
+
+
+def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:
+    """The values into which some flow elementwise, and the other computations that read these."""
+    inside: set[int] = set()
+    ends: dict[int, Node] = {}
+    todo = list(seeds)
+    while todo:
+        value = todo.pop()
+        if value in inside:
+            continue
+        inside.add(value)
+        todo += graph.outer.get(value, ())  # the result of a custom rule's body is that of its call
+        for user in graph.users[value]:
+            if not graph.inner.keys().isdisjoint(user.outputs):
+                continue
+            if alive.isdisjoint(user.outputs) and not user.equation.effects:
+                continue
+            if _flows(user):
+                todo += user.outputs
+            else:
+                ends[id(user)] = user
+    return inside, ends
+
+
+def _with_scatters(graph: Graph, alive: Set[int], inside: set[int], ends: dict[int, Node]) -> None:
+    """Adds the scatters that flow into the same values: gradients of picked elements."""
+    sizes = {graph.shape(number) for number in inside}
+    for node in graph.nodes:
+        if node.name == "scatter-add" and node.outputs[0] in alive and graph.shape(node.outputs[0]) in sizes:
+            own, own_ends = _flow(graph, [node.outputs[0]], alive)
+            if own & inside or any(id(n) in ends for n in own_ends.values()):
+                inside |= own
+                ends |= own_ends
+
+
+def _match(graph: Graph, region: Region) -> Match:
+    region.read()
+    first, *then = passes(region)
+    given = {number for p in (first, *then) for number in p.results}
+    left = region.inside & surviving(graph, given)
+    if left:
+        raise Mismatch(_escape(graph, region, left))
+    return Match(
+        op=first.op,
+        site=first.site,
+        direction="forward+backward" if region.products else "forward",
+        operands=first.operands,
+        results=first.results,
+        equations=first.equations,
+        original=first.original,
+        body=first.body,
+        location=region.location,
+        then=tuple(then),
+    )
+
+
+def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
+    """Where values of the logits' size are still needed."""
+    if left & graph.returned:
+        return "the logits, or values of their size, are also returned"
+    ends = {id(t.node) for t in region.terminals}
+    for number in sorted(left):
+        for user in graph.users[number]:
+            if id(user) not in ends and not set(user.outputs) & region.inside:
+                return f"the logits are also used by {user.name} at {compat.location(user.equation)}"
+    return "the logits are needed elsewhere"

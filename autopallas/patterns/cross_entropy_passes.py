@@ -1,0 +1,297 @@
+"""From what was read around some logits to descriptions of passes over them: operands, programs, results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.graph import Body, Ref
+from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.graph.labels import Atom, View
+from autopallas.kernels.cross_entropy.site import CrossEntropySite, Result
+from autopallas.kernels.cross_entropy.spec import Product, Statistic
+from autopallas.kernels.layout import Operand
+from autopallas.patterns.attention_site import Labels
+from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.cross_entropy_region import Region, Terminal
+from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
+from autopallas.patterns.match import Match, Mismatch
+from autopallas.program import Constant, Index, Program, Side
+
+__all__ = ["passes"]
+
+_FROM_HERE = 2**20
+"""Until the number of side inputs is known, statistic k (in a product: finished number k) is side input
+``_FROM_HERE + k``."""
+
+
+def passes(region: Region) -> list[Match]:
+    """The passes over the logits, in order; the first one takes the statistics of the forward.
+
+    Where everything between statistics and products is computed row by row, one pass does it all.
+
+    Raises:
+      Mismatch: an operand is not at hand where a pass would stand.
+    """
+    before = -1
+    found: list[Match] = []
+    while region.space.refinements != before:
+        before = region.space.refinements
+        whole = _Pass(region, region.terminals, one=True) if _in_one(region) else None
+        if whole is not None:
+            with contextlib.suppress(Mismatch):
+                found = [whole.match()]
+                continue
+        order = sorted(region.terminals, key=lambda t: (t.level, _place(region, t)))
+        found = [
+            _Pass(region, list(terminals)).match()
+            for _, terminals in groupby(order, key=lambda t: (t.level, _place(region, t)))
+        ]
+    if not any(s.kind == "exp_sum" for s in found[0].site.statistics):
+        raise Mismatch("the first pass over the logits does not sum their exponentials")
+    return found
+
+
+def _in_one(region: Region) -> bool:
+    """Whether statistics and products are computed in the same body, once."""
+    held = {body for t in region.terminals for body, _ in region.graph.occurrences(t.result)}
+    return len(held) == 1 and bool(region.products)
+
+
+def _place(region: Region, terminal: Terminal) -> int:
+    """The body of a terminal, as a number."""
+    return list(region.graph.numbers).index(terminal.node.body)
+
+
+class _Pass:
+    """One pass: the terminals of one level, in one body; or all there are (``one``)."""
+
+    def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False):
+        self.one = one
+        self.finish: list[Program] = []
+        self.region, self.graph, self.space = region, region.graph, region.space
+        self.terminals = terminals
+        self.results = tuple(dict.fromkeys(t.result for t in terminals))
+        self.clipped: list[int] = []
+        self.statistics: list[Statistic] = []
+        self.products: list[Product] = []
+        self._known: dict[Any, int] = {}
+        batches = {t.batch for t in terminals if t.kind in ("columns", "column_sum")}
+        if len(batches) > 1:
+            raise Mismatch("the products of the backward are summed over different rows")
+        batch = next(iter(batches), frozenset())
+        self.rows = tuple(a for a in region.resolved(region.rows) if a not in batch)
+        self.batch = tuple(a for a in region.resolved(region.rows) if a in batch)
+        axes = self.rows, region.resolved(region.vocabulary)
+        self.carrier = Carrier(region.scope, self._bodies(), axes, region.score)
+        self.carrier.roles = 2
+
+    def _bodies(self) -> tuple[Body, ...]:
+        held = (body for number in self.results for body, _ in self.graph.occurrences(number))
+        return tuple(dict.fromkeys(held))
+
+    def match(self) -> Match:
+        region, carrier = self.region, self.carrier
+        x, w = carrier.role(region.x), carrier.role(region.w)
+        sources: list[tuple[Program | int, View, Any]] = []
+        for terminal in self.terminals:
+            dtype = self.graph.dtype(terminal.result)
+            sources.append((self._source(terminal), terminal.view, dtype))
+        shift = len(carrier.sides) - _FROM_HERE
+        labels = Labels(self.space)
+        site = CrossEntropySite(
+            sizes=(),
+            rows=labels.operand(x),
+            weight=labels.operand(w),
+            row_labels=labels.atoms(self.rows),
+            vocabulary_labels=labels.atoms(region.resolved(region.vocabulary)),
+            hidden_labels=labels.atoms(self._hidden(w)),
+            results=tuple(
+                Result(_shifted(s, shift) if isinstance(s, Program) else s, labels.view(self.space.view(view)), dtype)
+                for s, view, dtype in sources
+            ),
+            residual=tuple((0, labels.atoms((a,))) for a in (*self.batch, *self.rows)),
+            types=(),
+            logit_dtype=self.graph.dtype(region.logits),
+            statistics=tuple(self.statistics),
+            finish=tuple(_shifted(p, shift) for p in self.finish),
+            products=tuple(replace(p, program=_shifted(p.program, shift)) for p in self.products),
+            sides=tuple(labels.source(s) for s in carrier.sides),
+            clipped=tuple(self.clipped),
+            batch_labels=labels.atoms(self.batch),
+            precision=precision_of(self.graph, region.dot),
+        )
+        for number in carrier.operands:
+            if region.touches(number) and region.level_of(number) >= (1 if self.one else self.terminals[0].level):
+                raise Mismatch("a pass over the logits would need its own results")
+        nodes, free = nodes_between(self.graph, carrier.operands, self.results)
+        for number in free:
+            carrier.further(number)
+        if any(n.equation.effects for n in nodes):
+            raise Mismatch("the equations have side effects")
+        operands = tuple(carrier.operands)
+        site = replace(
+            site,
+            sizes=labels.sizes(),
+            types=tuple(self.graph.dtype(number) for number in operands),
+            own_rule=any(number in self.graph.inner for n in nodes for number in n.outputs),
+        )
+        return Match(
+            op="cross_entropy",
+            site=site,
+            direction="forward",
+            operands=operands,
+            results=tuple(t.result for t in self.terminals),
+            equations=tuple(nodes),
+            original=jaxpr_of(self.graph, nodes, operands, [t.result for t in self.terminals]),
+            body=self.terminals[0].node.body,
+            location=region.location,
+        )
+
+    def _hidden(self, w: Operand) -> tuple[Atom, ...]:
+        """The labels of D, in the order in which the weight has them."""
+        hidden = set(self.region.resolved(self.region.hidden))
+        return tuple(a for a in w.labels if a in hidden)
+
+    # ------------------------------------------------------------------ programs
+
+    def _source(self, terminal: Terminal) -> Program | int:
+        if terminal.kind == "statistics":
+            expression = terminal.expression
+            return _RowBuilder(self).build(self.region.expressed(expression) if self.one else expression)
+        program = _TileBuilder(self.region, self.carrier, self).build(terminal.expression)
+        dtype = self.graph.dtype(terminal.result)
+        product = Product(terminal.kind, program, dtype)
+        if product not in self.products:
+            self.products.append(product)
+        return self.products.index(product)
+
+    def statistic(self, computed: Computed) -> int:
+        """The position of a statistic; each is taken once."""
+        key = self.region.scope.key(computed)
+        if key not in self._known:
+            if computed.kind == "exp_sum":
+                self.statistic(Computed("max", computed.argument, computed.dtype))
+            program = _TileBuilder(self.region, self.carrier).build(computed.argument)
+            label = None if computed.label is None else self._label(computed)
+            kind = computed.kind.removeprefix("clipped_")
+            found = Statistic(kind, program, label)  # type: ignore[arg-type]
+            if found not in self.statistics:
+                self.statistics.append(found)
+            self._known[key] = self.statistics.index(found)
+        return self._known[key]
+
+    def finished(self, number: Expression) -> int:
+        """The position of a number per row that is computed from statistics within the pass."""
+        program = _RowBuilder(self).build(self.region.expressed(number))
+        if program not in self.finish:
+            self.finish.append(program)
+        return self.finish.index(program)
+
+    def _label(self, computed: Computed) -> int:
+        """The side input with the labels of a pick; a further one where they are clipped to the vocabulary."""
+        assert isinstance(computed.label, Ref)
+        source = self.carrier.source(computed.label)
+        position = self.carrier.side(source)
+        if computed.kind == "pick":
+            return position
+        known = next((i for i in self.clipped if self.carrier.sides[i] == source), None)
+        if known is None:
+            self.carrier.sides.append(source)
+            known = len(self.carrier.sides) - 1
+            self.clipped.append(known)
+        return known
+
+
+class _TileBuilder(ProgramBuilder):
+    """Programs of tile values: numbers per row that depend on the logits are side inputs, scatters are written out.
+
+    ``owner``: of a product's program, the pass; if that does everything, it computes such numbers itself.
+    """
+
+    def __init__(self, region: Region, carrier: Carrier, owner: _Pass | None = None):
+        super().__init__(carrier)
+        self.region, self.owner = region, owner
+
+    def _register(self, expression: Expression) -> Any:
+        match expression:
+            case Position():
+                return self._input(Index(expression.axis, expression.dtype))
+            case Ref():
+                ref = self.scope.space.canonical(expression)
+                if ref.value != self.scope.score and self.region.touches(ref.value):
+                    if not self.region.algebra.carries_axis(ref):
+                        return self._side(expression)
+                    if self.scope.name(ref) == "scatter-add":
+                        return self._register(self.region.algebra.spread(ref))
+                    compared = self.region.algebra.greatest(ref)
+                    if compared is not None:
+                        return self._greatest(ref, compared)
+                    return self._elementwise(ref, self.scope.graph.dtype(ref.value))
+        return super()._register(expression)
+
+    def _greatest(self, ref: Ref, compared: Ref) -> Any:
+        """Where a row is greatest.  Computed anew, a value may differ by a rounding from the maximum that it was: the
+        position counts where there is only one."""
+        plain = self._elementwise(ref, self.scope.graph.dtype(ref.value))
+        if self.owner is None or not self.owner.one:
+            if self.scope.space.canonical(compared).value != self.scope.score:
+                raise Mismatch("the gradient of a maximum needs the logits in the pass that finds it")
+            return plain
+        wide, index, boolean = self.region.wide, jnp.dtype(jnp.int32), jnp.dtype(bool)
+        ties, argmax = (
+            self._input(Side(_FROM_HERE + self.owner.finished(Computed(kind, compared, dtype)), dtype))
+            for kind, dtype in (("ties", wide), ("argmax", index))
+        )
+        single = self._emit(lax.eq_p, (), (ties, self._input(Constant(1.0, wide))), boolean)
+        here = self._emit(lax.eq_p, (), (self._input(Index("key", index)), argmax), boolean)
+        return self._emit(lax.select_n_p, (), (single, plain, here), boolean)
+
+    def _value(self, ref: Ref) -> int:
+        return self.scope.space.canonical(ref).value
+
+    def _side(self, ref: Ref) -> Any:
+        dtype = self.scope.graph.dtype(ref.value)
+        if self.owner is not None and self.owner.one and self.region.level_of(self._value(ref)) > 0:
+            return self._input(Side(_FROM_HERE + self.owner.finished(ref), dtype))
+        if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
+            raise Mismatch(f"a side input has the dtype {dtype}")
+        return self._input(Side(self.carrier.side(self.carrier.source(ref)), dtype))
+
+
+class _RowBuilder(_TileBuilder):
+    """Programs of numbers per row: statistics, and side inputs without the vocabulary."""
+
+    def __init__(self, owner: _Pass):
+        super().__init__(owner.region, owner.carrier)
+        self.taken_by = owner
+
+    def _register(self, expression: Expression) -> Any:
+        match expression:
+            case Computed():
+                position = self.taken_by.statistic(expression)
+                kind = self.taken_by.statistics[position].kind
+                dtype = jnp.dtype(jnp.int32) if kind == "argmax" else self.region.wide
+                return self._input(Side(_FROM_HERE + position, dtype))
+            case Ref():
+                if self.scope.number(expression) is None:
+                    if self.region.algebra.carries_axis(self.scope.space.canonical(expression)):
+                        raise Mismatch("values of the logits' size are not reduced")
+                    return self._side(expression)
+        return super()._register(expression)
+
+
+def _shifted(program: Program, shift: int) -> Program:
+    """The program with its statistics behind the side inputs."""
+
+    def moved() -> Iterator[Any]:
+        for i in program.inputs:
+            yield replace(i, position=i.position + shift) if isinstance(i, Side) and i.position >= _FROM_HERE else i
+
+    return replace(program, inputs=tuple(moved()))

@@ -1,0 +1,451 @@
+"""What logits flow into, read: one set of axis labels, and every end of the flow as a statistic or a product."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopallas import compat
+from autopallas.graph import Body, Graph, Node, Ref, Space
+from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, precision_of
+from autopallas.patterns.indexing import picked
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.row_statistics import RowStatistics
+
+__all__ = ["Region", "Terminal"]
+
+
+@dataclass(slots=True)
+class Terminal:
+    """One end of the flow.
+
+    Attributes:
+      node: the computation.
+      result: the number of its result.
+      view: the dimensions of the result.
+      kind: "rows" for a function of statistics, or the kind of a product.
+      expression: of statistics and numbers per row; or the tile values of the product.
+      batch: labels of rows over which a product is not summed: one for each example.
+      level: in which pass over the logits it can be computed, the first being 1.
+    """
+
+    node: Node
+    result: int
+    view: View
+    kind: Literal["statistics", "rows", "columns", "column_sum"]
+    expression: Expression
+    batch: frozenset[Atom] = frozenset()
+    level: int = 1
+
+
+class Region:
+    """The values of the logits' size around one contraction.
+
+    Attributes:
+      inside: numbers of these values.
+      terminals: the ends of the flow, operands before results; filled by :meth:`read`.
+    """
+
+    def __init__(self, graph: Graph, dot: Node, inside: set[int], ends: Sequence[Node]):
+        self.graph, self.dot, self.inside, self.ends = graph, dot, inside, ends
+        self.logits = dot.outputs[0]
+        self._first = min(inside)  # numbers grow from operands to results
+        self.terminals: list[Terminal] = []
+        self._touching: dict[int, bool] = {}
+        self._levels: dict[int, int] = {}
+        self.anchored = any(self._anchor(node) for node in ends)
+
+    @property
+    def location(self) -> str:
+        return compat.location(self.dot.equation)
+
+    @property
+    def products(self) -> list[Terminal]:
+        return [t for t in self.terminals if t.kind != "statistics"]
+
+    @property
+    def labelled(self) -> bool:
+        """Whether labels pick from the logits: then whoever wrote this meant a loss."""
+        return (
+            any(n.name in ("gather", "scatter-add", "scatter") for n in self.ends)
+            or any(self.graph.name(number) == "scatter-add" for number in self.inside)
+            or any(self._compares_labels(number) for number in self.inside)
+        )
+
+    def _compares_labels(self, value: int) -> bool:
+        node = self.graph.definitions.get(value)
+        if node is None or node.name not in ("mul", "select_n"):
+            return False
+        for operand in node.inputs:
+            for _ in range(4):
+                inner = self.graph.definitions.get(operand)
+                if inner is None:
+                    break
+                if inner.name == "eq" and operand not in self.inside:
+                    return True
+                if len(inner.inputs) != 1:
+                    break
+                operand = inner.inputs[0]
+        return False
+
+    # ------------------------------------------------------------------ labels
+
+    def _anchor(self, node: Node) -> bool:
+        """Fixes the labels by a sum of exponentials over the axis of one operand."""
+        if node.name != "reduce_sum" or not self._sums_exponentials(node.inputs[0]):
+            return False
+        self.scope = scope = Scope(self.graph, through=True)
+        self.space = space = scope.space
+        scope.score = self.logits
+        source = node.inputs[0]
+        at = space.full(source)
+        score = _seen_from(space, at, {self.logits})
+        if score is None:
+            return False
+        contraction = space.contraction(score)
+        if contraction is None:
+            return False
+        reduced = {a for d in node.params["axes"] for a in space.resolve(at.view[d][1])}
+        left, right, contracted = contraction
+        self.hidden = [a for _, atoms in contracted for a in atoms]
+        for rows, weight in ((left, right), (right, left)):
+            own = space.atoms(weight) - set(space.resolve(self.hidden))
+            if reduced and reduced == own:
+                self.score, self.x, self.w = score, rows, weight
+                self._known = {self.logits: score}
+                self.vocabulary = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a in own)
+                self.rows = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a not in own)
+                return True
+        return False
+
+    def _sums_exponentials(self, value: int) -> bool:
+        """Whether a value is an exponential of logits, but for casts, masks and factors."""
+        for _ in range(8):
+            node = self.graph.definitions.get(value)
+            if node is None:
+                return False
+            if node.name in ("exp", "exp2"):
+                return value in self.inside
+            following = next((i for i in node.inputs if i in self.inside), None)
+            if following is None:
+                return False
+            value = following
+        return False
+
+    def resolved(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        return self.space.resolve(atoms)
+
+    def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
+        """A value that is computed from ``known`` ones (by default the logits), seen under the labels of these."""
+        scratch = Space(self.graph, through=True)
+        full = scratch.full(value)
+        for base in (self._known if known is None else known).values():
+            found = _seen_from(scratch, full, {base.value})
+            if found is not None:
+                break
+        else:
+            raise Mismatch("a value beside the logits is not understood")
+        meaning: dict[Atom, tuple[Atom, ...]] = {}
+        for (own_offset, own), (offset, atoms) in zip(found.view, base.view, strict=True):
+            own = scratch.resolve(own)
+            groups = self.space.cut(atoms, [scratch.sizes[a] for a in own])
+            if own_offset != offset or groups is None or scratch.extent(own) != self.space.extent(atoms):
+                raise Mismatch("a part of the logits is used apart from the rest")
+            for atom, (_, group) in zip(own, groups, strict=True):
+                if atom in meaning:
+                    raise Mismatch("the logits are read along a diagonal")
+                meaning[atom] = group
+        view: list[Dimension] = []
+        for offset, atoms in full.view:
+            resolved = scratch.resolve(atoms)
+            if any(a not in meaning for a in resolved):
+                raise Mismatch("the logits are repeated along a further axis")
+            view.append((offset, tuple(x for a in resolved for x in meaning[a])))
+        at = Ref(value, tuple(view))
+        self._learn(at)
+        return at
+
+    def _learn(self, at: Ref) -> None:
+        """Notes under which labels scatters are read, from which other values can be aligned."""
+        todo, seen = [at], set()
+        while todo:
+            ref = self.space.canonical(todo.pop())
+            if ref.value in seen or ref.value not in self.inside:
+                continue
+            seen.add(ref.value)
+            if self.graph.name(ref.value) == "scatter-add":
+                self._known.setdefault(ref.value, ref)
+            else:
+                todo += self.space.uses(ref) or []
+
+    # ------------------------------------------------------------------ the ends of the flow
+
+    def read(self) -> None:
+        """Reads every end.
+
+        Raises:
+          Mismatch: one is neither a statistic nor a product.
+        """
+        for operand in (self.x, self.w):
+            value = self.space.canonical(operand).value
+            sliced = value in self.graph.elements and value not in self.graph.definitions
+            if sliced or self.graph.name(value) in ("dynamic_slice", "gather"):
+                raise Mismatch("the program computes its logits piece by piece already")
+        loops = _loops(self.graph.definitions[self.logits].body)
+        if any(_loops(node.body) > loops for node in self.ends):
+            raise Mismatch("the logits are computed once and read inside a loop")
+        before = -1
+        while self.space.refinements != before:
+            before = self.space.refinements
+            self.terminals, self._touching, self._levels = [], {}, {}
+            self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide)
+            self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
+            for node in self.ends:  # what can be aligned by the logits tells how to align scatters
+                with contextlib.suppress(Mismatch):
+                    self._aligned(self._source(node))
+            for node in self.ends:
+                terminal = self._terminal(node)
+                self.terminals.append(terminal)
+                terminal.level = self._level(terminal)
+                self._levels[terminal.result] = terminal.level
+            self._out_of_rules()
+        if not any(_computes(t.expression, "exp_sum") for t in self.terminals if t.kind == "statistics"):
+            raise Mismatch("nothing sums the exponentials of the logits")
+
+    def _out_of_rules(self) -> None:
+        """Where a reduction stands in the body of a custom rule, what its call gives takes the place of its result."""
+        for call in {id(n): n for n in map(self.graph.definitions.get, self.graph.inner) if n is not None}.values():
+            position = next(i for i, e in enumerate(call.body.equations) if e is call.equation)
+            bodies = {body for child in call.body.children[position] for body in child.body.walk()}
+            within = [t for t in self.terminals if t.node.body in bodies]
+            if not within:
+                continue
+            if any(t.kind != "statistics" for t in within):
+                raise Mismatch("the logits' gradient is computed inside a custom rule")
+            level = max(t.level for t in within)
+            reached = {t.result: Ref(t.result, t.view) for t in within}
+            for number in call.outputs:
+                if number not in self.inside and self.touches(self.graph.inner[number]):
+                    at = self._aligned(number, reached)
+                    found = self._substituted(at, level)
+                    self.terminals.append(Terminal(call, number, at.view, "statistics", found, level=level))
+                    self._levels[number] = level
+            self.terminals = [t for t in self.terminals if t not in within]
+
+    def _result_of(self, ref: Ref) -> Expression | None:
+        ref = self.space.canonical(ref)
+        own = next((t for t in self.terminals if t.result == ref.value and t.kind == "statistics"), None)
+        return own.expression if own is not None and self.space.same(ref, Ref(own.result, own.view)) else None
+
+    @property
+    def wide(self) -> Dtype:
+        return np.dtype(np.float64 if self.graph.dtype(self.logits) == np.float64 else np.float32)
+
+    def _source(self, node: Node) -> int:
+        """The value inside that an end reads."""
+        inside = [i for i in node.inputs if i in self.inside]
+        if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
+            raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
+        return inside[0]
+
+    def _terminal(self, node: Node) -> Terminal:
+        at = self._aligned(self._source(node))
+        vocabulary, rows = set(self.resolved(self.vocabulary)), set(self.resolved(self.rows))
+        if node.name in ("reduce_sum", "reduce_max", "argmax"):
+            axes = set(node.params["axes"])
+            reduced = {a for d in axes for a in self.resolved(at.view[d][1])}
+            kept = tuple(dimension for d, dimension in enumerate(at.view) if d not in axes)
+            if node.name == "reduce_sum" and reduced and reduced <= rows:
+                return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
+            if not vocabulary <= reduced:
+                raise Mismatch(f"{node.name} runs over a part of the logits at {compat.location(node.equation)}")
+            if node.name == "reduce_sum":
+                return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.total(at))
+            if reduced != vocabulary:
+                raise Mismatch(f"{node.name} runs over rows too at {compat.location(node.equation)}")
+            if node.name == "reduce_max":
+                return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.maximum(at))
+            if tuple(a for d in sorted(axes) for a in self.resolved(at.view[d][1])) != self.resolved(self.vocabulary):
+                raise Mismatch("argmax counts in another order")
+            return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.argmax(at))
+        if node.name == "gather":
+            pick = picked(self.scope, at, node, self.vocabulary)
+            fill = node.params["fill_value"]
+            found = self.algebra.element(at, pick, None if fill is None else float(fill))
+            return Terminal(node, node.outputs[0], pick.view, "statistics", found)
+        if node.name == "dot_general":
+            return self._product(node, at)
+        raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
+
+    def _product(self, node: Node, at: Ref) -> Terminal:
+        """dlogits times the weight, or its transpose times the activations."""
+        space = self.space
+        contracting, batch = node.params["dimension_numbers"]
+        side = 0 if node.inputs[0] == at.value else 1
+        reduced = {a for d in contracting[side] for a in self.resolved(at.view[d][1])}
+        examples = {a for d in batch[side] for a in self.resolved(at.view[d][1])}
+        kind: Literal["rows", "columns"]
+        if reduced == set(self.resolved(self.vocabulary)) and not examples:
+            kind, partner = "rows", self.w
+        elif reduced and reduced | examples == set(self.resolved(self.rows)):
+            kind, partner = "columns", self.x
+        else:
+            raise Mismatch(f"the logits are contracted over another axis at {compat.location(node.equation)}")
+        other = node.inputs[1 - side]
+        shape = self.graph.shape(other)
+        free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]
+        if other == partner.value:
+            hidden = {d: partner.view[d] for d in free}
+        else:
+            groups = space.cut(self.hidden, [shape[d] for d in free if shape[d] != 1])
+            if groups is None:
+                raise Mismatch(
+                    "the logits' gradient is multiplied by something else than the weight or the activations"
+                )
+            left = iter(groups)
+            hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
+        pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
+        shared = {o: at.view[d] for d, o in pairs}
+        read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
+        if not space.same(space.canonical(read), space.canonical(partner)):
+            raise Mismatch("the logits' gradient is multiplied by something else than the weight or the activations")
+        if precision_of(self.graph, node) != precision_of(self.graph, self.dot):
+            raise Mismatch("the products of the backward ask for another precision than the forward")
+        first = [at.view[d] for d in batch[side]]
+        own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
+        others = [hidden[d] for d in free]
+        view = (*first, *own, *others) if side == 0 else (*first, *others, *own)
+        return Terminal(node, node.outputs[0], view, kind, at, frozenset(examples))
+
+    # ------------------------------------------------------------------ passes
+
+    def touches(self, value: int) -> bool:
+        """Whether a value is computed from the logits or from a scatter inside."""
+        known = self._touching.get(value)
+        if known is None:
+            node = self.graph.definitions.get(value) if value > self._first else None
+            known = value in self.inside or node is not None and any(self.touches(i) for i in node.inputs)
+            self._touching[value] = known
+        return known
+
+    def level_of(self, value: int) -> int:
+        """The last pass on whose results a number per row depends; 0 if on none."""
+        known = self._levels.get(value)
+        if known is None:
+            if value in self.inside:
+                raise Mismatch("numbers per row are computed from the logits in a way that is not understood")
+            node = self.graph.definitions.get(value) if value > self._first else None
+            known = 0 if node is None else max((self.level_of(i) for i in node.inputs), default=0)
+            self._levels[value] = known
+        return known
+
+    def _level(self, terminal: Terminal) -> int:
+        """One pass after those that give what its tile values read; the same one where only its function of
+        statistics needs them."""
+        if terminal.kind != "statistics":
+            return 1 + max((self.level_of(ref.value) for ref in self.algebra.leaves(terminal.expression)), default=0)
+        level = 1
+        for computed in _statistics(terminal.expression):
+            parts = [computed.argument, *([computed.label] if computed.label is not None else [])]
+            for part in parts:
+                for ref in self.algebra.leaves(part):
+                    level = max(level, 1 + self.level_of(ref.value))
+        outer = self.outer(terminal.expression)
+        level = max([level, *(self.level_of(ref.value) for ref in outer)])
+        terminal.level = level
+        try:
+            terminal.expression = self._substituted(terminal.expression, level)
+        except Mismatch:
+            level += 1
+        return level
+
+    def outer(self, expression: Expression) -> list[Ref]:
+        """The numbers per row that a function of statistics reads beside them."""
+        match expression:
+            case Ref():
+                return [expression] if self.touches(self.space.canonical(expression).value) else []
+            case Apply():
+                return [ref for a in expression.arguments for ref in self.outer(a)]
+        return []
+
+    def _substituted(self, expression: Expression, level: int) -> Expression:
+        """With results of the same pass replaced by their own functions of statistics."""
+        match expression:
+            case Apply():
+                arguments = tuple(self._substituted(a, level) for a in expression.arguments)
+                return Apply(expression.primitive, expression.params, arguments, expression.dtype)
+            case Ref():
+                ref = self.space.canonical(expression)
+                if self.level_of(ref.value) < level:
+                    return expression
+                found = self._one_step(ref)
+                return found if self._result_of(ref) is not None else self._substituted(found, level)
+        return expression
+
+    def expressed(self, expression: Expression) -> Expression:
+        """A number per row as a function of statistics of the logits and of numbers that do not depend on them.
+
+        Raises:
+          Mismatch: it is not one, or a statistic needs a pass of its own.
+        """
+        match expression:
+            case Apply():
+                arguments = tuple(self.expressed(a) for a in expression.arguments)
+                return Apply(expression.primitive, expression.params, arguments, expression.dtype)
+            case Computed():
+                parts = [expression.argument, *([expression.label] if expression.label is not None else [])]
+                if any(self.algebra.leaves(part) for part in parts):
+                    raise Mismatch("a statistic needs the logits a second time")
+            case Ref():
+                ref = self.space.canonical(expression)
+                if self.level_of(ref.value) > 0:
+                    return self.expressed(self._one_step(ref))
+        return expression
+
+    def _one_step(self, ref: Ref) -> Expression:
+        """A number per row as a function of those from which it is computed."""
+        own = self._result_of(ref)
+        if own is not None:
+            return self.algebra.convert(own, self.graph.dtype(ref.value))
+        node, operands = self.scope.node(ref), self.space.operands(ref)
+        if node is None or operands is None or node.equation.effects:
+            raise Mismatch("numbers per row are not computed elementwise")
+        return Apply(node.equation.primitive, node.params, tuple(operands), self.graph.dtype(ref.value))
+
+
+def _loops(body: Body) -> int:
+    return sum(part.startswith(("scan", "while")) for part in body.path)
+
+
+def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
+    """The use of one of some values from which another is computed elementwise."""
+    todo, seen = [at], set()
+    while todo:
+        ref = todo.pop()
+        for step in space.chain(ref):
+            if step.value in wanted:
+                return step
+            ref = step
+        key = (ref.value, space.view(ref.view))
+        if key not in seen:
+            seen.add(key)
+            todo += space.uses(ref) or []
+    return None
+
+
+def _statistics(expression: Expression) -> list[Computed]:
+    match expression:
+        case Computed():
+            return [expression]
+        case Apply():
+            return [found for a in expression.arguments for found in _statistics(a)]
+    return []
+
+
+def _computes(expression: Expression, kind: str) -> bool:
+    return any(found.kind == kind for found in _statistics(expression))

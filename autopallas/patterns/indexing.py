@@ -1,0 +1,202 @@
+"""Gathers that pick one element of an axis, and the scatters that put one back, read as index notation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopallas import compat
+from autopallas.graph import Ref
+from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.match import Mismatch
+
+__all__ = ["Pick", "picked", "placed"]
+
+_LONGEST = 2**24
+"""Constants of more elements are not looked into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One element of an axis per row.
+
+    Attributes:
+      label: its position along the axis, an integer per row.
+      view: of the gather's result, or of the scatter's updates: which row each of their elements belongs to.
+      mode: what becomes of a label out of range: "fill" (it gives the fill value, or is dropped), "clip" or "promise"
+        (there is none; if there is all the same, a gather clips it and a scatter drops it, so JAX documents).
+    """
+
+    label: Ref
+    view: View
+    mode: str
+
+
+def picked(scope: Scope, operand: Ref, gather: Any, axis: Sequence[Atom]) -> Pick:
+    """A gather node whose operand is seen as ``operand``, read as a pick along ``axis``.
+
+    Raises:
+      Mismatch: it is not one.
+    """
+    numbers, sizes = gather.params["dimension_numbers"], gather.params["slice_sizes"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    shape = scope.graph.shape(gather.inputs[0])
+    single = (*gone, *numbers.start_index_map)
+    if any(sizes[d] != (1 if d in single else n) for d, n in enumerate(shape)):
+        raise Mismatch("a part of each row is gathered from the logits")
+    window = [d for d in range(len(shape)) if d not in gone]
+    rank = len(scope.graph.shape(gather.outputs[0]))
+    return _pick(
+        scope,
+        operand,
+        gather.inputs[1],
+        components=dict(zip(numbers.start_index_map, range(len(shape)), strict=False)),
+        batching=dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)),
+        window=dict(zip(numbers.offset_dims, window, strict=True)),
+        rank=rank,
+        axis=axis,
+        mode=_mode(gather.params["mode"]),
+    )
+
+
+def placed(scope: Scope, result: Ref, scatter: Any, axis: Sequence[Atom]) -> Pick:
+    """A scatter-add node into zeros whose result is seen as ``result``: each row has one element along ``axis``.
+
+    Raises:
+      Mismatch: it is not so.
+    """
+    numbers = scatter.params["dimension_numbers"]
+    if scope.number(scope.space.canonical(scope.space.full(scatter.inputs[0]))) != 0:
+        raise Mismatch("something is added to the logits' gradient by index")
+    shape = scope.graph.shape(scatter.outputs[0])
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    window = [d for d in range(len(shape)) if d not in gone]
+    updates = scope.graph.shape(scatter.inputs[2])
+    indexed = numbers.scatter_dims_to_operand_dims
+    pairs = zip(numbers.update_window_dims, window, strict=True)
+    if any(updates[u] != (1 if d in indexed else shape[d]) for u, d in pairs):
+        raise Mismatch("a part of each row is scattered into the logits' gradient")
+    return _pick(
+        scope,
+        result,
+        scatter.inputs[1],
+        components=dict(zip(numbers.scatter_dims_to_operand_dims, range(len(shape)), strict=False)),
+        batching=dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)),
+        window=dict(zip(numbers.update_window_dims, window, strict=True)),
+        rank=len(updates),
+        axis=axis,
+        mode=_mode(scatter.params["mode"]),
+    )
+
+
+def _pick(
+    scope: Scope,
+    operand: Ref,
+    indices: int,
+    components: dict[int, int],
+    batching: dict[int, int],
+    window: dict[int, int],
+    rank: int,
+    axis: Sequence[Atom],
+    mode: str,
+) -> Pick:
+    """``components``, ``batching``: dimension of the operand -> component of the index, dimension of the indices.
+    ``window``: dimension of the result -> dimension of the operand."""
+    space, graph = scope.space, scope.graph
+    shape = graph.shape(indices)
+    last = len(shape) - 1
+    wanted = space.resolve(axis)
+    along: int | None = None
+    labels: dict[int, Dimension] = {}  # per dimension of the indices
+    for d, i in batching.items():
+        labels[i] = operand.view[d]
+    for d, component in components.items():
+        own = space.resolve(operand.view[d][1])
+        if own == wanted and operand.view[d][0] == 0 and own:
+            along = component
+            continue
+        where = _counted(scope, indices, component)
+        if where is None or shape[where] != space.extent(own) or operand.view[d][0] != 0:
+            if own:
+                raise Mismatch("the logits are gathered at rows that are not known to be all rows in order")
+            continue  # an axis of size 1
+        labels[where] = operand.view[d]
+    if along is None:
+        raise Mismatch("the logits are gathered along another axis than the vocabulary")
+    for i in range(last):
+        if i not in labels:
+            if shape[i] != 1:
+                raise Mismatch("several labels are gathered per row")
+            labels[i] = (0, ())
+    outer = iter(range(last))
+    rest = {o: (0, ()) if d in components else operand.view[d] for o, d in window.items()}
+    view = tuple(rest[o] if o in rest else labels[next(outer)] for o in range(rank))
+    label = Ref(indices, (*(labels[i] for i in range(last)), (along, ())))
+    return Pick(label, view, mode)
+
+
+def _mode(mode: Any) -> str:
+    name = str(getattr(mode, "name", mode)).lower()
+    for known in ("fill", "clip", "promise"):
+        if known in name:
+            return known
+    raise Mismatch(f"an index has the mode {mode}")
+
+
+def _counted(scope: Scope, indices: int, component: int) -> int | None:
+    """The dimension of the indices of which a component is the position, if it is one."""
+    space, shape = scope.space, scope.graph.shape(indices)
+    for i, n in enumerate(shape[:-1]):
+        atoms = space.fresh(n)
+        if not atoms:
+            continue
+        view = tuple((0, atoms) if j == i else (0, space.fresh(m)) for j, m in enumerate(shape[:-1]))
+        if is_position(scope, Ref(indices, (*view, (component, ()))), atoms):
+            return i
+    return None
+
+
+def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
+    """Whether a value is 0, 1, 2, ... along an axis, also where negative indices would count from the end."""
+    space = scope.space
+    ref = space.canonical(ref)
+    node = scope.node(ref)
+    if node is None:
+        constant = _constant(scope, ref)
+        along = [(offset, space.resolve(own)) for offset, own in ref.view if own]
+        return (
+            constant is not None
+            and along == [(0, space.resolve(atoms))]
+            and np.array_equal(np.ravel(constant), np.arange(constant.size))
+        )
+    if node.name == "iota":
+        offset, own = ref.view[node.params["dimension"]]
+        return offset == 0 and space.resolve(own) == space.resolve(atoms)
+    operands = space.operands(ref)
+    if operands is None:
+        return False
+    if node.name == "convert_element_type":
+        return is_position(scope, operands[0], atoms)
+    if node.name == "select_n" and len(operands) == 3 and is_position(scope, operands[1], atoms):
+        test, sides = scope.node(operands[0]), space.operands(operands[0])
+        known = _constant(scope, operands[0])
+        return (known is not None and not known.any()) or (
+            test is not None
+            and test.name == "lt"
+            and sides is not None
+            and scope.number(sides[1]) == 0
+            and is_position(scope, sides[0], atoms)
+        )
+    return False
+
+
+def _constant(scope: Scope, ref: Ref) -> np.ndarray[Any, Any] | None:
+    """The elements of a captured array, if they can be looked at."""
+    constant = scope.graph.constants.get(ref.value)
+    if constant is None or compat.is_tracer(constant) or np.size(constant) > _LONGEST:
+        return None
+    return np.asarray(constant)

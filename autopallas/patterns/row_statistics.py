@@ -1,0 +1,427 @@
+"""Reductions of tile values, read as functions of the few statistics that a kernel takes of logits.
+
+A reduction over the vocabulary may mix values of the tile with numbers per row that were computed from the logits
+before, such as a maximum that is subtracted or a logsumexp.  Taken out, these leave programs of the logits alone, which
+one pass over them can evaluate: ``sum exp(x - m)`` is ``exp_sum(x) * exp(shift(x) - m)``, and so on.  What cannot be
+taken out stays in the program as a side input; then the statistic needs a pass of its own, after the one that gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.graph import Ref
+from autopallas.graph.labels import Atom
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, conversion_params
+from autopallas.patterns.indexing import Pick, placed
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.softmax import Softmax, Term
+from autopallas.program import Constant
+
+__all__ = ["RowStatistics"]
+
+_BOOLEAN = np.dtype(bool)
+_STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
+
+
+@dataclass(frozen=True, slots=True)
+class _Summand:
+    """``product of factors * sum over V of tile``; with ``label`` only the element there counts.  No tile: ones."""
+
+    factors: tuple[Expression, ...]
+    tile: Expression | None
+    label: Expression | None = None
+    known: Expression | None = None
+    """The sum over V, where it is known as a whole."""
+
+
+class _NotLinear(Exception):
+    """A number per row that depends on the logits enters other than linearly."""
+
+
+class RowStatistics(Softmax):
+    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary."""
+
+    def __init__(self, scope: Scope, axis: tuple[Atom, ...], wide: Dtype):
+        super().__init__(scope, axis, 0)
+        self.wide = wide
+        self.touches: Callable[[int], bool] = scope.depends
+        """Whether a value is computed from the logits, or from a scatter that the site takes over."""
+        self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
+        """A number per row as a function of statistics, if a reduction before gives it."""
+        self._pure: dict[Any, bool] = {}
+
+    # Numbers per row are taken as they are.
+
+    def linear(self, ref: Ref) -> list[Term]:
+        number = self.scope.number(ref)
+        return [Term(1.0, "value", self.space.canonical(ref)) if number is None else Term(number, "constant", None)]
+
+    def log(self, ref: Ref) -> list[Term]:
+        number = self.scope.number(ref)
+        if number is not None and number > 0:
+            return [Term(math.log(number), "constant", None)]
+        return [Term(1.0, "log", self.space.canonical(ref))]
+
+    # ------------------------------------------------------------------ reductions
+
+    def maximum(self, tile: Ref) -> Expression:
+        """max over V."""
+        argument, rows = self.strip(tile)
+        found: Expression = Computed("max", argument, self.wide)
+        for term in rows:
+            found = self._add(found, self._term(term))
+        return found
+
+    def total(self, tile: Ref) -> Expression:
+        """sum over V."""
+        counted = self._ties(tile)
+        if counted is not None:
+            return counted
+        try:
+            summands = list(self._expand(self.space.canonical(tile)))
+        except _NotLinear:
+            return Computed("sum", tile, self.wide)
+        found: Expression | None = None
+        for summand in summands:
+            value = self._summand(summand)
+            found = value if found is None else self._add(found, value)
+        return found if found is not None else Constant(0.0, self.wide)
+
+    def argmax(self, tile: Ref) -> Expression:
+        """Where the tile is greatest; exactly as it stands, since rounding decides ties."""
+        return Computed("argmax", tile, np.dtype(np.int32))
+
+    def element(self, tile: Ref, pick: Pick, fill: float | None) -> Expression:
+        """The element of each row at a label."""
+        dtype, label = self.scope.dtype(tile), pick.label
+        if pick.mode != "fill":
+            found = self._at(tile, label, "clipped_pick")
+            if pick.mode == "clip":
+                return found
+            apart = Apply(_STOP_GRADIENT, {}, (found,), dtype)  # what is clipped after all has no gradient
+            return Apply(lax.select_n_p, {}, (self._within(label), apart, found), dtype)
+        found = self._at(tile, label)
+        if fill is None:
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise Mismatch("whole numbers are picked from the logits")
+            fill = math.nan
+        nothing = Constant(fill, dtype)
+        return Apply(lax.select_n_p, {}, (self._within(label), nothing, self.convert(found, dtype)), dtype)
+
+    def _ties(self, tile: Ref) -> Expression | None:
+        """How many elements of a row are its greatest, if that is what the tile counts."""
+        tile = self.space.canonical(tile)
+        operands = self.space.operands(tile)
+        if operands is None or self.scope.name(tile) != "convert_element_type":
+            return None
+        value = self.greatest(operands[0])
+        return None if value is None else Computed("ties", value, self.wide)
+
+    def greatest(self, tile: Ref) -> Ref | None:
+        """The values that a tile value compares with their maximum in the row, if it does that."""
+        compared = self.space.operands(tile)
+        if compared is None or self.scope.name(tile) != "eq":
+            return None
+        for value, greatest in (compared, compared[::-1]):
+            if self.carries_axis(value) and not self.carries_axis(greatest):
+                found = self.result_of(greatest)
+                if isinstance(found, Computed) and found.kind == "max":
+                    if self.scope.key(found.argument) == self.scope.key(value):
+                        return value
+        return None
+
+    # ------------------------------------------------------------------ exponentials
+
+    def _exponentials(self, tile: Ref) -> Expression:
+        found = self.exponential(tile)
+        if any(w.kind not in ("where", "unless") for w in found.weights):
+            raise Mismatch("the exponentials are weighted")
+        argument = found.argument
+        for weight in found.weights:
+            dtype = self.scope.dtype(argument)
+            nothing = Constant(-math.inf, dtype)
+            cases = (nothing, argument) if weight.kind == "where" else (argument, nothing)
+            argument = Apply(lax.select_n_p, {}, (weight.source, *cases), dtype)
+        if self.leaves(argument):
+            raise Mismatch("the exponent holds numbers per row that cannot be taken out")
+        greatest = Computed("max", argument, self.wide)
+        finite = Apply(lax.is_finite_p, {}, (greatest,), _BOOLEAN)
+        shift: Expression = Apply(lax.select_n_p, {}, (finite, Constant(0.0, self.wide), greatest), self.wide)
+        exponent: Expression = Apply(_STOP_GRADIENT, {}, (shift,), self.wide)
+        factors: list[Term] = []
+        for term in found.rows:
+            if term.kind == "log":
+                factors.append(term)
+            else:
+                exponent = self._add(exponent, self._term(term))
+        result = self._multiply(Computed("exp_sum", argument, self.wide), self._unary(lax.exp_p, exponent))
+        for term in factors:
+            if abs(term.coefficient) != 1:
+                raise Mismatch("a factor of the exponentials enters with a power")
+            value = self.convert(term.expression, self.wide)
+            result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
+        return result
+
+    # ------------------------------------------------------------------ sums
+
+    def _expand(self, tile: Ref) -> Iterator[_Summand]:
+        """The tile as a sum in which numbers per row that depend on the logits are factors."""
+        tile = self.space.canonical(tile)
+        if not self.carries_axis(tile):
+            yield _Summand((tile,), None)
+            return
+        node = self.scope.node(tile)
+        if node is not None and node.name == "scatter-add":
+            yield self._placed(tile)
+            return
+        name, operands = self.scope.name(tile), self.space.operands(tile)
+        if name in ("exp", "exp2", "select_n"):
+            try:
+                yield self._exponential_sum(tile)
+                return
+            except _NotLinear:
+                pass
+        if self.pure(tile):
+            yield _Summand((), tile)
+            return
+        if operands is None or node is None:
+            raise _NotLinear
+        dtype = self.scope.dtype(tile)
+        if name in ("add", "add_any"):
+            for operand in operands:
+                yield from self._expand(operand)
+        elif name == "sub":
+            yield from self._expand(operands[0])
+            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[1]))
+        elif name == "neg":
+            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[0]))
+        elif name == "convert_element_type" and self._keeps_value(tile, operands[0]):
+            yield from self._expand(operands[0])
+        elif name == "mul":
+            a, b = operands
+            if not self.carries_axis(b) or self.carries_axis(a) and self._places(a):
+                a, b = b, a
+            if not self.carries_axis(a):
+                yield from (self._scaled(s, a) for s in self._expand(b))
+            elif self._places(b):
+                for s in self._expand(b):
+                    assert s.label is not None
+                    yield self._scaled(s, self._at(a, s.label))
+            elif self.pure(a) or self.pure(b):
+                a, b = (a, b) if self.pure(a) else (b, a)
+                yield from (self._times(s, a, dtype) for s in self._expand(b))
+            else:
+                yield self._exponential_sum(tile)
+        elif name == "div" and not self.carries_axis(operands[1]):
+            one = Constant(1.0, self.wide)
+            reciprocal = self._divide(one, self.convert(operands[1], self.wide))
+            yield from (self._scaled(s, reciprocal) for s in self._expand(operands[0]))
+        elif name == "div" and self._places(operands[0]):
+            for s in self._expand(operands[0]):
+                assert s.label is not None
+                divisor = self.convert(self._at(operands[1], s.label), self.wide)
+                yield self._scaled(s, self._divide(Constant(1.0, self.wide), divisor))
+        elif name == "select_n" and len(operands) == 3 and self.pure(operands[0]):
+            mask, *cases = operands
+            zero, one = Constant(0.0, dtype), Constant(1.0, dtype)
+            for position, case in enumerate(cases):
+                for s in self._expand(case):
+                    if s.known is not None:
+                        raise _NotLinear
+                    inner: Expression = s.tile if s.tile is not None else one
+                    both = (inner, zero) if position == 0 else (zero, inner)
+                    masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, dtype) for b in both)), dtype)
+                    yield _Summand(s.factors, masked, s.label)
+        else:
+            yield self._exponential_sum(tile)
+
+    def _exponential_sum(self, tile: Ref) -> _Summand:
+        if not self._has_exponential(tile):
+            raise _NotLinear
+        try:
+            return _Summand((), None, known=self._exponentials(tile))
+        except Mismatch:
+            raise _NotLinear from None
+
+    def _places(self, tile: Ref) -> bool:
+        """Whether a tile value is a scatter of one element per row, but for factors."""
+        tile = self.space.canonical(tile)
+        name, operands = self.scope.name(tile), self.space.operands(tile)
+        if name == "scatter-add":
+            return True
+        if operands is None or not self.carries_axis(tile):
+            return False
+        if name in ("neg", "convert_element_type"):
+            return self._places(operands[0])
+        if name in ("mul", "div"):
+            return self._places(operands[0]) or name == "mul" and self._places(operands[1])
+        return False
+
+    def _placed(self, tile: Ref) -> _Summand:
+        pick, updates = self.updates(tile)
+        return _Summand((updates,), None, self._label(pick))
+
+    def _label(self, pick: Pick) -> Expression:
+        if pick.mode != "clip":
+            return pick.label
+        own = self.scope.dtype(pick.label)
+        last = Constant(self.space.extent(self.axis) - 1, own)
+        return Apply(lax.clamp_p, {}, (Constant(0, own), pick.label, last), own)
+
+    def _picked(self, tile: Expression, label: Expression, kind: str = "pick") -> Expression:
+        """The element of a program at a label; 0 where the label is out of range."""
+        if isinstance(label, Ref):
+            return Computed(kind, tile, self.wide, label)
+        dtype = self.scope.dtype(tile)
+        here = Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
+        return Computed("sum", Apply(lax.select_n_p, {}, (here, Constant(0.0, dtype), tile), dtype), self.wide)
+
+    def updates(self, tile: Ref) -> tuple[Pick, Ref]:
+        """A scatter of one element per row: where it goes, and the elements."""
+        node = self.scope.node(tile)
+        assert node is not None
+        pick = placed(self.scope, tile, node, self.axis)
+        return pick, Ref(node.inputs[2], pick.view)
+
+    def spread(self, tile: Ref) -> Expression:
+        """A scatter of one element per row as an elementwise expression."""
+        pick, updates = self.updates(tile)
+        dtype = self.scope.dtype(tile)
+        label = self._label(pick)
+        here = Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
+        return Apply(lax.select_n_p, {}, (here, Constant(0.0, dtype), updates), dtype)
+
+    def _scaled(self, summand: _Summand, factor: Expression) -> _Summand:
+        return replace(summand, factors=(*summand.factors, factor))
+
+    def _times(self, summand: _Summand, tile: Ref, dtype: Dtype) -> _Summand:
+        if summand.known is not None:
+            raise _NotLinear
+        if summand.tile is None:
+            return _Summand(summand.factors, tile, summand.label)
+        inner = self.convert(summand.tile, dtype)
+        product = Apply(lax.mul_p, compat.multiplication_params(), (tile, inner), dtype)
+        return _Summand(summand.factors, product, summand.label)
+
+    def _summand(self, summand: _Summand) -> Expression:
+        found: Expression
+        if summand.known is not None:
+            found = summand.known
+        elif summand.label is not None:
+            if summand.tile is not None:
+                found = self.convert(self._picked(summand.tile, summand.label), self.wide)
+            else:
+                found = self.convert(self._within(summand.label), self.wide)
+        elif summand.tile is not None:
+            found = Computed("sum", summand.tile, self.wide)
+        else:
+            found = Constant(float(self.space.extent(self.axis)), self.wide)
+        for factor in summand.factors:
+            found = self._multiply(found, self.convert(factor, self.wide))
+        return found
+
+    # ------------------------------------------------------------------ picked elements
+
+    def _at(self, tile: Ref, label: Expression, kind: str = "pick") -> Expression:
+        """The tile at a label: what depends on numbers per row is computed of the element itself."""
+        tile = self.space.canonical(tile)
+        if not self.carries_axis(tile):
+            return tile
+        dtype = self.scope.dtype(tile)
+        if self.pure(tile):
+            return self.convert(self._picked(tile, label, kind), dtype)
+        node, operands = self.scope.node(tile), self.space.operands(tile)
+        if node is None or operands is None:
+            raise Mismatch(f"the logits pass through {self.scope.name(tile)}")
+        arguments = tuple(self._at(operand, label, kind) for operand in operands)
+        if node.name == "dot_general":
+            arguments = tuple(self.convert(a, dtype) for a in arguments)
+            return Apply(lax.mul_p, compat.multiplication_params(), arguments, dtype)
+        return Apply(node.equation.primitive, node.params, arguments, dtype)
+
+    def _within(self, label: Expression) -> Expression:
+        own = self.scope.dtype(label)
+        at_least = Apply(lax.ge_p, {}, (label, Constant(0, own)), _BOOLEAN)
+        below = Apply(lax.lt_p, {}, (label, Constant(self.space.extent(self.axis), own)), _BOOLEAN)
+        return Apply(lax.and_p, {}, (at_least, below), _BOOLEAN)
+
+    # ------------------------------------------------------------------ numbers per row inside a tile
+
+    def pure(self, tile: Ref) -> bool:
+        """Whether a tile value needs no number per row that depends on the logits, nor a scatter."""
+        tile = self.space.canonical(tile)
+        key = self.scope.key(tile)
+        if key not in self._pure:
+            self._pure[key] = not self.leaves(tile, stop=True)
+        return self._pure[key]
+
+    def leaves(self, tile: Expression, stop: bool = False) -> list[Ref]:
+        """The numbers per row inside a tile value that depend on the logits; ``stop``: one is enough, and a scatter
+        counts."""
+        found: dict[Any, Ref] = {}
+        seen: set[Any] = set()
+        todo: list[Expression] = [tile]
+        while todo and not (stop and found):
+            expression = todo.pop()
+            match expression:
+                case Apply():
+                    todo += expression.arguments
+                case Ref():
+                    ref = self.space.canonical(expression)
+                    key = self.scope.key(ref)
+                    if key in seen or ref.value == self.scope.score:
+                        continue
+                    seen.add(key)
+                    node = self.scope.node(ref)
+                    if node is not None and node.name == "scatter-add" and self.carries_axis(ref):
+                        if stop:
+                            found[key] = ref
+                        else:
+                            pick, updates = self.updates(ref)
+                            todo += [pick.label, updates]
+                    elif self.touches(ref.value):
+                        if not self.carries_axis(ref):
+                            found[key] = ref
+                        else:
+                            operands = self.space.operands(ref)
+                            if operands is None:
+                                raise Mismatch(f"the logits pass through {self.scope.name(ref)}")
+                            todo += operands
+        return list(found.values())
+
+    # ------------------------------------------------------------------ arithmetic on numbers per row
+
+    def _term(self, term: Term) -> Expression:
+        if term.kind == "constant":
+            return Constant(term.coefficient, self.wide)
+        value = self.convert(term.expression, self.wide)
+        return value if term.coefficient == 1 else self._multiply(Constant(term.coefficient, self.wide), value)
+
+    def convert(self, expression: Expression, dtype: Dtype) -> Expression:
+        if self.scope.dtype(expression) == dtype:
+            return expression
+        if isinstance(expression, Constant):
+            return Constant(expression.value, dtype)
+        return Apply(lax.convert_element_type_p, conversion_params(dtype), (expression,), dtype)
+
+    def _unary(self, primitive: Any, x: Expression) -> Expression:
+        return Apply(primitive, {"accuracy": None}, (x,), self.wide)
+
+    def _add(self, a: Expression, b: Expression) -> Expression:
+        return Apply(lax.add_p, {}, (a, b), self.wide)
+
+    def _multiply(self, a: Expression, b: Expression) -> Expression:
+        return Apply(lax.mul_p, compat.multiplication_params(), (a, b), self.wide)
+
+    def _divide(self, a: Expression, b: Expression) -> Expression:
+        return Apply(lax.div_p, {}, (a, b), self.wide)

@@ -1,0 +1,291 @@
+"""Logits and cross-entropy are found in every spelling, forward and backward, and computed as exactly as before."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import log_softmax, logsumexp, one_hot, softmax
+from training.checks import arrays, check
+
+from recognition.catalogue import array
+from recognition.compare import compare, compiled, floats, optimized_like_a_user
+from recognition.losses import LOSSES, SIZES, D, N, V, arguments, picked
+
+ONLY_FORWARD = {"microbatches": "the derivative is taken outside the loop, whose backward lacks operands"}
+"""Spellings whose train step stays as it is, and why."""
+
+LABELS_OF_THAT_SIZE = {
+    "checkpointed_with_the_layer_before",
+    "label_smoothing",
+    "one_hot_einsum",
+    "one_hot_product",
+    "soft_labels",
+    "summed_over_everything_at_once",
+}
+"""Spellings with labels for every word, which XLA computes where a sum reads them, or which are the user's array."""
+
+
+def first(function):
+    """The loss alone, of a function that gives other results too."""
+    return lambda *args: jax.tree.leaves(function(*args))[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_spelling_is_found_in_its_forward(name):
+    compared = compare(LOSSES[name], arguments())
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ONLY_FORWARD])
+def test_every_spelling_is_found_in_a_train_step_and_nothing_of_the_logits_size_is_left(name):
+    step = jax.value_and_grad(first(LOSSES[name]), (0, 1))
+    report = check(step, arguments(), sizes=None if name in LABELS_OF_THAT_SIZE else SIZES, op="cross_entropy")
+    assert report.near_misses == ()
+
+
+@pytest.mark.parametrize("name", ONLY_FORWARD)
+def test_a_train_step_that_is_not_found_is_a_near_miss_and_right(name):
+    report = check(jax.value_and_grad(first(LOSSES[name]), (0, 1)), arguments(), directions=(), op="cross_entropy")
+    assert [miss.op for miss in report.near_misses if miss.op == "cross_entropy"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_it_is_exact_at_every_scale(dtype, scale):
+    if dtype == jnp.float16 and scale == 1000:
+        pytest.skip("logits beyond the range of float16")
+
+    def loss(w, x, y):
+        return -picked(log_softmax((x @ w).astype(jnp.float32)), y)
+
+    compared = compare(loss, arguments(dtype, scale), gradients=False)
+    assert compared.counts("cross_entropy") == 1
+    assert compared.complaints == []
+    step = jax.value_and_grad(lambda *args: loss(*args).mean(), (0, 1))
+    check(step, arguments(dtype, scale), dtype=jnp.dtype(dtype).name, op="cross_entropy")
+
+
+def test_one_operand_in_16_bits_and_the_other_in_32():
+    def loss(w, x, y):
+        return -picked(log_softmax(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), -1).astype(jnp.float32), y).mean()
+
+    check(jax.value_and_grad(loss, (0, 1)), arguments(), dtype="bfloat16", op="cross_entropy")
+
+
+def test_argmax_takes_the_first_of_equal_logits_and_nan_as_the_greatest():
+    def loss(w, x, y):
+        z = x @ w
+        return logsumexp(z, -1) - picked(z, y), z.argmax(-1), z.argmax(-1) == y
+
+    w, x, y = arguments()
+    w = jnp.round(w).at[:, 5].set(jnp.round(w[:, 2]))
+    x = jnp.round(x).at[1, 0].set(jnp.nan)
+    for labels in (y, y.at[:].set(5)):
+        given = compiled(optimized_like_a_user(loss))(w, x, labels)
+        wanted = compiled(loss)(w, x, labels)
+        for a, b in zip(given, wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5)
+
+
+def test_rows_without_any_possible_word_are_as_before():
+    def loss(w, x, y):
+        z = jnp.where((x[:, :1] > 0) | (jnp.arange(V) < 0), x @ w, -jnp.inf)
+        return logsumexp(z, -1), log_softmax(z)[jnp.arange(N), y]
+
+    compared = compare(loss, arguments(), gradients=False)
+    assert compared.counts("cross_entropy") == 1
+    assert compared.complaints == []
+
+
+def test_bias_gradients_are_part_of_the_site():
+    def loss(parameters, x, y):
+        w, b = parameters
+        return -picked(log_softmax(x @ w + b), y).mean()
+
+    w, x, y = arguments()
+    check(jax.value_and_grad(loss), ((w, array(V, seed=5)), x, y), sizes=SIZES, op="cross_entropy")
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_one_gradient_is_wanted(wanted):
+    check(jax.value_and_grad(LOSSES["take_along_axis"], wanted), arguments(), sizes=SIZES, op="cross_entropy")
+
+
+def test_gradients_of_each_example():
+    def each(w, x, y):
+        return jax.vmap(jax.grad(LOSSES["take_along_axis"], (0, 1)), (None, 0, 0))(w, x[:, None], y[:, None])
+
+    def sequences(w, x, y):
+        loss = lambda w, x, y: -picked(log_softmax(x @ w), y).mean()  # noqa: E731
+        return jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(w, x.reshape(2, 3, D), y.reshape(2, 3))
+
+    def one(w, x, y):
+        loss = lambda w, x, y: -log_softmax(x @ w)[y]  # noqa: E731
+        return jax.vmap(jax.grad(loss, (0, 1)), (None, 0, 0))(w, x, y)
+
+    check(sequences, arguments(), op="cross_entropy")
+    optimized = optimized_like_a_user(one)
+    for a, b in zip(optimized(*arguments()), one(*arguments()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(None, 0, 0), (0, None, None), (0, 0, 0), (None, 0, None)])
+@pytest.mark.parametrize("outside", [True, False])
+def test_vmap_of_an_optimized_function(axes, outside):
+    w, x, y = arguments()
+    stacked = [jnp.stack([a, a[::-1]]) if axis == 0 else a for a, axis in zip((w, x, y), axes, strict=True)]
+    step = jax.value_and_grad(LOSSES["take_along_axis"], (0, 1))
+    loss = optimized_like_a_user(LOSSES["take_along_axis"])
+    optimized = jax.value_and_grad(loss, (0, 1)) if outside else optimized_like_a_user(step)
+    given, wanted = (compiled(jax.vmap(f, axes))(*stacked) for f in (optimized, step))
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_second_derivatives_and_forward_mode_are_the_originals():
+    w, x, y = arguments()
+    loss = LOSSES["take_along_axis"]
+    optimized = optimized_like_a_user(loss)
+    tangent = array(D, V, seed=9)
+    for run in (
+        lambda f: jax.jvp(lambda w: f(w, x, y), (w,), (tangent,))[1],
+        lambda f: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w, x, y), tangent))(w),
+    ):
+        np.testing.assert_allclose(run(optimized), run(loss), atol=1e-5)
+
+
+def test_a_custom_rule_keeps_its_derivative():
+    loss = first(LOSSES["custom_rule_that_drops_a_cotangent"])
+    optimized = optimized_like_a_user(loss)
+    given, wanted = jax.grad(optimized, (0, 1))(*arguments()), jax.grad(loss, (0, 1))(*arguments())
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for a, b in zip(given, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+REFUSED = {}
+
+
+def refused(reason):
+    def enter(function):
+        REFUSED[function.__name__] = (function, reason)
+        return function
+
+    return enter
+
+
+@refused("also returned")
+def logits_returned(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z), y).mean(), z
+
+
+@refused("also returned")
+def probabilities_returned(w, x, y):
+    p = softmax(x @ w)
+    return -jnp.log(picked(p, y)).mean(), p
+
+
+@refused("also used by")
+def best_three(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z), y).mean(), lax.top_k(z, 3)[1]
+
+
+@refused("also used by")
+def sorted_logits(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z), y).mean(), jnp.sort(z, -1)[:, -2]
+
+
+@refused("runs over a part of the logits")
+def contrastive_in_both_directions(w, x, y):
+    z = x @ w[:, :N]
+    return (logsumexp(z, -1) + logsumexp(z, 0) - 2 * jnp.diagonal(z)).mean(), (z * one_hot(y % N, N)).sum()
+
+
+@refused("several labels are gathered per row")
+def several_labels_per_row(w, x, y):
+    return -jnp.take_along_axis(log_softmax(x @ w), jnp.stack([y, (y + 1) % V], 1), -1).mean()
+
+
+@refused("piece by piece already")
+def streaming_over_rows_already(w, x, y):
+    def body(total, batch):
+        x, y = batch
+        return total + picked(log_softmax(x @ w), y).sum(), None
+
+    return lax.scan(body, 0.0, (x.reshape(2, 3, D), y.reshape(2, 3)))[0] / N
+
+
+@refused("read inside a loop")
+def logits_read_again_and_again(w, x, y):
+    z = x @ w
+    step = lambda total, shift: (total + (logsumexp(z + shift, -1) - picked(z, y)).sum(), None)  # noqa: E731
+    return lax.scan(step, 0.0, jnp.arange(3.0))[0]
+
+
+@refused("rows that are not known to be all rows in order")
+def labels_of_other_rows(w, x, y):
+    return -log_softmax(x @ w)[jnp.arange(N)[::-1], y].mean()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_replaced_is_a_near_miss_with_its_reason_and_exact(name):
+    function, reason = REFUSED[name]
+    compared = compare(function, arguments())
+    assert compared.counts("cross_entropy") == 0
+    assert compared.complaints == []
+    (miss,) = (m for m in compared.report.near_misses if m.op == "cross_entropy")
+    assert reason in miss.reason
+    assert "test_cross_entropy.py" in miss.location
+
+
+UNRELATED = {
+    "logits alone": lambda w, x, y: x @ w,
+    "greedy decoding": lambda w, x, y: (x @ w).argmax(-1),
+    "sampling": lambda w, x, y: jax.random.categorical(jax.random.key(0), x @ w),
+    "a router": lambda w, x, y: lax.top_k(softmax(x @ w), 2),
+    "a gated layer": lambda w, x, y: (jax.nn.silu(x @ w) * (x @ w)) @ w.T,
+    "binary": lambda w, x, y: jnp.logaddexp(0.0, x @ w).mean(),
+    "an attention": lambda w, x, y: softmax(x @ w) @ array(V, D, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", UNRELATED)
+def test_what_is_no_loss_is_not_reported(name):
+    optimized = optimized_like_a_user(UNRELATED[name])
+    given, wanted = optimized(*arguments()), UNRELATED[name](*arguments())
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    report = optimized.report()
+    assert [site for site in report.sites if site.op == "cross_entropy"] == []
+    assert [miss for miss in report.near_misses if miss.op == "cross_entropy"] == []
+
+
+@pytest.mark.parametrize("name", [*UNRELATED, *REFUSED, *ONLY_FORWARD])
+def test_no_train_step_without_an_attention_reports_a_near_miss_of_one(name):
+    function = UNRELATED.get(name) or LOSSES.get(name) or REFUSED[name][0]
+
+    def total(*args):
+        results = (r for r in jax.tree.leaves(function(*args)) if jnp.issubdtype(r.dtype, jnp.floating))
+        return sum((jnp.sin(r).sum() for r in results), args[0][0, 0])
+
+    optimized = optimized_like_a_user(jax.value_and_grad(total, (0, 1)))
+    jax.make_jaxpr(lambda *args: optimized(*args))(*arguments())
+    assert [miss for miss in optimized.report().near_misses if miss.op == "attention"] == []
+
+
+def test_the_catalogue_is_large_enough_to_mean_something():
+    assert len(LOSSES) >= 40
+
+
+def test_the_logits_do_not_exist_in_a_rewritten_forward():
+    optimized = optimized_like_a_user(LOSSES["z_loss_and_accuracy"])
+    program = jax.make_jaxpr(lambda *args: optimized(*args))(*arguments())
+    assert not [a for _, a in arrays(program) if hasattr(a, "shape") and np.prod(a.shape) >= N * V]
+    assert floats(arguments())
