@@ -93,5 +93,5 @@ def benchmark(kernel: str) -> Benchmark:
     return offered
 
 
-KERNELS = ("attention",)
+KERNELS = ("attention", "cross_entropy", "grouped_matmul")
 """The operations that have a benchmark, a module of this package each."""

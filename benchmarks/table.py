@@ -8,6 +8,7 @@ import datetime
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from benchmarks.run import select
 
 ROWS = "_ROWS"
 """The name of the dictionary of CPU rows in a table's module, which is rewritten; nothing else in the module is."""
+
+_LINE = 120
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 """How far from the original's result a candidate may be; one that is further is wrong and not taken."""
@@ -75,14 +78,22 @@ def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
     arguments = offered.arguments(case)
     operands = arguments[:-1] if case.direction == "forward+backward" else arguments
     original = offered.original(case)
-    place = Place.of(original, operands)
-    choices = {str(list(c.to_dict().values())): c for c in sizes.candidates(place.match.spec)[:count]}
+    if hasattr(offered, "kernel"):  # a step whose backward pass is no pull-back of the kernel's forward
+        spec, replaced = offered.spec(case), partial(offered.kernel, case, implementation)
+    else:
+        place = Place.of(original, operands)
+        spec = place.match.spec
+
+        def replaced(choice: Any) -> Callable[..., Any]:
+            return offered.in_direction(case, place.replaced(implementation, choice, device))
+
+    choices = {str(list(c.to_dict().values())): c for c in sizes.candidates(spec)[:count]}
     functions = {ORIGINAL: jax.jit(offered.in_direction(case, original))}
     for name, choice in choices.items():
-        functions[name] = jax.jit(offered.in_direction(case, place.replaced(implementation, choice, device)))
+        functions[name] = jax.jit(replaced(choice))
     reference = jax.device_get(functions[ORIGINAL](*arguments))
     measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference)
-    key = tables.table_key(place.match.spec, implementation, case.direction)
+    key = tables.table_key(spec, implementation, case.direction)
     tried = {name: _ratio(measured, name, TOLERANCE[case.dtype]) for name in choices}
     best = _best(tried)
     return Tuned(key, None if best is None else _row(choices[best], measured, best, tried[best] or 0.0), tried)
@@ -147,7 +158,11 @@ def _literal(rows: Mapping[Key, Row], order: Callable[[Key], Any]) -> str:
         figures = ", ".join(map(str, (row.kernel_us, row.original_us, row.kernel_bytes, row.original_bytes)))
         origin = ", ".join(f'"{text}"' for text in (row.evidence, row.date, row.versions))
         name = "(" + ", ".join(f'"{text}"' for text in key) + ")"
-        lines += [f"    {name}: Row(\n", f"        {sizes}, {figures}, {origin}\n", "    ),\n"]
+        values = ", ".join((sizes, figures, origin))
+        if len(values) > _LINE - 8:  # one to a line, as the formatter has it
+            parts = (sizes, *figures.split(", "), *(f'"{text}"' for text in (row.evidence, row.date, row.versions)))
+            values = ",\n        ".join(parts) + ","
+        lines += [f"    {name}: Row(\n", f"        {values}\n", "    ),\n"]
     return "".join([*lines, "}\n"])
 
 

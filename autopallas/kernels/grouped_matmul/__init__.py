@@ -1,0 +1,25 @@
+"""Grouped matmul: one operation, its description, and its implementations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from autopallas.kernels.implementation import Operation
+
+if TYPE_CHECKING:
+    from autopallas.kernels.grouped_matmul.api import grouped_matmul
+
+__all__ = ["OPERATION", "grouped_matmul"]
+
+OPERATION = Operation(
+    "grouped_matmul",
+    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "grouped_matmul":
+        from autopallas.kernels.grouped_matmul.api import grouped_matmul
+
+        return grouped_matmul
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,178 @@
+"""Grouped matmul as a function, usable without the rest of autopallas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.grouped_matmul import OPERATION
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
+from autopallas.kernels.implementation import Device
+
+__all__ = ["grouped_matmul"]
+
+Array: TypeAlias = jax.Array
+
+
+def grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any = None,
+    precision: lax.Precision | str | None = None,
+    implementation: str | Sequence[str] | None = None,
+    block_sizes: BlockSizes | None = None,
+) -> Array:
+    """Each group of consecutive rows of lhs times its own matrix in rhs, as ``lax.ragged_dot``, in time that does not
+    grow with the number of groups.
+
+    The first ``group_sizes[0]`` rows are multiplied with ``rhs[0]``, the next ``group_sizes[1]`` with ``rhs[1]``, and
+    so on; rows past the sum of the sizes are zero, and groups that reach past the last row end there.  Accumulates in
+    float32 (float64 for float64 operands).  Differentiable in reverse mode once, with respect to lhs and rhs; forward
+    mode and second derivatives are not available here (``autopallas.optimize`` has them).  The tiling of ragged rows
+    is that of MegaBlocks (Gale et al. 2022, https://arxiv.org/abs/2211.15841), without its padding.
+
+    Letters: M rows, K inner size, N columns, G groups.
+
+    Arguments:
+      lhs: [M, K], floating point.
+      rhs: [G, K, N], floating point.
+      group_sizes: [G], an integer dtype that can count M rows.
+      preferred_element_type: dtype of the result; by default the one to which lhs and rhs promote.
+      precision: None, or a ``lax.Precision`` or its name.
+      implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try in
+        order, with a warning for each that cannot be used.
+      block_sizes: tile sizes; from the tuned table by default.
+
+    Returns:
+      [M, N].
+
+    Raises:
+      TypeError, ValueError: an argument has the wrong dtype, rank or size.
+      UnsupportedError: the named implementation cannot compute this, or none of several can.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from autopallas.kernels.grouped_matmul import grouped_matmul
+      >>> weights = jnp.stack([jnp.eye(3), 2 * jnp.eye(3)])
+      >>> grouped_matmul(jnp.ones((4, 3)), weights, jnp.array([1, 2]))
+      Array([[1., 1., 1.],
+             [2., 2., 2.],
+             [2., 2., 2.],
+             [0., 0., 0.]], dtype=float32)
+    """
+    rows, inner = _shape("lhs", lhs, "rows, inner size")
+    groups, rhs_inner, columns = _shape("rhs", rhs, "groups, inner size, columns")
+    _require(rhs_inner == inner, f"rhs has inner size {rhs_inner} and lhs {inner}; they are multiplied and must agree")
+    _require(min(rows, inner, groups, columns) > 0, "lhs and rhs must not be empty")
+    if not hasattr(group_sizes, "dtype") or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be an array of integers, not {_kind(group_sizes)}; convert it")
+    _require(group_sizes.shape == (groups,), f"group_sizes has shape {group_sizes.shape}; rhs has {groups} groups")
+    largest = jnp.iinfo(group_sizes.dtype).max
+    _require(largest >= rows, f"group_sizes of dtype {group_sizes.dtype} cannot count {rows} rows; use int32")
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        raise TypeError(
+            f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.grouped_matmul.BlockSizes"
+        )
+    result_dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+    if preferred_element_type is not None:
+        result_dtype = np.dtype(preferred_element_type)
+        if not jnp.issubdtype(result_dtype, jnp.floating):
+            raise TypeError(f"preferred_element_type is {result_dtype}; it must be a floating-point dtype")
+    spec = GroupedMatmulSpec(
+        use="forward",
+        batch=1,
+        rows=rows,
+        groups=groups,
+        contracting=inner,
+        columns=columns,
+        first_dtype=np.dtype(lhs.dtype),
+        second_dtype=np.dtype(rhs.dtype),
+        result_dtype=np.dtype(result_dtype),
+        precision=_precision(precision),
+    )
+    device = Device.current()
+
+    def call(module: ModuleType) -> Array:
+        name = module.__name__.rpartition(".")[2]
+        sizes = tuple(
+            block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
+            for direction in ("forward", "forward+backward")
+        )
+        result: Array = _grouped_matmul(name, spec, sizes, lhs[None], rhs[None], group_sizes[None])
+        return result[0]
+
+    return OPERATION.first_that_works(spec, device, implementation, call)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _grouped_matmul(
+    name: str,
+    spec: GroupedMatmulSpec,
+    block_sizes: tuple[BlockSizes, BlockSizes],
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+) -> Array:
+    module = OPERATION.implementation(name)
+    assert module is not None
+    out: Array = module.forward(spec, block_sizes[0], lhs, rhs, group_sizes)
+    return out
+
+
+def _grouped_matmul_forward(
+    name: str, spec: GroupedMatmulSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    module = OPERATION.implementation(name)
+    assert module is not None
+    return module.forward(spec, block_sizes[1], *operands), operands
+
+
+def _grouped_matmul_backward(
+    name: str,
+    spec: GroupedMatmulSpec,
+    block_sizes: tuple[BlockSizes, BlockSizes],
+    operands: tuple[Array, ...],
+    dout: Array,
+) -> tuple[Array, Array, None]:
+    module = OPERATION.implementation(name)
+    assert module is not None
+    dlhs, drhs = module.backward(spec, block_sizes[1], *operands, dout)
+    return dlhs, drhs, None
+
+
+_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+def _precision(given: lax.Precision | str | None) -> str | None:
+    if given is None:
+        return None
+    name = lax.Precision(given).name  # raises ValueError for what is none
+    return None if name == "DEFAULT" else name
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _kind(x: Any) -> str:
+    return str(getattr(x, "dtype", type(x).__name__))
+
+
+def _shape(name: str, x: Array, axes: str) -> tuple[int, ...]:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array, not {_kind(x)}; convert it")
+    if x.ndim != len(axes.split(",")):
+        raise ValueError(f"{name} has shape {x.shape}; it must be [{axes}]")
+    return tuple(x.shape)

@@ -1,0 +1,65 @@
+"""Block sizes of the grouped matmul: what they mean, what they cost, which are worth trying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+
+__all__ = ["BlockSizes"]
+
+_ALIGNMENT = 8
+_SMALLEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """Sizes of one tile.
+
+    Attributes:
+      row_block: rows that are multiplied with one group's weights at a time, at most.
+    """
+
+    row_block: int
+
+    def __post_init__(self) -> None:
+        value = self.row_block
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"row_block must be a positive integer, not {value!r}")
+
+    @classmethod
+    def get_default(cls) -> BlockSizes:
+        """Enough rows to keep a matmul busy; less where groups are smaller."""
+        return cls(256)
+
+    def fitted(self, spec: GroupedMatmulSpec) -> BlockSizes:
+        """The same, valid for the shape: aligned, no more than the rows, and no larger than groups tend to be.
+
+        A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
+        """
+        aligned = -(-self.row_block // _ALIGNMENT) * _ALIGNMENT
+        return BlockSizes(min(aligned, _natural(spec), spec.rows))
+
+    def temporary_bytes(self, spec: GroupedMatmulSpec, direction: str = "forward") -> int:
+        """Estimate of the temporary memory: one group's weights, a tile, and lhs transposed in the backward."""
+        size = spec.accumulation_dtype.itemsize
+        weights = spec.contracting * spec.columns
+        tile = self.row_block * (spec.contracting + spec.columns)
+        if direction == "forward":
+            return size * (weights + tile)
+        return size * (3 * weights + 2 * tile) + spec.rows * spec.contracting * spec.first_dtype.itemsize
+
+    @classmethod
+    def candidates(cls, spec: GroupedMatmulSpec) -> tuple[BlockSizes, ...]:
+        """What a search should try, best guess first, each valid for the shape and none twice."""
+        fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
+        return tuple(dict.fromkeys(fitted))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"row_block": self.row_block}
+
+
+def _natural(spec: GroupedMatmulSpec) -> int:
+    """The power of two that holds a mean group, at least :data:`_SMALLEST`."""
+    return max(_SMALLEST, 1 << (spec.rows_per_group - 1).bit_length())

@@ -1,0 +1,38 @@
+"""Inputs to measure a grouped matmul on, such as it meets in use: groups of unequal sizes that add up to all rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from autopallas.kernels.example import harmless, normal
+from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.layout import fill
+
+__all__ = ["example", "operands"]
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]:
+    """(first, second, group_sizes) as ``reference.forward`` takes them, with one batch; others for another ``key``."""
+    random = np.random.default_rng(key)
+    first = normal(random, (1, *spec.first_shape()), spec.first_dtype)
+    scale = 1.0 if spec.use == "drhs" else 1 / math.sqrt(spec.contracting)
+    second = normal(random, (1, *spec.second_shape()), spec.second_dtype, scale)
+    sizes = random.multinomial(spec.rows, random.dirichlet(np.full(spec.groups, 2.0)))
+    return first, second, sizes.astype(np.int32)[None]
+
+
+def operands(site: GroupedMatmulSite, types: Sequence[Any], key: int = 0) -> list[Array]:
+    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    filled = harmless(np.random.default_rng(key), types)
+    axes = (*site.axes[:2], (site.batch_labels, site.group_labels))
+    sources = (site.first, site.second, site.group_sizes)
+    for source, array, groups in zip(sources, example(site.spec, key), axes, strict=True):
+        fill(source, array, filled, site.sizes, groups)
+    return filled

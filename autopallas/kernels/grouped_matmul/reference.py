@@ -1,0 +1,70 @@
+"""Grouped matmul as it is written down: the oracle of the tests, and an implementation for whoever wants to read along.
+
+Every group meets every row, with zeros in the place of the rows that it does not own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
+    """Everything, everywhere."""
+    return Supported()
+
+
+def forward(
+    spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, first: Array, second: Array, group_sizes: Array
+) -> Array:
+    """The formula of :class:`GroupedMatmulSpec`, line by line.  Arguments and result as in ``xla.forward``."""
+    dtype = spec.accumulation_dtype
+    row = jnp.arange(spec.rows, dtype=group_sizes.dtype)
+    end = jnp.cumsum(group_sizes, axis=-1, dtype=group_sizes.dtype)
+    start = end - group_sizes
+
+    def owned(x: Array, g: Array | int) -> Array:
+        """[B, M, ...] with zeros in the rows that are not of group g."""
+        inside = (row >= start[:, g, None]) & (row < end[:, g, None])
+        return jnp.where(inside[..., None], x, 0)
+
+    def product(equation: str, a: Array, b: Array) -> Array:
+        dots = None if spec.precision is None else lax.Precision[spec.precision]
+        if dtype == jnp.float64:
+            a, b = a.astype(dtype), b.astype(dtype)
+        return jnp.einsum(equation, a, b, precision=dots, preferred_element_type=dtype)
+
+    equation = {"forward": "bmk,bkn->bmn", "dlhs": "bmn,bkn->bmk", "drhs": "bmk,bmn->bkn"}[spec.use]
+    parts = []
+    for g in range(spec.groups):
+        other = owned(second, g) if spec.use == "drhs" else second[:, g]
+        parts.append(product(equation, owned(first, g), other))
+    result = jnp.stack(parts, axis=1) if spec.use == "drhs" else sum(parts[1:], parts[0])
+    return jnp.broadcast_to(result, (spec.batch, *spec.result_shape())).astype(spec.result_dtype)
+
+
+def backward(
+    spec: GroupedMatmulSpec,
+    block_sizes: BlockSizes | None,
+    first: Array,
+    second: Array,
+    group_sizes: Array,
+    cotangent: Array,
+    wanted: Sequence[bool] = (True, True),
+) -> tuple[Array | None, Array | None]:
+    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+    _, pull = jax.vjp(lambda a, b: forward(spec, block_sizes, a, b, group_sizes), first, second)
+    dfirst, dsecond = pull(cotangent)
+    return dfirst if wanted[0] else None, dsecond if wanted[1] else None

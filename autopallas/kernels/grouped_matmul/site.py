@@ -1,0 +1,163 @@
+"""A grouped matmul as it stands in a program: index notation for its operands, around the canonical kernel.
+
+This is the thin boundary at which the program's layouts become the kernels' canonical shapes and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.grouped_matmul import OPERATION
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.kernels.implementation import Operation
+from autopallas.kernels.layout import Label, Operand, View, read, write
+
+__all__ = ["GroupedMatmulSite"]
+
+Dtype = np.dtype[Any]
+Labels = tuple[Label, ...]
+
+
+@dataclass(frozen=True)
+class GroupedMatmulSite:
+    """One grouped matmul of a program.
+
+    Attributes:
+      use: what is computed from what: see :class:`GroupedMatmulSpec`.
+      sizes: size of each label.
+      first, second, group_sizes: how the operands are read.
+      row_labels, contracting_labels, column_labels, group_labels: those of M, K, N and G.
+      batch_labels: all others.
+      result: the view of the result.
+      types: dtypes of the operands.
+    """
+
+    use: Use
+    sizes: tuple[int, ...]
+    first: Operand
+    second: Operand
+    group_sizes: Operand
+    row_labels: Labels
+    contracting_labels: Labels
+    column_labels: Labels
+    group_labels: Labels
+    batch_labels: Labels
+    result: View
+    types: tuple[Dtype, ...]
+    result_dtype: Dtype
+    precision: str | None = None
+    assume_finite: bool = True
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATION
+
+    @property
+    def has_backward(self) -> bool:
+        return True
+
+    @cached_property
+    def spec(self) -> GroupedMatmulSpec:
+        """The canonical description, which kernels and tables know."""
+
+        def extent(labels: Labels) -> int:
+            return math.prod(self.sizes[a] for a in labels)
+
+        return GroupedMatmulSpec(
+            use=self.use,
+            batch=extent(self.batch_labels),
+            rows=extent(self.row_labels),
+            groups=extent(self.group_labels),
+            contracting=extent(self.contracting_labels),
+            columns=extent(self.column_labels),
+            first_dtype=self.types[self.first.position],
+            second_dtype=self.types[self.second.position],
+            result_dtype=self.result_dtype,
+            precision=self.precision,
+            assume_finite=self.assume_finite,
+        )
+
+    # ------------------------------------------------------------------ to canonical arrays and back
+
+    @property
+    def axes(self) -> tuple[tuple[Labels, ...], tuple[Labels, ...], tuple[Labels, ...]]:
+        """The labels that make up each axis of first, second and the result."""
+        b, m, k, n = self.batch_labels, self.row_labels, self.contracting_labels, self.column_labels
+        lhs, rhs, out = (b, m, k), (b, self.group_labels, k, n), (b, m, n)
+        return {"forward": (lhs, rhs, out), "dlhs": (out, rhs, lhs), "drhs": (lhs, out, rhs)}[self.use]
+
+    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        first, second, _ = self.axes
+        return (
+            read(self.first, operands, self.sizes, first),
+            read(self.second, operands, self.sizes, second),
+            read(self.group_sizes, operands, self.sizes, (self.batch_labels, self.group_labels)),
+        )
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """(the program's result, no residuals)."""
+        out = kernel.forward(self.spec, block_sizes, *self._canonical(operands))
+        return (write(out, self.result, self.sizes, self.axes[2]),), ()
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """None: the gradients are products of the operands."""
+        return ()
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+        spec = self.spec
+
+        def prepare(*chosen: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            first, second, sizes = self._canonical(filled)
+            # An operand that all examples share has the sum of their gradients: the derivative of a broadcast.
+            first, second = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second))
+            return (first, second), sizes
+
+        (first, second), pull, sizes = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        cotangent = read(Operand(0, self.result), (cotangents[0],), self.sizes, self.axes[2])
+        wanted = [self.first.position in active, self.second.position in active]
+        gradients = kernel.backward(spec, block_sizes, first, second, sizes, cotangent, wanted)
+        filled = tuple(
+            jnp.zeros_like(x) if gradient is None else gradient
+            for x, gradient in zip((first, second), gradients, strict=True)
+        )
+        return tuple(pull(filled))
+
+    # ------------------------------------------------------------------ transformations
+
+    def batched(self, axes: Sequence[int | None], size: int) -> GroupedMatmulSite:
+        """The site under vmap: operands with an axis have it in front, and so has the result."""
+        label: Labels = (len(self.sizes),)
+        return replace(
+            self,
+            sizes=(*self.sizes, size),
+            first=self.first.batched(axes, label),
+            second=self.second.batched(axes, label),
+            group_sizes=self.group_sizes.batched(axes, label),
+            batch_labels=(*label, *self.batch_labels),
+            result=((0, label), *self.result),
+        )

@@ -1,0 +1,105 @@
+"""What one grouped matmul is: the description that patterns produce and kernels consume.
+
+Letters, in this package: B batch, M rows, K and N the weights' two sides, G groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+__all__ = ["GroupedMatmulSpec", "Use"]
+
+Dtype: TypeAlias = np.dtype[Any]
+
+Use: TypeAlias = Literal["forward", "dlhs", "drhs"]
+"""Which of the three arrays of a grouped matmul is computed from the other two.  Their names are those of its parts in
+a train step; each may stand alone in a program."""
+
+
+@dataclass(frozen=True)
+class GroupedMatmulSpec:
+    """One grouped matmul, in canonical shapes.
+
+    Group g owns the rows ``start[g] <= m < end[g]`` with ``end = cumsum(group_sizes)``, ``start = end - group_sizes``,
+    as far as there are such rows; rows that no group owns are zero, or contribute nothing::
+
+        forward   out[m]  = sum over the groups g of row m of   lhs[m] rhs[g]          [B, M, N]
+        dlhs      dlhs[m] = sum over the groups g of row m of   dout[m] rhs[g]^T       [B, M, K]
+        drhs      drhs[g] = sum over the rows m of group g of   lhs[m]^T dout[m]       [B, G, K, N]
+
+    Operands: ``first`` and ``second``, which are (lhs, rhs), (dout, rhs) or (lhs, dout), and group_sizes [B|1, G], an
+    integer array; lhs [B|1, M, K], rhs [B|1, G, K, N], dout [B|1, M, N].
+    """
+
+    use: Use
+    batch: int
+    rows: int
+    groups: int
+    contracting: int
+    """K."""
+    columns: int
+    """N."""
+    first_dtype: Dtype
+    second_dtype: Dtype
+    result_dtype: Dtype
+    precision: str | None = None
+    """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""
+    assume_finite: bool = True
+    """Whether a row need not be multiplied with the weights of groups that do not own it: ``lax.ragged_dot`` does on
+    some platforms, with zeros in the row's place, so that an inf or NaN in one group's weights reaches every row."""
+
+    @property
+    def accumulation_dtype(self) -> Dtype:
+        """float32, or float64 where anything is float64."""
+        double = np.dtype(np.float64)
+        wide = double in (self.first_dtype, self.second_dtype, self.result_dtype)
+        return double if wide else np.dtype(np.float32)
+
+    @property
+    def widest_dtype(self) -> Dtype:
+        """The dtype under which tables file this grouped matmul."""
+        return max((self.first_dtype, self.second_dtype), key=lambda d: d.itemsize)
+
+    @property
+    def rows_per_group(self) -> int:
+        """The mean, at least 1."""
+        return max(1, self.rows // self.groups)
+
+    def first_shape(self) -> tuple[int, int]:
+        return self.rows, self.columns if self.use == "dlhs" else self.contracting
+
+    def second_shape(self) -> tuple[int, ...]:
+        return (self.rows, self.columns) if self.use == "drhs" else (self.groups, self.contracting, self.columns)
+
+    def result_shape(self) -> tuple[int, ...]:
+        """The result without its batch axis."""
+        if self.use == "drhs":
+            return self.groups, self.contracting, self.columns
+        return self.rows, self.columns if self.use == "forward" else self.contracting
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the result to be the original's, in words."""
+        if self.assume_finite and self.groups > 1 and self.use != "drhs":
+            return ("the weights are finite, so that rows of other groups times zero are zero (assume_finite)",)
+        return ()
+
+    def programs(self) -> str:
+        """Nothing: kernels evaluate no program of the user's here."""
+        return ""
+
+    def __str__(self) -> str:
+        batch = f"B={self.batch} " if self.batch != 1 else ""
+        use = "" if self.use == "forward" else f" {self.use}"
+        return (
+            f"grouped_matmul{use} {batch}M={self.rows} K={self.contracting} N={self.columns} G={self.groups} "
+            f"{self.widest_dtype}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data: numbers and strings."""
+        plain = (bool, int, str, type(None))
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}

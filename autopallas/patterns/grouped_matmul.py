@@ -1,0 +1,153 @@
+"""Grouped matmul: the ``ragged_dot_general`` equations of a program, each forward one with those of its backward.
+
+The three uses that JAX makes of that primitive are kept apart by its dimension numbers: rows times a matrix per group,
+with the matrices as they are stored or transposed (a gradient of the rows), and a matrix per group as the product of
+the group's rows in two arrays (a gradient of the matrices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from autopallas import compat
+from autopallas.graph import Body, Graph, Node
+from autopallas.graph.edit import surviving
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.ragged_dot import ragged_dot
+
+__all__ = ["find"]
+
+Origin: TypeAlias = Literal["forward", "backward", "again"]
+"""Computed by the program itself, for its derivative, or a second time for a checkpoint."""
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Every grouped matmul in a graph, and what nearly was one."""
+    products = [node for node in graph.nodes if node.name == "ragged_dot_general"]
+    if not products:
+        return [], []
+    alive = surviving(graph, ())
+    origins = _Origins(graph)
+    forwards: list[_Forward] = []
+    parts: list[tuple[Match, Origin]] = []
+    misses: dict[str, NearMiss] = {}
+    for node in products:
+        if node.outputs[0] not in alive:
+            continue
+        origin = origins.of(node)
+        try:
+            match = ragged_dot(graph, node, assume_finite)
+        except Mismatch as mismatch:
+            miss = NearMiss("grouped_matmul", compat.location(node.equation), mismatch.reason)
+            misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
+            continue
+        if origin != "forward" or match.spec.use == "drhs":
+            parts.append((match, origin))
+        else:
+            forwards.append(_Forward(match))
+    alone = _attach(forwards, parts)
+    matches = [*(forward.finished() for forward in forwards), *alone]
+    return sorted(matches, key=lambda match: match.results[0]), list(misses.values())
+
+
+class _Origins:
+    """What an equation is to its program: told from the transformations that it went through."""
+
+    def __init__(self, graph: Graph):
+        self._holders = {
+            child.body: (body, position)
+            for body in graph.numbers
+            for position, children in body.children.items()
+            for child in children
+        }
+
+    def of(self, node: Node) -> Origin:
+        stack = compat.name_stack(node.equation)
+        body: Body = node.body
+        while body in self._holders:
+            body, position = self._holders[body]
+            stack = f"{compat.name_stack(body.equations[position])}/{stack}"
+        _, again, after = stack.rpartition("rematted_computation")
+        if "transpose(" in after:
+            return "backward"
+        return "again" if again else "forward"
+
+
+@dataclass(slots=True)
+class _Forward:
+    """A forward, and what is known to belong to it."""
+
+    match: Match
+    parts: tuple[Match, ...] = ()
+    direction: Literal["forward", "forward+backward"] = "forward"
+
+    def likeness(self, bundle: _Bundle) -> int:
+        """How surely these are parts of this one's backward; 0 where they cannot be."""
+        if any(_sizes(self.match) != _sizes(part) for part in bundle.parts):
+            return 0
+        if bundle.origin == "again" and bundle.parts[0].spec.use != self.match.spec.use:
+            return 0
+        shared = len(set(self.match.operands) & bundle.operands)
+        same_place = any(part.location == self.match.location for part in bundle.parts)
+        return 4 + 8 * shared + 4 * same_place - min(len(self.parts), 3)
+
+    def take(self, bundle: _Bundle) -> None:
+        self.parts += bundle.parts
+        if bundle.origin == "backward":
+            self.direction = "forward+backward"
+
+    def finished(self) -> Match:
+        return replace(self.match, direction=self.direction, then=self.parts)
+
+
+@dataclass(slots=True)
+class _Bundle:
+    """What belongs together: the gradients of rows and of matrices that come from one cotangent."""
+
+    parts: tuple[Match, ...]
+    origin: Origin
+
+    @property
+    def operands(self) -> set[int]:
+        return {number for part in self.parts for number in part.operands}
+
+
+def _sizes(match: Match) -> tuple[int, int, frozenset[int]]:
+    """What a forward and its derivatives have in common, however each orders the sides of the matrices."""
+    spec: GroupedMatmulSpec = match.spec
+    return spec.rows, spec.groups, frozenset((spec.contracting, spec.columns))
+
+
+def _bundles(parts: Sequence[tuple[Match, Origin]]) -> list[_Bundle]:
+    """The parts in bundles, those of two first: they name both the rows and the matrices of their forward."""
+    of_rows = [match for match, origin in parts if origin == "backward" and match.spec.use != "drhs"]
+    of_matrices = [match for match, _ in parts if match.spec.use == "drhs"]
+    bundles = [_Bundle((match,), origin) for match, origin in parts if origin == "again" and match.spec.use != "drhs"]
+    for rows in of_rows:
+        cotangent = rows.operands[0]
+        partner = next((match for match in of_matrices if cotangent in match.operands[:2]), None)
+        if partner is not None:
+            of_matrices.remove(partner)
+        bundles.append(_Bundle((rows,) if partner is None else (rows, partner), "backward"))
+    bundles += [_Bundle((match,), "backward") for match in of_matrices]
+    return sorted(bundles, key=lambda bundle: -len(bundle.parts))
+
+
+def _attach(forwards: Sequence[_Forward], parts: Sequence[tuple[Match, Origin]]) -> list[Match]:
+    """Gives each part of a backward to its forward; returns those without one, which are sites of their own.
+
+    A part is a function of its own operands: whose backward it is decides what the report says, not what is computed.
+    For the same reason a forward may be replaced without its backward, and the other way round: neither reads what the
+    other computes, so nothing stays alive for the sake of the one that was not found.
+    """
+    alone: list[Match] = []
+    for bundle in _bundles(parts):
+        likeness = [forward.likeness(bundle) for forward in forwards]
+        if any(likeness):
+            forwards[likeness.index(max(likeness))].take(bundle)
+        else:
+            alone += bundle.parts
+    return alone

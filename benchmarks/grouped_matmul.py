@@ -1,0 +1,157 @@
+"""Grouped matmul: the spelling that is measured, and the cases.
+
+Letters: M rows, K inner size, N columns, G groups.  Arrays are [M, K] and [G, K, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopallas
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
+
+ORACLE_LIMIT = 2**33
+"""How many multiplications there may be for a float64 result to be computed: some seconds of NumPy."""
+
+
+def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """A mixture's expert layer as people write it."""
+    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+
+def original(case: Case) -> Callable[..., jax.Array]:
+    """The forward computation as people write it."""
+    return ragged_dot
+
+
+def candidates(case: Case) -> dict[str, Candidate]:
+    """The original, and the original under ``autopallas.optimize``."""
+    optimized = autopallas.optimize(ragged_dot, objective="always", strict=True)
+
+    def chosen() -> Chosen:
+        report = optimized.report()
+        for site in report.sites:
+            if site.verdict == "applied":
+                return Chosen(site.implementation or "", site.block_sizes)
+        reasons = [site.reason for site in report.sites] + [miss.reason for miss in report.near_misses]
+        return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
+
+    return {
+        ORIGINAL: Candidate(in_direction(case, ragged_dot), lambda: Chosen(ORIGINAL)),
+        AUTOPALLAS: Candidate(in_direction(case, optimized), chosen),
+    }
+
+
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The function itself, or with the gradients for lhs and rhs from a cotangent, its last argument."""
+    if case.direction == "forward":
+        return function
+
+    def forward_and_backward(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, cotangent: jax.Array) -> Any:
+        output, pull_back = jax.vjp(lambda lhs, rhs: function(lhs, rhs, group_sizes), lhs, rhs)
+        return output, pull_back(cotangent)
+
+    return forward_and_backward
+
+
+def group_sizes(case: Case) -> np.ndarray[Any, Any]:
+    """How many rows each group has: all of them together have all rows."""
+    rows, groups = case.size("M"), case.size("G")
+    if case.mask == "even":
+        return np.full(groups, rows // groups, np.int32) + (np.arange(groups) < rows % groups)
+    random = np.random.default_rng(0)
+    return random.multinomial(rows, random.dirichlet(np.full(groups, 2.0))).astype(np.int32)
+
+
+def arguments(case: Case) -> tuple[jax.Array, ...]:
+    """lhs, rhs, group sizes, and last the cotangent where there is a backward pass."""
+    rows, inner, columns, groups = (case.size(letter) for letter in "MKNG")
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(random.standard_normal(shape, np.float32), case.dtype)
+
+    given = [normal(rows, inner), normal(groups, inner, columns), jnp.asarray(group_sizes(case), jnp.int32)]
+    if case.direction == "forward+backward":
+        given.append(normal(rows, columns))
+    return tuple(given)
+
+
+def operations(case: Case) -> float:
+    """A multiply-add for each row, inner element and column; twice that more in the backward pass."""
+    forward = 2.0 * case.size("M") * case.size("K") * case.size("N")
+    return forward * (3.0 if case.direction == "forward+backward" else 1.0)
+
+
+def oracle(case: Case, arguments: tuple[Any, ...]) -> Any:
+    """The result in float64, of the arguments as they were rounded to the case's dtype."""
+    if case.size("M") * case.size("K") * case.size("N") > ORACLE_LIMIT:
+        return None
+    lhs, rhs = (np.asarray(a).astype(np.float64) for a in arguments[:2])
+    sizes = np.asarray(arguments[2])
+    cotangent = np.asarray(arguments[3]).astype(np.float64) if case.direction == "forward+backward" else None
+    out, dlhs, drhs = np.zeros((lhs.shape[0], rhs.shape[2])), np.zeros_like(lhs), np.zeros_like(rhs)
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + int(size))
+        start += int(size)
+        out[rows] = lhs[rows] @ rhs[group]
+        if cotangent is not None:
+            dlhs[rows] = cotangent[rows] @ rhs[group].T
+            drhs[group] = lhs[rows].T @ cotangent[rows]
+    return out if cotangent is None else (out, (dlhs, drhs))
+
+
+def grid(name: str) -> tuple[Case, ...]:
+    """The cases.
+
+    "quick" is a sample; "standard" is checked in for the CPU; "wide" adds numbers of groups; "table" has a case for
+    each row of the tuned table.
+    """
+    dtypes = ("float32", "bfloat16")
+    if name == "quick":
+        return (_case("forward", "float32", 4096, 8), _case("forward+backward", "float32", 4096, 8))
+    if name == "standard":
+        return (
+            *(_case("forward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
+            *(_case("forward+backward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
+        )
+    if name == "wide":
+        return tuple(
+            _case(direction, dtype, 4096, groups, mask=mask)
+            for direction in DIRECTIONS
+            for dtype in dtypes
+            for groups in (2, 4, 8, 16, 32, 64)
+            for mask in ("uneven", "even")
+        )
+    if name == "table":
+        # Few rows for each of many groups in the largest cases: what is measured against grows with rows times groups.
+        few = (2, 4, 8, 16, 32)
+        counts = {4: (*few, 64), 16: (*few, 64), 64: (*few, 64), 256: few}
+        return tuple(
+            _case(direction, dtype, groups * rows, groups, *weights)
+            for direction in DIRECTIONS
+            for dtype in dtypes
+            for weights in ((64, 64), (256, 512))
+            for rows, numbers in counts.items()
+            for groups in numbers
+        )
+    raise ValueError(f"no grid is called {name!r}")
+
+
+def _case(
+    direction: Direction,
+    dtype: str,
+    rows: int,
+    groups: int,
+    inner: int = 512,
+    columns: int = 1024,
+    mask: str = "uneven",
+) -> Case:
+    sizes = (("M", rows), ("K", inner), ("N", columns), ("G", groups))
+    return Case("grouped_matmul", direction, dtype, mask, sizes)
