@@ -24,6 +24,7 @@ from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
 from autopallas.rewrite import splice
+from autopallas.tuning.choose import Tuner
 from autopallas.verification import first_call
 
 __all__ = ["Optimized", "explain", "inside", "optimize", "rewrite"]
@@ -44,6 +45,7 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
     The program comes back as it is where nothing was replaced or where something in here failed.
     """
     device = Device.current()
+    tuner = Tuner(device, options)
     result = program
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
@@ -54,7 +56,7 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
         stage = "patterns"
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
-        decisions = plan(matches, device, options)
+        decisions = plan(matches, device, options, tuner)
         sites = describe(matches, decisions)
         stage = "rewrite"
         if any(decision.verdict == "applied" for decision in decisions):
@@ -70,6 +72,7 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
         failures=tuple(failures),
+        tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
         platform=device.platform,
         device_kind=device.kind,
         versions=compat.versions(),
@@ -322,7 +325,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       >>> [site.op for site in report.sites]
       ['attention']
     """
-    fresh = Optimized(fn._function, fn._explicit) if isinstance(fn, Optimized) else Optimized(fn, {})
+    function, explicit = (fn._function, fn._explicit) if isinstance(fn, Optimized) else (fn, {})
+    fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
     if fresh._plain:
         fresh._plain_call(_only_trace, *args, **kwargs)
     else:

@@ -14,10 +14,11 @@ import pytest
 
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cross_entropy
 from autopallas.tuning import Failure, Measurement, Timing
 from autopallas.tuning.table import Key, Row
-from benchmarks import attention, cli, environment, peak, resident, rows, table, terminal
-from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks import attention, cli, cross_entropy, environment, peak, resident, rows, table, terminal
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
 
 BARS = [
@@ -25,6 +26,9 @@ BARS = [
     "attention forward float32 causal B1 T4096 N8 D64",
     "attention forward+backward float32 causal B1 T1024 N8 D64",
     "attention forward+backward float32 causal B1 T2048 N8 D64",
+    "cross_entropy forward+backward bfloat16 plain N2048 D512 V32000",
+    "cross_entropy forward+backward float32 plain N2048 D512 V32000",
+    "cross_entropy forward+backward float32 plain N2048 D512 V128000",
 ]
 """What the project promises a speed for."""
 
@@ -46,8 +50,9 @@ def test_standard_grid_holds_the_cases_with_a_promised_speed(capsys: pytest.Capt
         assert any(f" {mask} " in line for line in listed)
 
 
-def test_quick_grid_is_a_part_and_wide_grid_more(capsys: pytest.CaptureFixture[str]) -> None:
-    quick, standard, wide = shown(capsys, "--quick"), shown(capsys), shown(capsys, "attention", "--wide")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_quick_grid_is_a_part_and_wide_grid_more(capsys: pytest.CaptureFixture[str], kernel: str) -> None:
+    quick, standard, wide = (shown(capsys, kernel, *options) for options in (["--quick"], [], ["--wide"]))
     assert set(quick) < set(standard) < set(wide)
 
 
@@ -81,6 +86,34 @@ def test_oracle_original_and_library_compute_the_same(mask: str) -> None:
         assert len(result) == len(expected) == 4
         for e, r in zip(expected, result, strict=True):
             assert np.abs(e - np.asarray(r)).max() < 5e-6 * np.abs(e).max()
+
+
+@pytest.mark.parametrize("mask", list(cross_entropy.ORIGINALS))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_oracle_original_and_kernel_of_cross_entropy_compute_the_same(mask: str, direction: Any) -> None:
+    case = Case("cross_entropy", direction, "float32", mask, (("N", 300), ("D", 8), ("V", 50)))
+    arguments = cross_entropy.arguments(case)
+    expected = jax.tree.leaves(cross_entropy.oracle(case, arguments))
+    candidates = cross_entropy.candidates(case)
+    for name in (ORIGINAL, cross_entropy.KERNEL):
+        result = jax.tree.leaves(jax.jit(candidates[name].function)(*arguments))
+        assert len(result) == len(expected)
+        for e, r in zip(expected, result, strict=True):
+            assert np.abs(e - np.asarray(r)).max() < 5e-6 * np.abs(e).max()
+    assert cross_entropy.operations(case) == 2 * 300 * 8 * 50 * (3 if direction == "forward+backward" else 1)
+
+
+def test_table_of_cross_entropy_has_a_case_for_every_bucket() -> None:
+    filed = {
+        tables_of_cross_entropy.table_key(cross_entropy.spec(case), "xla", case.direction)[1:]
+        for case in cross_entropy.grid("table")
+    }
+    for direction in DIRECTIONS:
+        for dtype in ("float32", "bfloat16"):
+            plain = {bucket for d, t, bucket, kind in filed if (d, t, kind) == (direction, dtype, "plain")}
+            # The largest takes too long, and the original more memory than most machines have.
+            assert plain == {b.name for b in tables_of_cross_entropy.BUCKETS} - {"N8192 V128000"}
+            assert (direction, dtype, "N2048 V32000", "argmax") in filed
 
 
 def test_arithmetic_is_counted_over_live_pairs() -> None:

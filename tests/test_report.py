@@ -232,3 +232,9 @@ def test_a_path_that_cannot_be_written_costs_one_line(tmp_path):
     assert result.returncode == 0
     assert len(result.stderr.strip().splitlines()) == 1
     assert "cannot be written" in result.stderr
+
+
+def test_the_text_tells_what_it_took_to_find_block_sizes():
+    assert "search" not in str(Report(platform="cpu", device_kind="cpu"))
+    told = str(Report(platform="cpu", device_kind="cpu", tuning={"searches": 1, "cache_hits": 2}))
+    assert "1 search for block sizes, 2 answers from the cache on disk" in told

@@ -87,3 +87,30 @@ def write(array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[S
     wanted = [a for _, labels in view for a in labels]
     array = array.transpose([order.index(a) for a in wanted])
     return array.reshape([math.prod(sizes[a] for a in labels) for _, labels in view])
+
+
+def fill(
+    source: Operand,
+    array: np.ndarray[Any, Any],
+    operands: Sequence[np.ndarray[Any, Any]],
+    sizes: Sequence[int],
+    groups: Sequence[Sequence[Label]],
+) -> None:
+    """Writes into the operand what makes :func:`read` give ``array``; what is not read stays as it is.
+
+    Args:
+      source: the use through which it is read.
+      array: one dimension per group, of the group's extent, or of size 1 for the same along all of it.
+      operands: the arrays of the site; one is changed.
+      sizes, groups: as in :func:`read`.
+    """
+    order = [a for group in groups for a in group]
+    alone = [extent == 1 for extent, group in zip(array.shape, groups, strict=True) for _ in group]
+    array = array.reshape([1 if one else sizes[a] for a, one in zip(order, alone, strict=True)])
+    labels = source.labels
+    array = array[tuple(slice(None) if a in labels else 0 for a in order)]
+    left = [a for a in order if a in labels]
+    array = np.broadcast_to(array, [sizes[a] for a in left]).transpose([left.index(a) for a in labels])
+    extents = [math.prod(sizes[a] for a in parts) for _, parts in source.view]
+    window = tuple(slice(offset, offset + n) for (offset, _), n in zip(source.view, extents, strict=True))
+    operands[source.position][window] = array.reshape(extents)

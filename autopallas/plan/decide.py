@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
@@ -14,6 +13,8 @@ from autopallas.kernels.implementation import Device, Operation, Unsupported
 from autopallas.kernels.run import kernel_forward
 from autopallas.options import Options
 from autopallas.patterns.match import Match
+from autopallas.tuning import lock as lockfile
+from autopallas.tuning.choose import Choice, Tuner
 
 __all__ = ["Decision", "plan"]
 
@@ -39,19 +40,30 @@ class Decision:
     """(implementation, stage, error) of those that were asked before and cannot."""
 
 
-def plan(matches: Sequence[Match], device: Device, options: Options) -> list[Decision]:
+def plan(matches: Sequence[Match], device: Device, options: Options, tuner: Tuner) -> list[Decision]:
     """A decision for each match.  Equal sites share theirs; at most ``options.fuel`` are applied.
+
+    Args:
+      matches: the sites.
+      device: where the program will run.
+      options: the options in force.
+      tuner: gives the block sizes, and counts what it cost to find them.
 
     Raises:
       UnsupportedError: the options name a single implementation, which does not support some site.
+      OptionError: the options name a lockfile that cannot be read.
     """
+    lock = None if options.lock is None else lockfile.read(options.lock)
     known: dict[Any, Decision] = {}
     decisions: list[Decision] = []
     applied = 0
     for match in matches:
-        key = (match.op, match.site, match.direction)
+        key = (match.op, tuple(part.site for part in match.passes), match.direction)
         if key not in known:
-            known[key] = _decide(match, device, options)
+            if lock is not None and options.implementation_for(match.op) is None:
+                known[key] = _locked(match, device, options, lock)
+            else:
+                known[key] = _decide(match, device, options, tuner)
         decision = known[key]
         if decision.verdict == "applied":
             applied += 1
@@ -61,7 +73,7 @@ def plan(matches: Sequence[Match], device: Device, options: Options) -> list[Dec
     return decisions
 
 
-def _decide(match: Match, device: Device, options: Options) -> Decision:
+def _decide(match: Match, device: Device, options: Options, tuner: Tuner) -> Decision:
     """The first requested implementation that supports the site and can be traced for it, judged."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
@@ -70,11 +82,16 @@ def _decide(match: Match, device: Device, options: Options) -> Decision:
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        decision = _judge(operation, name, match.spec, match.direction, device, options, tuple(attempts))
+        choice = tuner.choose(match, name)
+        if choice.failure is not None:
+            attempts.append((name, "tune", choice.failure))
+            continue
+        decision = _judge(operation, name, choice, device, options, tuple(attempts))
         if decision.verdict == "kept":
             return decision
         try:
-            _check_types(match, decision)
+            for part in match.passes:
+                _check_types(part, decision)
         except Exception as error:
             if options.strict or isinstance(wanted, str):
                 raise
@@ -85,6 +102,40 @@ def _decide(match: Match, device: Device, options: Options) -> Decision:
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock) -> Decision:
+    """What the lockfile says; where it says nothing, the original stays, so that every process runs the same."""
+
+    def kept(reason: str, *attempt: str) -> Decision:
+        attempts = (cast(tuple[str, str, str], attempt),) if attempt else ()
+        return Decision("kept", f"{reason} (lockfile {options.lock})", device.platform, attempts=attempts)
+
+    if (lock.platform, lock.device_kind) != (device.platform, device.kind):
+        return kept(f"the lockfile is for {lock.platform} ({lock.device_kind}), not {device.platform} ({device.kind})")
+    site = lock.find(match)
+    if site is None:
+        return kept("the lockfile has no such site")
+    if site.verdict == "kept" or site.implementation is None:
+        return kept(site.reason)
+    operation: Operation = match.site.operation
+    answer = operation.supports(site.implementation, match.spec, device)
+    if isinstance(answer, Unsupported):
+        return kept(f"{site.implementation} cannot compute it", site.implementation, "supports", answer.reason)
+    try:
+        given = site.sizes_for(match.op)
+        sizes = given.fitted(match.spec)
+        reason = f"{site.reason} (lockfile {options.lock})"
+        decision = Decision("applied", reason, device.platform, site.implementation, sizes, "explicit", site.row(given))
+        for part in match.passes:
+            _check_types(part, decision)
+    except Exception as error:
+        if options.strict:
+            raise
+        return kept(
+            f"{site.implementation} cannot be used", site.implementation, "trace", f"{type(error).__name__}: {error}"
+        )
+    return decision
 
 
 def _check_types(match: Match, decision: Decision) -> None:
@@ -105,31 +156,27 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
 def _judge(
     operation: Operation,
     name: str,
-    spec: Any,
-    direction: str,
+    choice: Choice,
     device: Device,
     options: Options,
-    attempts: Sequence[tuple[str, str, str]],
+    attempts: tuple[tuple[str, str, str], ...],
 ) -> Decision:
     """Go or no-go for one supported implementation."""
-    tuned = importlib.import_module(f"autopallas.kernels.{operation.name}.tuned_block_sizes")
-    found = tuned.find(spec, device, name, direction)
-    sizes = tuned.infer_block_sizes(spec, device, name, direction)
-    origin: Literal["table", "nearest", "default"] = "default" if found is None else found.source
-    row = None if found is None else found.row
-    exact = found is not None and found.source == "table"
+    row = choice.row
 
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
-        return Decision(verdict, reason, device.platform, name, sizes, origin, row, tuple(attempts))
+        return Decision(verdict, reason, device.platform, name, choice.block_sizes, choice.source, row, attempts)
 
     if options.implementation_for(operation.name) is not None:
         return decision("applied", "the implementation was asked for by name")
     if options.objective == "always":
         return decision("applied", 'objective "always" asks for no evidence')
-    if row is None or not exact:
-        return decision("kept", "nothing was measured for this device, dtype and size, so the original stays")
+    tried = f" (a search found nothing: {choice.note})" if choice.note else ""
+    if row is None or not choice.exact:
+        return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
     if row.evidence == "estimated":
-        return decision("kept", "there is only an estimate for this device, dtype and size, so the original stays")
+        reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
+        return decision("kept", reason)
     time = row.original_us / row.kernel_us
     memory = row.original_bytes / max(row.kernel_bytes, 1)
     figures = f"{row.evidence}: {time:.2f}x the original's speed, {1 / memory:.2f}x its temporary memory"

@@ -221,9 +221,7 @@ def test_the_gradient_of_a_checkpointed_scan():
 
 
 def test_reduce_precision_is_a_rounding_only_where_it_is_narrower():
-    wide, narrow = evaluate(
-        lambda x: (lax.reduce_precision(x / 3, 8, 23), lax.reduce_precision(x / 3, 5, 10)), X
-    )
+    wide, narrow = evaluate(lambda x: (lax.reduce_precision(x / 3, 8, 23), lax.reduce_precision(x / 3, 5, 10)), X)
     close(wide, X64 / 3)
     close(narrow, np.asarray(lax.reduce_precision(jnp.asarray(X) / 3, 5, 10)).astype(np.float64))
 

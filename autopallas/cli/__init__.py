@@ -1,0 +1,66 @@
+"""The command line: one module per command, each with ``add(parser)``; this one parses and reports errors.
+
+A command returns its exit status.  What is wrong with the user's input is a :class:`CommandError`: one line, status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from autopallas.errors import OptionError
+
+__all__ = ["COMMANDS", "CommandError", "main"]
+
+COMMANDS = {
+    "cache": "tuning results kept on disk: list, show, clear, export, import",
+    "check": "fail where a program has lost a site of its lockfile",
+    "lock": "write down what becomes of each site of a program",
+    "tune": "search for the block sizes of every site of a program",
+}
+"""Each command, a module of this package, and what it is for."""
+
+
+class CommandError(Exception):
+    """The user's input cannot be used, and why, in one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+      arguments: what follows the program's name; those of the process if None.
+
+    Returns:
+      The exit status: 0, or 2 where the input was bad.
+    """
+    parser = _Parser(
+        prog="autopallas", description="Finds reference computations in JAX programs and runs tuned kernels instead."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, purpose in COMMANDS.items():
+        module = importlib.import_module(f"autopallas.cli.{name}")
+        module.add(commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
+    options = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        status = run(options)
+        sys.stdout.flush()
+        return status
+    except (CommandError, OptionError) as error:
+        print(f"autopallas {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,109 @@
+"""``autopallas check``: whether a function still has the sites that its lockfile applies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopallas.tuning.lock import Lock, LockedSite, identity, place, read
+
+__all__ = ["add"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("file", metavar="FILE", help="the lockfile; the module that it names is imported")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from autopallas.cli.program import function_of, shapes_of, sites_of
+
+    lock = read(options.file)
+    function = function_of(lock.function)
+    asked = {"lock": options.file, "autotune": False, "require": {}}
+    sites = sites_of(lock.function, function, shapes_of(lock.shapes), asked)
+    here = (sites.device.platform, sites.device.kind) == (lock.platform, lock.device_kind)
+    lost = []
+    for site, found in _paired(lock, list(zip(sites.matches, sites.decisions, strict=True))):
+        if found is None:
+            lost.append(_told(site, sites.matches, sites.misses))
+        elif here and found[1].verdict == "kept":
+            lost.append(_entry(site, f"found, but not replaced: {found[1].reason}", "", found[0].location))
+    new = [m.location for m in sites.matches if lock.find(m) is None]
+    held = sum(site.verdict == "applied" for site in lock.sites) - len(lost)
+    if options.json:
+        print(json.dumps({"ok": not lost, "held": held, "lost": lost, "new": new, "device": here}, indent=2))
+        return int(bool(lost))
+    for told in lost:
+        print(f"lost: {told['op']} at {told['location']} ({told['spec']})\n    {told['reason']}")
+        if told["near_miss"]:
+            print(f"    near miss at {told['at']}: {told['near_miss']}")
+    for location in new:
+        print(f"new: a site at {location} that is not locked, so its original runs; write the lockfile anew to use it")
+    if not here:
+        print(f"only recognition was checked: the lockfile is for {lock.platform} ({lock.device_kind})")
+    print(f"{options.file}: {held} of {held + len(lost)} applied sites hold")
+    return int(bool(lost))
+
+
+def _paired(lock: Lock, found: Sequence[tuple[Any, Any]]) -> Iterator[tuple[LockedSite, tuple[Any, Any] | None]]:
+    """Each applied site with a (match, decision) of its own that computes the same, or None."""
+    left: dict[str, list[tuple[Any, Any]]] = {}
+    for pair in found:
+        left.setdefault(identity(pair[0]), []).append(pair)
+    for site in lock.sites:
+        if site.verdict == "applied":
+            same = left.get(site.identity)
+            yield site, same.pop(0) if same else None
+
+
+def _told(site: LockedSite, matches: Sequence[Any], misses: Sequence[Any]) -> dict[str, Any]:
+    """Why a site is lost: it computes something else now, or it is a near miss; the nearest of its kind."""
+    changed = _nearest(
+        site, [m for m in matches if m.op == site.op and _function(m.location) == _function(site.location)]
+    )
+    near = _nearest(site, [m for m in misses if m.op == site.op])
+    if near is not None and (changed is None or _function(near.location) == _function(site.location)):
+        return _entry(site, "it is not recognised any more", near.reason, near.location)
+    if changed is not None:
+        return _entry(site, f"the site there is now another one: {changed.spec}", "", changed.location)
+    return _entry(site, "nothing like it is in the program", "", "")
+
+
+def _entry(site: LockedSite, reason: str, near_miss: str, at: str) -> dict[str, Any]:
+    told = {"op": site.op, "location": site.location, "spec": site.spec, "reason": reason}
+    return told | {"near_miss": near_miss, "at": at}
+
+
+def _nearest(site: LockedSite, candidates: Sequence[Any]) -> Any:
+    """The candidate in the same function or file, and of several the one on the nearest line."""
+
+    def distance(candidate: Any) -> tuple[bool, bool, int]:
+        same_function = _function(candidate.location) == _function(site.location)
+        same_file = _file(candidate.location) == _file(site.location)
+        return not same_function, not same_file, abs(_line(candidate.location) - _line(site.location))
+
+    return min(candidates, key=distance, default=None)
+
+
+_PLACE = re.compile(r"(?P<file>.*):(?P<line>\d+) \((?P<function>.*)\)")
+
+
+def _file(location: str) -> str:
+    found = _PLACE.fullmatch(place(location, "/"))
+    return found["file"].rpartition("/")[2] if found else location
+
+
+def _line(location: str) -> int:
+    found = _PLACE.fullmatch(location)
+    return int(found["line"]) if found else 0
+
+
+def _function(location: str) -> tuple[str, str]:
+    found = _PLACE.fullmatch(location)
+    return _file(location), found["function"] if found else ""

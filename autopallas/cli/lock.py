@@ -1,0 +1,72 @@
+"""``autopallas lock``: writes down what becomes of each site of a function."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from autopallas.cli import CommandError
+from autopallas.environment import OBJECTIVES
+
+__all__ = ["add"]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("function", metavar="MODULE:FUNCTION", help="whose sites are locked; it is traced, not run")
+    parser.add_argument("--shapes", required=True, help='its arguments, such as "f32[8,1024],i32[8]"')
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write; - prints it")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
+    parser.add_argument(
+        "--autotune",
+        action=argparse.BooleanOptionalAction,
+        help="search for block sizes where no table has them (on accelerators by default)",
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for each search")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from autopallas.cli.program import function_of, shapes_of, sites_of
+    from autopallas.tuning.lock import written
+
+    arguments = shapes_of(options.shapes)
+    given = {"objective": options.objective, "autotune": options.autotune, "tune_seconds": options.budget}
+    asked = {name: value for name, value in given.items() if value is not None} | {"lock": None}
+    sites = sites_of(options.function, function_of(options.function), arguments, asked)
+    printed = options.output == "-"
+    folder = os.getcwd() if printed else os.path.dirname(os.path.abspath(options.output))
+    lock = written(sites.matches, sites.decisions, options.function, options.shapes, sites.device, folder)
+    if printed:
+        sys.stdout.write(lock.to_json())
+        return 0
+    _write(Path(options.output), lock.to_json())
+    applied = sum(site.verdict == "applied" for site in lock.sites)
+    kept = len(lock.sites) - applied
+    if options.json:
+        print(json.dumps({"file": options.output, "applied": applied, "kept": kept, **_tuning(sites.tuner)}, indent=2))
+        return 0
+    print(f"wrote {options.output}: {applied} applied, {kept} kept, {len(sites.misses)} near misses")
+    for site in lock.sites:
+        sizes = " ".join(f"{name}={value}" for name, value in (site.block_sizes or {}).items())
+        print(f"  {site.op} at {site.location}: {site.verdict} {' '.join(filter(None, (site.implementation, sizes)))}")
+    return 0
+
+
+def _tuning(tuner: object) -> dict[str, int]:
+    return {name: getattr(tuner, name) for name in ("searches", "cache_hits")}
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or none of it."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None

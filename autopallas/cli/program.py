@@ -1,0 +1,118 @@
+"""``MODULE:FUNCTION``: a function by name, and the sites in it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopallas.cli import CommandError
+from autopallas.cli.shapes import shapes_of
+from autopallas.errors import OptionError, UnsupportedError
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.implementation import Device
+from autopallas.optimize import Optimized, inside
+from autopallas.options import Options, resolve
+from autopallas.patterns import Match, NearMiss, find
+from autopallas.plan import Decision, plan
+from autopallas.tuning.choose import Tuner
+
+__all__ = ["Sites", "function_of", "one_line", "shapes_of", "sites_of"]
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """What was found in a function, and what becomes of it.
+
+    Attributes:
+      matches: the sites.
+      decisions: one for each.
+      misses: what was nearly one.
+      options: those in force.
+      device: for which was decided.
+      tuner: with the counters of what that cost.
+    """
+
+    matches: tuple[Match, ...]
+    decisions: tuple[Decision, ...]
+    misses: tuple[NearMiss, ...]
+    options: Options
+    device: Device
+    tuner: Tuner
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Imports a function.
+
+    Args:
+      name: "package.module:function", or "package.module:Class.method"; modules of the current folder come first.
+
+    Raises:
+      CommandError: there is none.
+    """
+    if not _NAME.fullmatch(name):
+        raise CommandError(f"{name!r} is no function's name; write MODULE:FUNCTION, such as model:loss")
+    module_name, _, path = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:  # as with `python -m`, also where a script was called
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise CommandError(f"there is no module {error.name}") from None
+        raise CommandError(f"importing {module_name} failed: {one_line(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"importing {module_name} failed: {one_line(error)}") from None
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise CommandError(f"{module_name} has no {path}") from None
+    if not callable(found):
+        raise CommandError(f"{name} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def sites_of(name: str, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Sites:
+    """The sites of a function and their decisions; traces it, compiles and runs nothing unless a search is on.
+
+    Args:
+      name: of the function, for messages.
+      function: the function.  Of an optimized one its own options count.
+      arguments: its positional arguments, or their types.
+      options: what is asked for beyond that.
+
+    Raises:
+      CommandError: the function cannot be traced with these arguments.
+    """
+    own = function._explicit if isinstance(function, Optimized) else {}
+    try:
+        with inside(True):
+            program = jax.make_jaxpr(function)(*arguments)
+    except Exception as error:
+        raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
+    device = Device.current()
+    try:
+        resolved = resolve(own | options)
+        tuner = Tuner(device, resolved)
+        matches, misses = find(Graph(flatten(program)), resolved.ops, resolved.assume_finite)
+        decisions = plan(matches, device, resolved, tuner)
+    except (OptionError, UnsupportedError) as error:
+        raise CommandError(one_line(error)) from None
+    return Sites(tuple(matches), tuple(decisions), tuple(misses), resolved, device, tuner)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's type and the first line of what it says."""
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,43 @@
+"""Arrays to try kernels on: floats as after a normalisation, and the start of every operation's own example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["harmless", "is_float", "normal"]
+
+Array = np.ndarray[Any, Any]
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def normal(random: np.random.Generator, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> Array:
+    """Normally distributed numbers."""
+    return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
+
+
+def harmless(random: np.random.Generator, types: Sequence[Any]) -> list[Array]:
+    """One array for each operand of a site, before the operation fills in what means something to it.
+
+    Args:
+      random: where the numbers come from.
+      types: what has a shape and a dtype.
+
+    Returns:
+      Positive numbers around 1, for a logarithm may be taken of them; True; zeros.
+    """
+
+    def one(kind: Any) -> Array:
+        dtype = np.dtype(kind.dtype)
+        if is_float(dtype):
+            return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)
+        return np.full(kind.shape, dtype == np.bool_, dtype)
+
+    return [one(kind) for kind in types]

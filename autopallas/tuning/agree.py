@@ -1,0 +1,134 @@
+"""One answer for all processes of a distributed program: they compile the same program, so they must choose alike.
+
+Process 0 looks into its cache and publishes what it found in the key-value store that the processes share.  The store
+takes the first value of a name and keeps it.  A process that waits too long publishes "nothing found" itself: either
+that is then the first value, or another one is; in both cases every process reads the same, whoever came when.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from autopallas import compat
+from autopallas.tuning.cache import WARNED, Cache
+from autopallas.tuning.entry import Entry, EntryError, parse
+from autopallas.tuning.key import TuningKey, digest_of
+
+__all__ = ["Agreement", "Store", "agreement"]
+
+PATIENCE_SECONDS = 30.0
+"""How long a process waits for the answer of process 0, the first time."""
+_IMPATIENCE_SECONDS = 1.0
+"""The same after it waited in vain once: process 0 does something else, and each further site would cost as much."""
+
+_NOTHING = "-"
+_LOCAL = ("kernel_version", "platform", "device_kind", "runtime", "versions", "flags")
+"""What the key of an entry holds of the machine: it may differ between processes, and the answer may not."""
+
+
+class Store(Protocol):
+    """What processes share: the client of ``jax.distributed``."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+class Agreement:
+    """Entries of process 0's cache, for every process.
+
+    Attributes:
+      store: what the processes share.
+    """
+
+    def __init__(self, store: Store, process: int, cache: Callable[[], Cache], patience: float = PATIENCE_SECONDS):
+        self.store = store
+        self._leads = process == 0
+        self._cache = cache
+        self._patience = patience
+        self._known: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def usable(self) -> bool:
+        """Whether process 0 had a cache when the first of all processes asked.  If not, nobody has to wait again."""
+        return self._agreed("any", lambda: "yes" if self._cache().usable() else _NOTHING) != _NOTHING
+
+    def get(self, key: TuningKey) -> Entry | None:
+        """The entry of a key, the same in every process; None where there is none, or none that can be used."""
+        if not self.usable():
+            return None
+
+        def own() -> str:
+            found = self._cache().get(key)
+            # What is left to do is for a program that may search, and these may not.
+            return _NOTHING if found is None or found.outcome == "unfinished" else found.to_json()
+
+        shared = {name: value for name, value in key.description.items() if name not in _LOCAL}
+        text = self._agreed(digest_of(shared), own)
+        if text == _NOTHING:
+            return None
+        try:
+            return parse(text)
+        except EntryError as error:
+            WARNED.once("agree", f"autopallas ignores a tuning result of process 0: {error}")
+            return None
+
+    def _agreed(self, name: str, own: Callable[[], str]) -> str:
+        with self._lock:
+            if name not in self._known:
+                try:
+                    self._known[name] = self._settle(f"autopallas/tuning/{name}", own)
+                except Exception as error:
+                    WARNED.once("agree", f"autopallas could not agree on tuning results with other processes: {error}")
+                    self._known[name] = _NOTHING
+            return self._known[name]
+
+    def _settle(self, name: str, own: Callable[[], str]) -> str:
+        if self._leads:
+            self._offer(name, own())
+        try:
+            return self._read(name, self._patience)
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        self._patience = min(self._patience, _IMPATIENCE_SECONDS)
+        self._offer(name, _NOTHING)
+        return self._read(name, PATIENCE_SECONDS)
+
+    def _offer(self, name: str, value: str) -> None:
+        try:
+            self.store.key_value_set(name, value, allow_overwrite=False)
+        except Exception as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+
+    def _read(self, name: str, seconds: float) -> str:
+        return self.store.blocking_key_value_get(name, int(seconds * 1000))
+
+
+class _Current:
+    """The agreement of this process: what was settled stays settled as long as the processes are connected."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: Agreement | None = None
+
+    def get(self) -> Agreement | None:
+        connection = compat.distributed_store()
+        if connection is None:
+            return None
+        store, process = connection
+        with self._lock:
+            if self._made is None or self._made.store is not store:
+                self._made = Agreement(store, process, Cache.current)
+            return self._made
+
+
+_CURRENT = _Current()
+
+
+def agreement() -> Agreement | None:
+    """The agreement among this program's processes; None where they are not connected by ``jax.distributed``."""
+    return _CURRENT.get()

@@ -1,0 +1,243 @@
+"""Tuning results on disk: one JSON file per key, in a folder that many processes share.
+
+A file appears whole, by renaming a temporary one, or not at all, so that a process may be killed at any moment.  What
+is read was perhaps written by another version, or by somebody else: it is checked, and ignored with one warning where
+it is not an entry of the key that was asked for.  No name of a file comes from the contents of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import secrets
+import stat
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopallas import environment
+from autopallas.errors import AutopallasWarning
+from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, parse
+from autopallas.tuning.key import TuningKey
+
+__all__ = ["Cache", "directory"]
+
+_MOST_ENTRIES = 4096
+_MOST_BYTES = 64 * 2**20
+_ENTRY = re.compile(r"[0-9a-f]{64}\.json")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+_ABANDONED_SECONDS = 3600.0
+"""A temporary file of this age belongs to no process any more."""
+
+
+def directory() -> Path | None:
+    """``AUTOPALLAS_CACHE_DIR``, else the platform's folder for a user's caches; None where there is no such folder."""
+    asked = environment.read().cache_dir
+    if asked is not None:
+        return Path(asked)
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA")
+        return Path(local) / "autopallas" / "Cache" if local else None
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "autopallas"
+        return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "autopallas"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+class _Warned:
+    """Which warnings this process has given: each is given once."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+        self._lock = threading.Lock()
+
+    def once(self, kind: str, message: str) -> None:
+        with self._lock:
+            if kind in self._given:
+                return
+            self._given.add(kind)
+        warnings.warn(message, AutopallasWarning, stacklevel=4)
+
+    def forget(self) -> None:
+        self._given.clear()
+
+
+WARNED = _Warned()
+
+
+class Cache:
+    """The tuning results in one folder.
+
+    Attributes:
+      folder: where the files are; None: results are kept in this process alone.
+    """
+
+    def __init__(self, base: Path | None):
+        self._base = base
+        self.folder = None if base is None else base / "tuning"
+        self._unwritten: dict[str, Entry] = {}  # so that a disk that takes nothing costs one search, not one per trace
+
+    @staticmethod
+    def current() -> Cache:
+        """The cache that the environment asks for now."""
+        return _at(directory())
+
+    def get(self, key: TuningKey) -> Entry | None:
+        """The entry of a key, or None."""
+        if key.digest in self._unwritten:
+            return self._unwritten[key.digest]
+        if not self.usable():
+            return None
+        assert self.folder is not None
+        return _read(self.folder / f"{key.digest}.json", key.digest)
+
+    def put(self, entry: Entry) -> bool:
+        """Keeps an entry in the place of the one of the same key; False where the disk did not take it."""
+        try:
+            self._write(entry)
+        except (OSError, ValueError) as error:
+            self._unwritten[entry.digest] = entry
+            WARNED.once("write", f"autopallas cannot keep tuning results in {self.folder}: {error}")
+            return False
+        self._unwritten.pop(entry.digest, None)
+        try:
+            self._bound()
+        except OSError as error:
+            WARNED.once("write", f"autopallas cannot remove old tuning results from {self.folder}: {error}")
+        return True
+
+    def entries(self) -> Iterator[Entry]:
+        """All valid entries on disk, by digest."""
+        for name in sorted(file.name for file in self._files(_ENTRY)):
+            assert self.folder is not None
+            entry = _read(self.folder / name, name.removesuffix(".json"))
+            if entry is not None:
+                yield entry
+
+    def clear(self) -> int:
+        """Removes every entry, and nothing else; how many there were.
+
+        Raises:
+          OSError: a file cannot be removed.
+        """
+        self._unwritten.clear()
+        for left in self._files(_TEMPORARY):
+            _removed(left.path)
+        return sum(_removed(file.path) for file in self._files(_ENTRY))
+
+    # ------------------------------------------------------------------ files
+
+    def usable(self) -> bool:
+        """Whether the folder is there, and is one: before the first result it is not, and no key need be computed."""
+        if self.folder is None:
+            return False
+        try:
+            mode = os.lstat(self.folder).st_mode
+        except OSError:
+            return False
+        if not stat.S_ISDIR(mode):
+            WARNED.once("read", f"autopallas ignores {self.folder}, which is not a folder")
+            return False
+        return True
+
+    def _files(self, pattern: re.Pattern[str]) -> list[os.DirEntry[str]]:
+        if not self.usable():
+            return []
+        assert self.folder is not None
+        try:
+            with os.scandir(self.folder) as files:
+                return [file for file in files if pattern.fullmatch(file.name)]
+        except OSError as error:
+            WARNED.once("read", f"autopallas cannot read {self.folder}: {error}")
+            return []
+
+    def _write(self, entry: Entry) -> None:
+        if self._base is None or self.folder is None:
+            raise OSError("there is no folder for caches")
+        content = entry.to_json().encode()
+        if len(content) > MAXIMUM_BYTES:
+            raise ValueError(f"an entry has {len(content)} bytes, more than {MAXIMUM_BYTES}")
+        self._base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if not self.usable():
+            raise OSError(f"{self.folder} is not a folder")
+        temporary = self.folder / f".{entry.digest}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+        handle = os.open(temporary, flags, 0o600)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, self.folder / f"{entry.digest}.json")
+        except BaseException:
+            _removed(temporary)
+            raise
+
+    def _bound(self) -> None:
+        """Removes the oldest entries where there are too many, and what killed processes left."""
+        known = []
+        for file in self._files(_ENTRY):
+            try:
+                found = file.stat(follow_symlinks=False)
+            except OSError:  # another process was faster
+                continue
+            known.append((found.st_mtime, found.st_size, file.path))
+        known.sort(reverse=True)
+        total = 0
+        for count, (_, size, path) in enumerate(known, 1):
+            total += size
+            if count > _MOST_ENTRIES or total > _MOST_BYTES:
+                _removed(path)
+        for file in self._files(_TEMPORARY):
+            try:
+                if time.time() - file.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
+                    _removed(file.path)
+            except OSError:
+                continue
+
+
+@functools.lru_cache(maxsize=16)
+def _at(base: Path | None) -> Cache:
+    return Cache(base)
+
+
+def _removed(path: str | Path) -> bool:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _read(path: Path, digest: str) -> Entry | None:
+    """The entry in a file, or None, with a warning where there is something else in it."""
+    try:
+        return parse(_bytes(path), digest)
+    except FileNotFoundError:
+        return None
+    except (OSError, EntryError) as error:
+        WARNED.once(
+            "read",
+            f"autopallas ignores the tuning result {path}: {error}; "
+            "`python -m autopallas cache clear` removes what cannot be used",
+        )
+        return None
+
+
+def _bytes(path: Path) -> bytes:
+    # Neither through a link, nor waiting for a pipe's other end.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise EntryError("it is not a file")
+        if found.st_size > MAXIMUM_BYTES:
+            raise EntryError(f"it has {found.st_size} bytes, more than {MAXIMUM_BYTES}")
+        return file.read(MAXIMUM_BYTES + 1)

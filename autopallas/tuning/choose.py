@@ -1,0 +1,150 @@
+"""Where the block sizes of a site come from: the cache on disk, the tuned table, a search, or the next best.
+
+The order is that of what is known best: a result of this very machine; the table's row of the exact bucket; what a
+search finds now, where one is allowed; the table's nearest row; the default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+
+from autopallas.kernels.implementation import Device
+from autopallas.options import Options
+from autopallas.tuning.agree import agreement
+from autopallas.tuning.cache import WARNED, Cache
+from autopallas.tuning.entry import Entry, EntryError
+from autopallas.tuning.isolated import isolated
+from autopallas.tuning.key import TuningKey, key_of
+from autopallas.tuning.search import search
+from autopallas.tuning.table import Row
+
+__all__ = ["Choice", "Tuner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Block sizes and their evidence, or why the implementation must not be used.
+
+    Attributes:
+      block_sizes: valid for the shape.
+      source: where they come from.
+      row: the row that they come from, or None.
+      failure: None, or why the implementation does not work for this site.
+      note: what a search came to that found nothing, or an empty string.
+    """
+
+    block_sizes: Any
+    source: Literal["cache", "table", "autotune", "nearest", "default"]
+    row: Row | None = None
+    failure: str | None = None
+    note: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the row was measured for this bucket, so that it can license a replacement."""
+        return self.row is not None and self.source in ("cache", "table", "autotune")
+
+
+_searching = threading.Lock()
+"""Searches of one process take turns, or they would time each other."""
+
+
+class Tuner:
+    """The choices for one program.
+
+    Attributes:
+      searches: how many searches were run.
+      cache_hits: how many answers came from the disk.
+    """
+
+    def __init__(self, device: Device, options: Options):
+        self._device = device
+        self._options = options
+        # Processes that compile one program together must choose alike, and each sees a disk and a clock of its own.
+        self._alone = jax.process_count() == 1
+        self._cache = Cache.current() if self._alone else Cache(None)
+        self._shared = None if self._alone else agreement()
+        self.searches = 0
+        self.cache_hits = 0
+
+    @property
+    def _may_search(self) -> bool:
+        asked = self._options.autotune
+        return self._alone and (self._device.platform in ("gpu", "tpu") if asked is None else asked)
+
+    def choose(self, match: Any, implementation: str) -> Choice:
+        """The block sizes of one implementation of a site."""
+        source = self._shared or self._cache
+        key = self._key(match, implementation) if self._may_search or source.usable() else None
+        entry = None if key is None else source.get(key)
+        if entry is not None:
+            choice = self._of(entry, match, implementation, "cache")
+            if choice is not None:
+                self.cache_hits += 1
+                if choice.failure or choice.row:
+                    return choice
+        tabled = self._tabled(match, implementation)
+        if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
+            return tabled
+        if entry is not None and entry.outcome == "unfinished" and entry.seconds >= self._options.tune_seconds:
+            return Choice(tabled.block_sizes, tabled.source, tabled.row, note=entry.reason)
+        if key is None or not self._may_search:
+            return tabled
+        return self._searched(match, implementation, key, entry, tabled)
+
+    def _key(self, match: Any, implementation: str) -> TuningKey | None:
+        try:
+            return key_of(match, implementation, self._device)
+        except (OSError, TypeError, ValueError) as error:  # no sources to hash, or a spec that is not plain data
+            WARNED.once("key", f"autopallas cannot keep tuning results of {match.op}: {type(error).__name__}: {error}")
+            return None
+
+    def _of(self, entry: Entry, match: Any, implementation: str, source: Literal["cache", "autotune"]) -> Choice | None:
+        """What an entry says; None where it says nothing that can be used."""
+        if entry.outcome == "failed":
+            return Choice(None, source, failure=entry.reason or "an earlier search found no block sizes that work")
+        if entry.outcome == "unfinished":
+            return Choice(None, source, note=entry.reason)
+        kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+        try:
+            sizes = entry.sizes_for(kind)
+            fitted = sizes.fitted(match.spec)
+            row = None if entry.row is None else replace(entry.row, block_sizes=sizes)
+            return Choice(fitted, source, row)
+        except EntryError as error:
+            WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
+            return None
+
+    def _tabled(self, match: Any, implementation: str) -> Choice:
+        tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+        found = tables.find(match.spec, self._device, implementation, match.direction)
+        sizes = tables.infer_block_sizes(match.spec, self._device, implementation, match.direction)
+        return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
+
+    def _searched(
+        self, match: Any, implementation: str, key: TuningKey, known: Entry | None, otherwise: Choice
+    ) -> Choice:
+        with _searching:
+            entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
+            if entry is None or entry == known:
+                self.searches += 1
+                seconds = self._options.tune_seconds
+                try:
+                    entry = isolated(lambda: search(match, implementation, key, otherwise.block_sizes, seconds, known))
+                except Exception as error:
+                    if self._options.strict:
+                        raise
+                    entry = Entry(
+                        key.description, "unfinished", reason=f"{type(error).__name__}: {error}", seconds=seconds
+                    )
+                    WARNED.once("search", f"autopallas could not search for block sizes of {match.op}: {entry.reason}")
+                self._cache.put(entry)
+        choice = self._of(entry, match, implementation, "autotune")
+        if choice is None or not (choice.failure or choice.row):
+            return Choice(otherwise.block_sizes, otherwise.source, otherwise.row, note=entry.reason)
+        return choice

@@ -1,0 +1,299 @@
+"""One tuning result as it is kept on disk: plain data, of which nothing is believed before it was checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, cast
+
+from autopallas.tuning.key import TuningKey, digest_of
+from autopallas.tuning.table import Row
+
+__all__ = [
+    "FORMAT",
+    "MAXIMUM_BYTES",
+    "Entry",
+    "EntryError",
+    "Rejected",
+    "Sizes",
+    "checked_sizes",
+    "checked_text",
+    "from_data",
+    "parse",
+    "read_json",
+]
+
+FORMAT = 1
+"""Rises whenever the fields of an entry, or their meaning, change."""
+
+MAXIMUM_BYTES = 128 * 1024
+"""A longer file is not read, a longer entry not written."""
+
+Sizes: TypeAlias = Mapping[str, int | bool | str]
+"""Block sizes by name."""
+
+_KEY_TEXTS = ("operation", "implementation", "direction", "kernel_version", "platform", "device_kind", "runtime")
+_KEY_OBJECTS = ("versions", "flags")
+_KEY_LISTS = ("specs", "bucket")
+_KEY_FIELDS = {*_KEY_TEXTS, *_KEY_OBJECTS, *_KEY_LISTS}
+_OUTCOMES = ("tuned", "failed", "unfinished")
+_LONGEST_TEXT = 2000
+_GREATEST_SIZE = 2**31 - 1
+_MOST_SIZES = 16
+_MOST_REJECTED = 256
+_MOST_DIGITS = 20
+_GREATEST_BYTES = 2**62
+_LONGEST_MICROSECONDS = 1e12
+
+
+class EntryError(ValueError):
+    """A text is no entry, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Block sizes that must not be used, the stage at which they failed, and how."""
+
+    block_sizes: Sizes
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a search found.
+
+    Attributes:
+      key: the description of what was searched for.
+      outcome: "tuned": block sizes, and what they cost.  "failed": the implementation does not work there.
+        "unfinished": the search came to no result within its seconds.
+      block_sizes: the best, by name; None unless "tuned".
+      row: what kernel and original cost; None unless "tuned".  Its own block sizes are those of the entry.
+      reason: why there is no result.
+      rejected: the block sizes that failed, or computed something else.
+      seconds: what the search was allowed to take.
+    """
+
+    key: Mapping[str, Any]
+    outcome: Literal["tuned", "failed", "unfinished"]
+    block_sizes: Sizes | None = None
+    row: Row | None = None
+    reason: str = ""
+    rejected: tuple[Rejected, ...] = field(default=())
+    seconds: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry in JSON's types."""
+        row = self.row
+        figures = {name: getattr(row, name) for name in _ROW_FIELDS} if row is not None else None
+        return {
+            "format": FORMAT,
+            "key": dict(self.key),
+            "outcome": self.outcome,
+            "block_sizes": None if self.block_sizes is None else dict(self.block_sizes),
+            "row": figures,
+            "reason": _printable(self.reason),
+            "rejected": [
+                {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": _printable(r.error)}
+                for r in self.rejected[:_MOST_REJECTED]
+            ],
+            "seconds": self.seconds,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
+
+    def sizes_for(self, kind: Any) -> Any:
+        """The block sizes as an operation's class of them.
+
+        Args:
+          kind: the class ``BlockSizes`` of the operation that was asked for, never of one that the entry names.
+
+        Raises:
+          EntryError: they are not that operation's.
+        """
+        given = self.block_sizes or {}
+        like = kind.get_default()
+        wanted = {f.name: type(getattr(like, f.name)) for f in fields(kind)}
+        if given.keys() != wanted.keys() or any(type(given[name]) is not t for name, t in wanted.items()):
+            raise EntryError(f"the block sizes {dict(given)} are not those of {kind.__module__}")
+        try:
+            return kind(**given)
+        except (TypeError, ValueError) as error:
+            raise EntryError(f"the block sizes are not valid: {error}") from None
+
+
+_ROW_FIELDS = ("kernel_us", "original_us", "kernel_bytes", "original_bytes", "evidence", "date", "versions")
+
+
+def _printable(text: str) -> str:
+    """One line of printable characters: what is printed on terminals must not steer them."""
+    return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST_TEXT]
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def parse(text: str | bytes, key: TuningKey | str | None = None) -> Entry:
+    """Reads an entry.  The text is data: nothing in it is executed, imported, or opened.
+
+    Args:
+      text: what ``to_json`` gave, or anything else.
+      key: the key, or the digest, for which the entry has to be; None: any.
+
+    Raises:
+      EntryError: it is no entry of this format, or another key's.
+    """
+    if len(text) > MAXIMUM_BYTES:
+        raise EntryError(f"it is longer than {MAXIMUM_BYTES} bytes")
+    return from_data(read_json(text), key)
+
+
+def read_json(text: str | bytes) -> Any:
+    """JSON without numbers that are infinite, not a number, or too long to be meant."""
+
+    def whole(digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:
+            raise ValueError(f"a number has {len(digits)} digits")
+        return int(digits)
+
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(text, parse_int=whole, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise EntryError(f"it is not JSON: {error}") from None
+
+
+def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
+    """As :func:`parse`, from parsed JSON."""
+    if isinstance(data, dict) and data.get("format") != FORMAT:
+        raise EntryError(f"its format is {_short(data.get('format'))}, not {FORMAT}")
+    names = {"format", "key", "outcome", "block_sizes", "row", "reason", "rejected", "seconds"}
+    _object(data, names, "the entry")
+    description = _key(data["key"])
+    digest = _digest(description)
+    if key is not None and digest != (key if isinstance(key, str) else key.digest):
+        raise EntryError("it is another key's")
+    outcome = data["outcome"]
+    if not isinstance(outcome, str) or outcome not in _OUTCOMES:
+        raise EntryError(f"outcome is {_short(outcome)}, not one of {', '.join(_OUTCOMES)}")
+    sizes = row = None
+    if outcome == "tuned":
+        sizes = checked_sizes(data["block_sizes"])
+        row = _row(data["row"], sizes)
+    elif data["block_sizes"] is not None or data["row"] is not None:
+        raise EntryError(f"it has block sizes, although its outcome is {outcome}")
+    rejected = data["rejected"]
+    if not isinstance(rejected, list) or len(rejected) > _MOST_REJECTED:
+        raise EntryError(f"rejected is not a list of up to {_MOST_REJECTED}")
+    return Entry(
+        key=description,
+        outcome=cast(Any, outcome),
+        block_sizes=sizes,
+        row=row,
+        reason=checked_text(data["reason"], "reason"),
+        rejected=tuple(_rejected(item) for item in rejected),
+        seconds=_number(data["seconds"], "seconds", 0.0, 1e9),
+    )
+
+
+def _key(data: Any) -> dict[str, Any]:
+    _object(data, _KEY_FIELDS, "key")
+    for name in _KEY_TEXTS:
+        checked_text(data[name], f"key.{name}")
+    for name in _KEY_OBJECTS:
+        if not isinstance(data[name], dict):
+            raise EntryError(f"key.{name} is not an object")
+    for name in _KEY_LISTS:
+        if not isinstance(data[name], list):
+            raise EntryError(f"key.{name} is not a list")
+    return cast(dict[str, Any], data)
+
+
+def _digest(description: dict[str, Any]) -> str:
+    try:
+        return digest_of(description)
+    except (ValueError, RecursionError):
+        raise EntryError("its key holds a number that is not finite") from None
+
+
+def checked_sizes(data: Any) -> Sizes:
+    """Block sizes by name, few and within bounds, or EntryError."""
+    if not isinstance(data, dict) or not 0 < len(data) <= _MOST_SIZES:
+        raise EntryError(f"block_sizes is {_short(data)}, not an object of up to {_MOST_SIZES}")
+    for name, value in data.items():
+        checked_text(name, "the name of a block size")
+        if isinstance(value, bool):
+            continue
+        if isinstance(value, int) and 0 <= value <= _GREATEST_SIZE:
+            continue
+        if isinstance(value, str) and len(value) <= 64 and value.isprintable():
+            continue
+        raise EntryError(f"the block size {name} is {_short(value)}")
+    return cast(Sizes, data)
+
+
+def _row(data: Any, sizes: Sizes) -> Row:
+    _object(data, set(_ROW_FIELDS), "row")
+    if data["evidence"] != "measured":
+        raise EntryError(f"row.evidence is {_short(data['evidence'])}, and only what was measured is kept")
+    return Row(
+        block_sizes=sizes,
+        kernel_us=_number(data["kernel_us"], "row.kernel_us", 1e-6, _LONGEST_MICROSECONDS),
+        original_us=_number(data["original_us"], "row.original_us", 1e-6, _LONGEST_MICROSECONDS),
+        kernel_bytes=_whole(data["kernel_bytes"], "row.kernel_bytes"),
+        original_bytes=_whole(data["original_bytes"], "row.original_bytes"),
+        evidence="measured",
+        date=checked_text(data["date"], "row.date"),
+        versions=checked_text(data["versions"], "row.versions"),
+    )
+
+
+def _rejected(data: Any) -> Rejected:
+    _object(data, {"block_sizes", "stage", "error"}, "rejected")
+    return Rejected(
+        checked_sizes(data["block_sizes"]), checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
+    )
+
+
+def _object(data: Any, names: set[str], where: str) -> None:
+    if not isinstance(data, dict):
+        raise EntryError(f"{where} is {_short(data)}, not an object")
+    if missing := names - data.keys():
+        raise EntryError(f"{where} lacks {', '.join(sorted(missing))}")
+    if unknown := data.keys() - names:
+        raise EntryError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
+
+
+def checked_text(data: Any, where: str) -> str:
+    """A short text of printable characters, or EntryError."""
+    if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
+        raise EntryError(f"{where} is {_short(data)}, not a short printable text")
+    return data
+
+
+def _number(data: Any, where: str, low: float, high: float) -> float:
+    if isinstance(data, bool) or not isinstance(data, (int, float)) or not math.isfinite(data):
+        raise EntryError(f"{where} is {_short(data)}, not a number")
+    if not low <= data <= high:
+        raise EntryError(f"{where} is {_short(data)}, which is out of bounds")
+    return float(data)
+
+
+def _whole(data: Any, where: str) -> int:
+    if isinstance(data, bool) or not isinstance(data, int) or not 0 <= data <= _GREATEST_BYTES:
+        raise EntryError(f"{where} is {_short(data)}, not a number of bytes")
+    return data
+
+
+def _short(data: Any) -> str:
+    shown = ascii(data)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

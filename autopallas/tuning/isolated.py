@@ -1,0 +1,48 @@
+"""Runs JAX from within a trace, as if there were none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from autopallas import compat
+
+__all__ = ["isolated"]
+
+T = TypeVar("T")
+
+
+def isolated(work: Callable[[], T]) -> T:
+    """The result of ``work()``, called in a thread of its own.
+
+    What JAX traces, the mesh it is in, and options in force belong to a thread, so that the new one is free of them.
+    The settings on which numbers depend are handed over.
+
+    Raises:
+      Exception: what ``work`` raises.
+
+    Example:
+      >>> jax.jit(lambda x: x * isolated(lambda: float(jax.numpy.ones(3).sum())))(2.0).item()
+      6.0
+    """
+    x64, precision = compat.numeric_setting()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            with jax.enable_x64(x64), jax.default_matmul_precision(precision):
+                results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    # A daemon, so that a program that is interrupted here can end.
+    thread = threading.Thread(target=body, name="autopallas-tuning", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

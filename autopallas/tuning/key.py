@@ -1,0 +1,122 @@
+"""The key of a tuning result: everything that the best block sizes depend on, as plain data, and its hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import autopallas
+from autopallas import compat
+from autopallas.kernels.implementation import Device
+
+__all__ = ["EXACT_UP_TO", "TuningKey", "canonical", "digest_of", "key_of"]
+
+EXACT_UP_TO = 128
+"""Sizes up to this, such as head sizes and numbers of heads, are themselves; longer ones share a power of two."""
+
+_PERFORMANCE_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+@dataclass(frozen=True, slots=True)
+class TuningKey:
+    """What a result was, or is to be, found for.
+
+    Attributes:
+      digest: SHA-256 of the description, in hexadecimal.
+      description: JSON's types only.
+    """
+
+    digest: str
+    description: Mapping[str, Any]
+
+
+def canonical(description: Mapping[str, Any]) -> str:
+    """Equal text for equal descriptions, whatever the order of their parts."""
+    return json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest_of(description: Mapping[str, Any]) -> str:
+    """The name under which a result is kept."""
+    return hashlib.sha256(canonical(description).encode()).hexdigest()
+
+
+def key_of(match: Any, implementation: str, device: Device) -> TuningKey:
+    """The key of one implementation of a site on a device, in this process's setting.
+
+    Args:
+      match: the site, as recognised.
+      implementation: the implementation's name.
+      device: where it will run.
+
+    Returns:
+      The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, have the same.
+    """
+    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    description = {
+        "operation": match.op,
+        "implementation": implementation,
+        "direction": match.direction,
+        "specs": [_bucketed(part.spec.to_dict()) for part in match.passes],
+        "bucket": list(tables.table_key(match.spec, implementation, match.direction)[2:]),
+        "kernel_version": kernel_version(match.op),
+        "platform": device.platform,
+        "device_kind": device.kind,
+        "runtime": _runtime(device.platform),
+        "versions": {name: text for name, text in compat.versions().items() if name != "python"},
+        "flags": _flags() | {"mesh": _mesh(match)},
+    }
+    return TuningKey(digest_of(description), description)
+
+
+def _bucketed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec with each long size replaced by the power of two at or above it."""
+
+    def bucket(value: Any) -> Any:
+        long = isinstance(value, int) and not isinstance(value, bool) and value > EXACT_UP_TO
+        return 1 << (value - 1).bit_length() if long else value
+
+    return {name: bucket(value) for name, value in spec.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_version(operation: str) -> str:
+    """A hash of the sources that an operation's kernels are made of; a table of block sizes is not one of them."""
+    kernels = Path(autopallas.__file__).parent / "kernels"
+    sources = [*kernels.glob("*.py"), *(kernels / operation).glob("*.py"), kernels.parent / "program.py"]
+    total = hashlib.sha256(autopallas.__version__.encode())
+    for path in sorted(sources):
+        if path.name != "tuned_block_sizes.py":
+            total.update(f"\n{path.name}\n".encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def _runtime(platform: str) -> str:
+    """What stands between the compiler and the device: the driver's version, or how many processors there are."""
+    if platform == "cpu":
+        return f"{os.cpu_count()} processors"
+    return " ".join(str(getattr(jax.devices()[0].client, "platform_version", "")).split())
+
+
+def _mesh(match: Any) -> str:
+    """The kinds of mesh axes in the operands' types: under explicit sharding a search may not be possible."""
+    types = (kind for part in match.passes for kind in part.original.in_avals)
+    meshes = (getattr(getattr(kind, "sharding", None), "mesh", None) for kind in types)
+    return " ".join(sorted({str(mesh.axis_types) for mesh in meshes if mesh is not None and not mesh.empty}))
+
+
+def _flags() -> dict[str, str]:
+    """Settings outside of the spec that change how fast a kernel is, or what it computes."""
+    found = {name: os.environ.get(name, "") for name in _PERFORMANCE_VARIABLES}
+    x64, precision = compat.numeric_setting()
+    found |= {"jax_enable_x64": str(x64), "jax_default_matmul_precision": str(precision)}
+    found["AUTOPALLAS_INTERPRET"] = os.environ.get("AUTOPALLAS_INTERPRET", "")
+    return found

@@ -1,0 +1,314 @@
+"""Lockfiles: what becomes of each site of a program, written down once, reviewed, and then no longer decided.
+
+A lockfile is JSON, and data only: reading one executes, imports and opens nothing.  Sites are told apart by what they
+compute (operation, direction, sizes, dtypes, score program, mask), not by their place: moving code changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from autopallas.errors import OptionError
+from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
+from autopallas.tuning.key import digest_of
+from autopallas.tuning.table import Evidence, Row
+
+__all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "read", "written"]
+
+FORMAT = 1
+"""Rises whenever the fields of a lockfile, or their meaning, change."""
+
+_MOST_BYTES = 16 * 2**20
+_MOST_SITES = 10_000
+_LONGEST_TEXT = 4000
+_EVIDENCE = ("measured", "simulated", "estimated")
+_FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
+
+
+class LockError(ValueError):
+    """A text is no lockfile, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockedSite:
+    """One site and its decision.
+
+    Attributes:
+      op: the operation.
+      location: where it stood when the file was written; for people.
+      path: the bodies around it, outermost first; for people.
+      direction: "forward" or "forward+backward".
+      spec: its description in one line; for people.
+      identity: the hash of all that it computes; see :func:`identity`.
+      verdict: "applied" or "kept".
+      reason: why, when the file was written.
+      implementation: what runs there, if it is applied.
+      block_sizes: by name, if it is applied.
+      evidence: the row of a table or of the cache that the verdict rests on, without its block sizes.
+    """
+
+    op: str
+    location: str
+    path: str
+    direction: str
+    spec: str
+    identity: str
+    verdict: Literal["applied", "kept"]
+    reason: str
+    implementation: str | None = None
+    block_sizes: Sizes | None = None
+    evidence: Mapping[str, Any] | None = None
+
+    def sizes_for(self, op: str) -> Any:
+        """The block sizes as the operation's class of them.
+
+        Raises:
+          LockError: they are not that operation's.
+        """
+        kind = importlib.import_module(f"autopallas.kernels.{op}.block_sizes").BlockSizes
+        try:
+            return Entry({}, "tuned", self.block_sizes).sizes_for(kind)
+        except EntryError as error:
+            raise LockError(str(error)) from None
+
+    def row(self, block_sizes: Any) -> Row | None:
+        """The evidence as a row."""
+        return None if self.evidence is None else Row(block_sizes, **self.evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A lockfile.
+
+    Attributes:
+      function: "module:function" whose sites these are.
+      shapes: its arguments, as ``--shapes`` takes them.
+      platform, device_kind: the device for which the sites were decided.
+      versions: with which autopallas, jax and jaxlib; for people.
+      sites: in the order of the program.
+    """
+
+    function: str
+    shapes: str
+    platform: str
+    device_kind: str
+    versions: Mapping[str, str]
+    sites: tuple[LockedSite, ...]
+
+    def find(self, match: Any) -> LockedSite | None:
+        """The site that computes what ``match`` does, or None."""
+        wanted = identity(match)
+        return next((site for site in self.sites if site.identity == wanted), None)
+
+    def to_json(self) -> str:
+        """The file's text: equal locks give equal texts, with one field on each line."""
+        data: dict[str, Any] = {"autopallas_lock": FORMAT}
+        data |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sites"}
+        data["versions"] = dict(sorted(self.versions.items()))
+        data["sites"] = [_plain(site) for site in self.sites]
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Lock:
+        """Reads a lockfile.
+
+        Raises:
+          LockError: it is none, with the field that is wrong.
+
+        Example:
+          >>> lock = Lock("model:loss", "f32[8,1024]", "cpu", "cpu", {"jax": "0.12.0"}, ())
+          >>> Lock.from_json(lock.to_json()) == lock
+          True
+        """
+        try:
+            data = read_json(text)
+        except EntryError as error:
+            raise LockError(str(error)) from None
+        version = data.get("autopallas_lock") if isinstance(data, dict) else None
+        if version is None:
+            raise LockError("it has no field autopallas_lock")
+        if version != FORMAT or isinstance(version, bool):
+            raise LockError(f"its format is {ascii(version)[:40]}; this autopallas reads {FORMAT}")
+        names = {f.name for f in fields(cls)}
+        _object(data, {*names, "autopallas_lock"}, "the file")
+        sites = data["sites"]
+        if not isinstance(sites, list) or len(sites) > _MOST_SITES:
+            raise LockError(f"sites is not a list of up to {_MOST_SITES}")
+        versions = data["versions"]
+        if not isinstance(versions, dict):
+            raise LockError("versions is not an object")
+        return cls(
+            **{name: _text(data[name], name) for name in ("function", "shapes", "platform", "device_kind")},
+            versions={_text(name, "versions"): _text(text, f"versions.{name}") for name, text in versions.items()},
+            sites=tuple(_site(site, f"sites[{number}]") for number, site in enumerate(sites)),
+        )
+
+
+def identity(match: Any) -> str:
+    """The hash of what a site computes: equal for sites that may share a decision."""
+    specs = [part.spec.to_dict() for part in match.passes]
+    return digest_of({"op": match.op, "direction": match.direction, "specs": specs})
+
+
+def read(path: str | os.PathLike[str]) -> Lock:
+    """Reads a lockfile from the disk.
+
+    Raises:
+      OptionError: there is none, or what is there is none.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise OptionError(f"the lockfile {name!r} cannot be read: {error.strerror or error}") from None
+    if len(text) > _MOST_BYTES:
+        raise OptionError(f"the lockfile {name!r} is longer than {_MOST_BYTES} bytes")
+    try:
+        return Lock.from_json(text)
+    except LockError as error:
+        raise OptionError(f"{name!r} is no lockfile: {error}") from None
+
+
+def _plain(site: LockedSite) -> dict[str, Any]:
+    data = {f.name: getattr(site, f.name) for f in fields(site)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def written(
+    matches: Sequence[Any], decisions: Sequence[Any], function: str, shapes: str, device: Any, folder: str
+) -> Lock:
+    """The lock of a program.
+
+    Args:
+      matches: its sites.
+      decisions: what becomes of each.
+      function: "module:function".
+      shapes: its arguments.
+      device: for which it was decided.
+      folder: that of the lockfile; files below it are named as seen from there.
+    """
+    import autopallas
+    from autopallas import compat
+
+    versions = {name: text for name, text in compat.versions().items() if name != "python"}
+    return Lock(
+        function=function,
+        shapes=shapes,
+        platform=device.platform,
+        device_kind=device.kind,
+        versions={"autopallas": autopallas.__version__, **versions},
+        sites=tuple(_locked(match, decision, folder) for match, decision in zip(matches, decisions, strict=True)),
+    )
+
+
+def _locked(match: Any, decision: Any, folder: str) -> LockedSite:
+    applied = decision.verdict == "applied"
+    evidence = None
+    if decision.evidence is not None:
+        names = (*_FIGURES, "evidence", "date", "versions")
+        evidence = {name: getattr(decision.evidence, name) for name in names}
+    return LockedSite(
+        op=match.op,
+        location=place(match.location, folder),
+        path=" > ".join(match.body.path),
+        direction=match.direction,
+        spec=str(match.spec),
+        identity=identity(match),
+        verdict=decision.verdict,
+        reason=decision.reason,
+        implementation=decision.implementation if applied else None,
+        block_sizes=decision.block_sizes.to_dict() if applied else None,
+        evidence=evidence,
+    )
+
+
+def place(location: str, folder: str) -> str:
+    """A location with its file as seen from a folder, or by its name alone if it is elsewhere: the same everywhere.
+
+    Example:
+      >>> place("/home/me/project/model/attention.py:12 (attend)", "/home/me/project")
+      'model/attention.py:12 (attend)'
+      >>> place("/usr/lib/library.py:3 (f)", "/home/me/project")
+      'library.py:3 (f)'
+    """
+    file, colon, rest = location.rpartition(":")
+    if not colon:
+        return location
+    relative = os.path.relpath(file, folder) if os.path.isabs(file) else file
+    outside = relative.split(os.sep)[0] == os.pardir or os.path.isabs(relative)
+    return f"{os.path.basename(file) if outside else relative.replace(os.sep, '/')}:{rest}"
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _site(data: Any, where: str) -> LockedSite:
+    _object(data, {f.name for f in fields(LockedSite)}, where)
+    verdict = data["verdict"]
+    if verdict not in ("applied", "kept"):
+        raise LockError(f"{where}.verdict is {_short(verdict)}, not applied or kept")
+    texts = ("op", "location", "path", "direction", "spec", "identity", "reason")
+    applied = verdict == "applied"
+    if not applied and data["block_sizes"] is not None:
+        raise LockError(f"{where} has block sizes, although it is kept")
+    return LockedSite(
+        **{name: _text(data[name], f"{where}.{name}") for name in texts},
+        verdict=verdict,
+        implementation=_text(data["implementation"], f"{where}.implementation") if applied else None,
+        block_sizes=_sizes(data["block_sizes"], f"{where}.block_sizes") if applied else None,
+        evidence=None if data["evidence"] is None else _evidence(data["evidence"], f"{where}.evidence"),
+    )
+
+
+def _sizes(data: Any, where: str) -> Sizes:
+    if not isinstance(data, dict) or not data or len(data) > 16:
+        raise LockError(f"{where} is {_short(data)}, not an object of up to 16")
+    for name, value in data.items():
+        _text(name, where)
+        if not isinstance(value, (bool, str)) and not (isinstance(value, int) and 0 <= value < 2**31):
+            raise LockError(f"{where}.{name} is {_short(value)}")
+    return cast(Sizes, data)
+
+
+def _evidence(data: Any, where: str) -> dict[str, Any]:
+    _object(data, {*_FIGURES, "evidence", "date", "versions"}, where)
+    for name in _FIGURES:
+        value = data[name]
+        number = isinstance(value, int) or (isinstance(value, float) and name.endswith("_us"))
+        if not number or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            raise LockError(f"{where}.{name} is {_short(value)}, not a number of 0 or more")
+    if data["evidence"] not in _EVIDENCE:
+        raise LockError(f"{where}.evidence is {_short(data['evidence'])}, not one of {', '.join(_EVIDENCE)}")
+    evidence: Evidence = data["evidence"]
+    texts = {name: _text(data[name], f"{where}.{name}") for name in ("date", "versions")}
+    return {name: data[name] for name in _FIGURES} | {"evidence": evidence} | texts
+
+
+def _object(data: Any, names: set[str], where: str) -> None:
+    if not isinstance(data, dict):
+        raise LockError(f"{where} is {_short(data)}, not an object")
+    if missing := names - data.keys():
+        raise LockError(f"{where} lacks {', '.join(sorted(missing))}")
+    if unknown := data.keys() - names:
+        raise LockError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
+
+
+def _text(data: Any, where: str) -> str:
+    if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
+        raise LockError(f"{where} is {_short(data)}, not a printable text of up to {_LONGEST_TEXT} characters")
+    return data
+
+
+def _short(data: Any) -> str:
+    shown = ascii(data)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,269 @@
+"""Where block sizes come from, and in which order."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from places import attend, entry_for, gradient, key_for, match_of, qkv
+
+import autopallas
+from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.tuning import choose as module
+from autopallas.tuning.entry import Entry
+
+
+def traced(function, *operands, **options):
+    """(the one site, the report's counters)."""
+    optimized = autopallas.optimize(function, strict=True, **options)
+    optimized.lower(*operands)
+    (site,) = optimized.report().sites
+    return site, optimized.report().tuning
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The searches that are begun; each finds 40 x 48, three times as fast as the original."""
+    begun = []
+
+    def search(match, implementation, key, first, seconds, known):
+        begun.append((match, first, seconds, known))
+        return entry_for(match, BlockSizes(40, 48))
+
+    monkeypatch.setattr(module, "search", search)
+    return begun
+
+
+# --- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_wins_over_the_table(user_cache, searches):
+    operands = qkv(300, "float32")
+    site, _ = traced(attend, *operands)
+    assert site.block_sizes_from == "table"
+    user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(64, 128)))
+    site, counts = traced(attend, *operands, autotune=True)
+    assert site.block_sizes == {"query_block": 64, "key_block": 128}
+    assert site.block_sizes_from == "cache"
+    assert site.verdict == "applied"
+    assert site.measured["original_us"] == 30.0
+    assert counts == {"searches": 0, "cache_hits": 1}
+
+
+def test_the_tables_exact_row_wins_over_a_search(searches):
+    site, counts = traced(attend, *qkv(300, "float32"), autotune=True)
+    assert site.block_sizes_from == "table"
+    assert counts == {"searches": 0, "cache_hits": 0}
+    assert not searches
+
+
+def test_a_search_wins_over_the_nearest_row(searches):
+    operands = qkv(8, "float32", keys=200)
+    site, _ = traced(attend, *operands)
+    assert site.block_sizes_from == "nearest"
+    assert site.verdict == "kept"
+    site, counts = traced(attend, *operands, autotune=True)
+    assert site.block_sizes_from == "autotune"
+    assert site.block_sizes == {"query_block": 8, "key_block": 48}, "made valid for the shape"
+    assert site.verdict == "applied"
+    assert counts == {"searches": 1, "cache_hits": 0}
+
+
+def test_the_default_is_last(searches):
+    site, _ = traced(attend, *qkv())
+    assert site.block_sizes_from == "default"
+    assert site.verdict == "kept"
+
+
+def test_an_estimated_row_starts_a_search(searches, monkeypatch):
+    from autopallas.kernels.attention import tuned_block_sizes
+
+    find = tuned_block_sizes.find
+
+    def estimated(*arguments):
+        found = find(*arguments)
+        return replace(found, row=replace(found.row, evidence="estimated"))
+
+    monkeypatch.setattr(tuned_block_sizes, "find", estimated)
+    operands = qkv(300, "float32")
+    assert traced(attend, *operands)[0].verdict == "kept"
+    assert traced(attend, *operands, autotune=True)[0].block_sizes_from == "autotune"
+
+
+def test_a_cached_result_that_says_the_kernel_is_slower_keeps_the_original(user_cache):
+    operands = qkv()
+    user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(64, 64), kernel_us=30.0, original_us=20.0))
+    site, _ = traced(attend, *operands)
+    assert (site.verdict, site.block_sizes_from) == ("kept", "cache")
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_one_bucket_share_a_result_and_others_do_not():
+    keys = [key_for(match_of(attend, *qkv(n))).digest for n in (129, 200, 256, 257)]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_a_key_depends_on_all_that_speed_depends_on(monkeypatch):
+    match = match_of(attend, *qkv())
+    base = key_for(match).digest
+    others = {
+        "implementation": key_for(match, "pallas_gpu").digest,
+        "direction": key_for(match_of(gradient, *qkv())).digest,
+        "dtype": key_for(match_of(attend, *qkv(dtype="bfloat16"))).digest,
+        "mask": key_for(match_of(lambda q, k, v: jax.nn.softmax(q @ k.T / 8) @ v, *qkv())).digest,
+        "scale": key_for(match_of(lambda q, k, v: jax.nn.softmax(q @ k.T / 4) @ v, *qkv())).digest,
+        "head size": key_for(match_of(attend, *(x[:, :32] for x in qkv()))).digest,
+    }
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        others["mesh"] = key_for(match_of(attend, *qkv())).digest
+    with jax.default_matmul_precision("highest"):
+        others["precision"] = key_for(match).digest
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something")
+    others["flags"] = key_for(match).digest
+    monkeypatch.undo()
+    assert key_for(match).digest == base
+    assert len({base, *others.values()}) == len(others) + 1
+
+
+def test_another_version_of_the_kernels_has_another_key(monkeypatch):
+    match = match_of(attend, *qkv())
+    base = key_for(match).digest
+    monkeypatch.setattr("autopallas.tuning.key.kernel_version", lambda op: "another")
+    assert key_for(match).digest != base
+
+
+# --- when a search is allowed ----------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_a_search_has_to_be_asked_for(searches, monkeypatch):
+    assert traced(attend, *qkv())[1]["searches"] == 0
+    monkeypatch.setenv("AUTOPALLAS_AUTOTUNE", "1")
+    assert traced(attend, *qkv(), tune_seconds=7.0)[1]["searches"] == 1
+    assert [seconds for _, _, seconds, _ in searches] == [7.0]
+    monkeypatch.setenv("AUTOPALLAS_AUTOTUNE", "0")
+    assert traced(attend, *qkv(400))[1]["searches"] == 0
+
+
+def test_explain_runs_nothing(searches):
+    autopallas.explain(autopallas.optimize(attend, autotune=True), *qkv())
+    with autopallas.options(autotune=True):
+        autopallas.explain(attend, *qkv())
+    assert not searches
+
+
+def test_several_processes_neither_search_nor_read_what_the_others_may_not_have(searches, user_cache, monkeypatch):
+    operands = qkv()
+    user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(64, 64)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    site, counts = traced(attend, *operands, autotune=True)
+    assert site.block_sizes_from == "default"
+    assert counts == {"searches": 0, "cache_hits": 0}
+    assert not searches
+
+
+# --- what becomes of a result ----------------------------------------------------------------------------------------
+
+
+def test_a_second_run_does_not_search(searches):
+    assert traced(attend, *qkv(), autotune=True)[1] == {"searches": 1, "cache_hits": 0}
+    site, counts = traced(attend, *qkv(), autotune=True)
+    assert counts == {"searches": 0, "cache_hits": 1}
+    assert site.block_sizes_from == "cache"
+    assert len(searches) == 1
+
+
+def test_equal_sites_share_one_search(searches):
+    def three(q, k, v):
+        return attend(attend(attend(q, k, v), k, v), k, v)
+
+    optimized = autopallas.optimize(three, autotune=True, strict=True)
+    optimized.lower(*qkv())
+    assert optimized.report().counts()["attention"] == 3
+    assert optimized.report().tuning == {"searches": 1, "cache_hits": 0}
+
+
+def test_threads_that_want_the_same_share_one_search(searches):
+    threads = [threading.Thread(target=traced, args=(attend, *qkv()), kwargs={"autotune": True}) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(searches) == 1
+
+
+def test_an_implementation_that_failed_is_not_used_again_and_the_reason_is_told(user_cache, searches):
+    operands = qkv()
+    match = match_of(attend, *operands)
+    user_cache.put(Entry(key_for(match).description, "failed", reason="compile: no such instruction"))
+    site, counts = traced(attend, *operands, autotune=True, objective="always")
+    assert site.verdict == "kept"
+    assert site.attempts == (("xla", "tune", "compile: no such instruction"),)
+    assert counts == {"searches": 0, "cache_hits": 1}
+    with pytest.raises(UnsupportedError, match="no such instruction"):
+        traced(attend, *operands, implementation="xla")
+
+
+def test_an_unfinished_search_is_taken_up_again_only_with_more_seconds(user_cache, searches):
+    operands = qkv()
+    unfinished = Entry(key_for(match_of(attend, *operands)).description, "unfinished", reason="too slow", seconds=10.0)
+    user_cache.put(unfinished)
+    site, counts = traced(attend, *operands, autotune=True, tune_seconds=10.0)
+    assert site.block_sizes_from == "default"
+    assert "too slow" in site.reason
+    assert counts == {"searches": 0, "cache_hits": 1}
+    assert traced(attend, *operands, autotune=True, tune_seconds=11.0)[0].block_sizes_from == "autotune"
+    assert searches[0][3] == unfinished
+
+
+def test_a_search_that_raises_costs_the_search_only(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(module, "search", broken)
+    optimized = autopallas.optimize(attend, autotune=True, objective="always")
+    with pytest.warns(AutopallasWarning, match="on fire"):
+        result = optimized(*qkv())
+    np.testing.assert_allclose(np.float32(result), np.float32(attend(*qkv())), atol=4e-3)
+    assert optimized.report().sites[0].verdict == "applied"
+    with pytest.raises(RuntimeError, match="on fire"):
+        traced(attend, *qkv(600), autotune=True)
+
+
+def test_block_sizes_of_another_operation_in_the_cache_are_ignored(user_cache, searches):
+    operands = qkv()
+    entry = entry_for(match_of(attend, *operands), BlockSizes(64, 64))
+    user_cache.put(replace(entry, block_sizes={"rows_block": 8}))
+    with pytest.warns(AutopallasWarning, match="block sizes"):
+        site, counts = traced(attend, *operands)
+    assert site.block_sizes_from == "default"
+    assert counts["cache_hits"] == 0
+
+
+def test_absurd_block_sizes_in_the_cache_still_give_the_right_result(user_cache):
+    operands = qkv()
+    user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(2**31 - 1, 1)))
+    optimized = autopallas.optimize(attend, strict=True)
+    result = optimized(*operands)
+    assert optimized.report().sites[0].block_sizes_from == "cache"
+    np.testing.assert_allclose(np.float32(result), np.float32(attend(*operands)), atol=4e-3)
+
+
+def test_the_environment_can_change_the_folder_between_traces(searches, monkeypatch, tmp_path):
+    for folder in ("one", "two", "one"):
+        monkeypatch.setenv("AUTOPALLAS_CACHE_DIR", str(tmp_path / folder))
+        traced(attend, *qkv(), autotune=True)
+    assert len(searches) == 2
+
+
+def test_without_any_result_on_disk_no_key_is_computed(monkeypatch):
+    def refuse(*arguments):
+        raise AssertionError("a key was computed")
+
+    monkeypatch.setattr(module, "key_of", refuse)
+    traced(attend, *qkv())

@@ -1,0 +1,400 @@
+"""The search: what is wrong or fails is never chosen, the budget is kept, and it works wherever JAX traces."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from places import attend, attend_all, gradient, key_for, match_of, qkv
+
+import autopallas
+from autopallas.kernels.attention import example as attention_example
+from autopallas.kernels.attention import xla
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlockSizes
+from autopallas.kernels.layout import Operand, read
+from autopallas.patterns import Match
+from autopallas.tuning import search as module
+from autopallas.tuning.entry import parse
+from autopallas.tuning.measure import Failure, Measurement, Timing
+from autopallas.tuning.search import ORIGINAL, search
+from autopallas.tuning.trial import Trial
+
+FIRST = BlockSizes(200, 200)
+ONLY_THE_FIRST = classmethod(lambda cls, spec: ())
+CANDIDATES = [BlockSizes(*pair) for pair in ((200, 200), (128, 200), (128, 128))]
+
+
+def searched(match: Match, seconds: float = 60.0, **options):
+    entry = search(match, "xla", key_for(match), FIRST, seconds, **options)
+    assert parse(entry.to_json(), key_for(match)).outcome == entry.outcome, "what was found can be kept"
+    return entry
+
+
+def planted(monkeypatch, name: str, faults):
+    """Spoils a kernel function for some block sizes: ``faults`` maps these to a function of its results."""
+    genuine = getattr(xla, name)
+
+    def kernel(spec, block_sizes, *arguments, **more):
+        results = genuine(spec, block_sizes, *arguments, **more)
+        fault = faults.get(block_sizes)
+        return results if fault is None else fault(*results)
+
+    monkeypatch.setattr(xla, name, kernel)
+
+
+def watched(monkeypatch):
+    """The candidates that are compiled."""
+    tried = []
+    genuine = module._Search._screened
+
+    def screened(self, sizes, *rest):
+        tried.append(sizes)
+        return genuine(self, sizes, *rest)
+
+    monkeypatch.setattr(module._Search, "_screened", screened)
+    return tried
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    """Times that are given by name in the race, instead of measured; what is right is still compared."""
+    given = {}
+    genuine = module.measure
+
+    def measure(candidates, *arguments, **options):
+        if ORIGINAL not in candidates:
+            return genuine(candidates, *arguments, **options)
+        found = {name: Timing(wall=given.get(name, (1.0, 1.0, 1.0)), temporary_bytes=64) for name in candidates}
+        return Measurement(found, ORIGINAL)
+
+    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(module, "_CLOSE", 1e9)
+    return given
+
+
+# --- what is chosen --------------------------------------------------------------------------------------------------
+
+
+def test_a_search_finds_block_sizes_with_what_they_and_the_original_cost():
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.outcome == "tuned"
+    assert entry.sizes_for(BlockSizes) in CANDIDATES
+    assert entry.row.kernel_us > 0
+    assert entry.row.original_us > 0
+    assert entry.row.evidence == "measured"
+    assert entry.rejected == ()
+
+
+def test_the_fastest_and_steadiest_candidate_is_chosen(timings):
+    for sizes in CANDIDATES:
+        timings[str(sizes)] = (3.0, 3.0, 3.0)
+    timings[str(CANDIDATES[0])] = (1.0, 1.0, 9.0)
+    timings[str(CANDIDATES[1])] = (2.0, 2.0, 2.0)
+    timings[ORIGINAL] = (8.0, 8.0, 8.0)
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.sizes_for(BlockSizes) == CANDIDATES[1]
+    assert entry.row.original_us / entry.row.kernel_us == pytest.approx(4.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("original", "verdict"),
+    [((2.0, 2.0, 2.0), "applied"), ((0.5, 0.5, 0.5), "kept"), ((1.01, 1.01, 1.01), "kept")],
+    ids=["kernel is faster", "original is faster", "spread hides the gain"],
+)
+def test_the_original_is_a_candidate(timings, original, verdict):
+    for sizes in CANDIDATES:
+        timings[str(sizes)] = (1.0, 1.0, 1.2)
+    timings[ORIGINAL] = original
+    optimized = autopallas.optimize(attend, autotune=True, strict=True)
+    optimized.lower(*qkv())
+    (site,) = optimized.report().sites
+    assert (site.verdict, site.block_sizes_from) == (verdict, "autotune")
+
+
+# --- what is never chosen --------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_candidate_is_never_chosen_and_is_remembered(monkeypatch, timings):
+    wrong = CANDIDATES[:2]
+    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * 1.05, lse) for sizes in wrong})
+    timings |= {str(sizes): (0.1, 0.1, 0.1) for sizes in wrong}
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.sizes_for(BlockSizes) == CANDIDATES[2]
+    assert [dict(r.block_sizes) for r in entry.rejected] == [sizes.to_dict() for sizes in wrong]
+    assert {r.stage for r in entry.rejected} == {"compare"}
+
+
+def test_a_candidate_whose_gradient_is_wrong_is_never_chosen(monkeypatch, timings):
+    wrong = CANDIDATES[:2]
+    planted(monkeypatch, "backward", {sizes: lambda dq, *rest: (dq * 1.1, *rest) for sizes in wrong})
+    entry = searched(match_of(gradient, *qkv(dtype="bfloat16")))
+    assert entry.key["direction"] == "forward+backward"
+    assert entry.sizes_for(BlockSizes) == CANDIDATES[2]
+    assert {r.stage for r in entry.rejected} == {"compare"}
+
+
+def test_nan_is_wrong(monkeypatch):
+    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * jnp.nan, lse) for sizes in CANDIDATES})
+    assert searched(match_of(attend, *qkv())).outcome == "failed"
+
+
+def test_what_was_wrong_is_not_tried_again(monkeypatch):
+    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * 2, lse) for sizes in CANDIDATES[:2]})
+    match = match_of(attend, *qkv())
+    first = searched(match)
+    monkeypatch.undo()
+    tried = watched(monkeypatch)
+    again = searched(match, known=first)
+    assert tried == CANDIDATES[2:]
+    assert len(again.rejected) == 2
+
+
+def fails_at_lowering(out, lse):
+    raise NotImplementedError("no such layout")
+
+
+def fails_at_compiling(out, lse):
+    return jax.ffi.ffi_call("autopallas_no_such_target", jax.ShapeDtypeStruct(out.shape, out.dtype))(out), lse
+
+
+def fails_at_running(out, lse):
+    def broken(x):
+        raise ValueError("illegal address")
+
+    return jax.pure_callback(broken, jax.ShapeDtypeStruct(out.shape, out.dtype), out), lse
+
+
+def needs_memory(out, lse):
+    return out + jnp.sort(jnp.sin(jnp.arange(50_000_000, dtype=jnp.float32)))[0].astype(out.dtype) * 0, lse
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        (fails_at_lowering, "lower"),
+        (fails_at_compiling, "compile"),
+        (fails_at_running, "run"),
+        (needs_memory, "memory"),
+    ],
+)
+def test_a_candidate_that_fails_leaves_the_others_in_the_race(monkeypatch, fault, stage):
+    planted(monkeypatch, "forward", dict.fromkeys(CANDIDATES[:2], fault))
+    monkeypatch.setattr(module, "free_bytes", lambda: 150_000_000)
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.outcome == "tuned"
+    assert entry.sizes_for(BlockSizes) in CANDIDATES[2:]
+    assert [r.stage for r in entry.rejected] == [stage] * 2
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [(fails_at_lowering, "failed"), (needs_memory, "unfinished")])
+def test_where_all_candidates_fail_the_original_stays_and_the_failure_is_remembered(
+    monkeypatch, user_cache, fault, outcome
+):
+    planted(monkeypatch, "forward", dict.fromkeys(CANDIDATES, fault))
+    monkeypatch.setattr(module, "free_bytes", lambda: 150_000_000)
+    optimized = autopallas.optimize(attend, autotune=True, strict=True)
+    result = optimized(*qkv())
+    np.testing.assert_array_equal(result, jax.jit(attend)(*qkv()))
+    assert optimized.report().sites[0].verdict == "kept"
+    (entry,) = user_cache.entries()
+    assert entry.outcome == outcome
+    optimized.clear_cache()
+    optimized(*qkv())
+    assert optimized.report().tuning == {"searches": 0, "cache_hits": 1}
+
+
+def test_a_device_that_breaks_is_no_failure_of_the_kernels(monkeypatch):
+    genuine, broken = module.measure, []
+
+    def measure(*arguments, **options):
+        if broken:
+            return Measurement({"it": Timing(failure=Failure("run", "the device is lost"))})
+        broken.append(True)
+        return genuine(*arguments, **options)
+
+    monkeypatch.setattr(module, "measure", measure)
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.outcome == "unfinished"
+    assert "device is lost" in entry.reason
+
+
+def test_nothing_is_run_that_free_memory_cannot_hold(monkeypatch):
+    ran = []
+    monkeypatch.setattr(module, "measure", lambda *a, **k: ran.append(a))
+    monkeypatch.setattr(module, "free_bytes", lambda: 100_000)
+    entry = searched(match_of(attend, *qkv()))
+    assert entry.outcome == "unfinished"
+    monkeypatch.setattr(module, "free_bytes", lambda: 400_000)  # inputs and results fit, the scores do not
+    assert "free" in searched(match_of(attend, *qkv(300))).reason
+    assert not ran
+
+
+def test_candidates_are_pruned_by_the_estimate(monkeypatch):
+    big = CANDIDATES[0]
+    estimate = BlockSizes.temporary_bytes
+    monkeypatch.setattr(BlockSizes, "temporary_bytes", lambda self, *a: 2**60 if self == big else estimate(self, *a))
+    tried = []
+    monkeypatch.setattr(module._Search, "run", lambda self, candidates: tried.extend(candidates) or (None, None, "no"))
+    searched(match_of(attend, *qkv()))
+    assert tried == CANDIDATES[1:]
+
+
+# --- the budget ------------------------------------------------------------------------------------------------------
+
+
+def test_no_candidate_is_begun_after_the_budget(monkeypatch):
+    ticks = itertools.count(0.0, 1.0)  # a second passes whenever one looks
+    tried = watched(monkeypatch)
+    entry = searched(match_of(attend, *qkv()), seconds=5.0, clock=lambda: next(ticks))
+    assert 0 < len(tried) < len(CANDIDATES)
+    assert entry.outcome in ("tuned", "unfinished")
+
+
+def test_a_budget_that_is_used_up_at_once_gives_no_result_and_no_failure():
+    ticks = itertools.count(0.0, 100.0)
+    entry = searched(match_of(attend, *qkv()), seconds=30.0, clock=lambda: next(ticks))
+    assert entry.outcome == "unfinished"
+    assert "budget of 30 seconds" in entry.reason
+
+
+def test_what_cannot_be_timed_within_the_budget_is_not(monkeypatch):
+    genuine = module.measure
+
+    def slow(candidates, *arguments, **options):
+        assert ORIGINAL not in candidates, "no race"
+        timing = genuine(candidates, *arguments, **options)["it"]
+        return Measurement({"it": Timing(wall=(20.0,), differences=timing.differences)})
+
+    monkeypatch.setattr(module, "measure", slow)
+    entry = searched(match_of(attend, *qkv()), seconds=60.0)
+    assert (entry.outcome, entry.rejected) == ("unfinished", ())
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def fused(x, bias, lengths):
+    """One array with queries, keys and values, a bias, and lengths."""
+    q, k, v = x[..., :64], x[..., 64:128], x[..., 128:]
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k) / 8 + bias
+    shown = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(shown[:, None, None], scores, -1e9), -1), v)
+
+
+def test_example_inputs_are_read_back_by_the_site_as_they_were_given():
+    operands = (jnp.zeros((2, 40, 3, 192)), jnp.zeros((3, 40, 40)), jnp.zeros(2, jnp.int32))
+    match = match_of(fused, *operands)
+    site, types = match.site, match.original.in_avals
+    arrays = attention_example.operands(site, types)
+    assert [(a.shape, a.dtype) for a in arrays] == [(t.shape, t.dtype) for t in types]
+    query, key, value, sides, _ = attention_example.example(site.spec)
+    b, k, g, t, s = site.axes
+    for source, groups, wanted in (
+        (site.query, (b, k, g, t, site.head_labels), query),
+        (site.key, (b, k, s, site.head_labels), key),
+        (site.value, (b, k, s, site.value_labels), value),
+        *((source, site.axes, side) for source, side in zip(site.sides, sides, strict=True)),
+    ):
+        if isinstance(source, Operand):
+            np.testing.assert_array_equal(read(source, arrays, site.sizes, groups), wanted)
+    assert any(a.dtype == np.int32 and set(a.ravel()) == {30} for a in arrays), "three quarters of the keys are real"
+
+
+def loss(x, w, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1).mean()
+
+
+def test_example_labels_are_in_the_vocabulary():
+    match = match_of(loss, jnp.zeros((40, 16)), jnp.zeros((16, 300)), jnp.zeros(40, jnp.int32))
+    arrays = [np.asarray(x) for x in Trial.of(match).arguments[0][0]]
+    (labels,) = (a for a in arrays if a.dtype == np.int32)
+    assert len(set(labels.ravel())) > 10
+    assert labels.min() >= 0
+    assert labels.max() < 300
+    assert all(np.isfinite(a).all() for a in arrays)
+
+
+def test_the_passes_of_a_loss_and_its_gradient_are_searched_together(monkeypatch):
+    monkeypatch.setattr(LossBlockSizes, "candidates", ONLY_THE_FIRST)
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    match = match_of(step, jnp.zeros((40, 16)), jnp.zeros((16, 3000)), jnp.zeros(40, jnp.int32))
+    entry = search(match, "xla", key_for(match), LossBlockSizes(40, 3000), 60.0)
+    assert entry.outcome == "tuned"
+    assert entry.key["direction"] == "forward+backward"
+    kinds = {product["kind"] for spec in entry.key["specs"] for product in spec["products"]}
+    assert kinds == {"rows", "columns"}, "the gradients were computed"
+
+
+# --- where it works --------------------------------------------------------------------------------------------------
+
+
+def layers(q, k, v):
+    return jax.lax.scan(lambda x, _: (attend_all(x, k, v).astype(x.dtype), None), q, None, length=2)[0]
+
+
+USES = {
+    "called": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(lambda q, k, v: jnp.sum(f(q, k, v).astype(jnp.float32))),
+    "vmap": lambda f: lambda *a: jax.vmap(f)(*(jnp.stack([x, x]) for x in a)),
+    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "scan": lambda f: lambda q, k, v: jax.lax.scan(lambda x, _: (f(x, k, v), None), q, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize(("use", "function"), [*((use, attend_all) for use in USES), ("jit", layers)])
+def test_a_search_works_while_jax_is_tracing(use, function, monkeypatch):
+    monkeypatch.setattr(BlockSizes, "candidates", ONLY_THE_FIRST)
+    operands = qkv(150)
+    optimized = autopallas.optimize(function, autotune=True, objective="always", strict=True)
+    found = USES[use](optimized)(*operands)
+    wanted = USES[use](function)(*operands)
+    np.testing.assert_allclose(np.float32(found), np.float32(wanted), atol=1e-2)
+    (site,) = optimized.report().sites
+    assert site.block_sizes_from in ("autotune", "cache")
+    assert optimized.report().tuning["searches"] + optimized.report().tuning["cache_hits"] == 1
+
+
+def test_a_search_works_in_another_thread(monkeypatch):
+    monkeypatch.setattr(BlockSizes, "candidates", ONLY_THE_FIRST)
+    reports = []
+
+    def work():
+        optimized = autopallas.optimize(attend_all, autotune=True, strict=True)
+        jax.block_until_ready(optimized(*qkv(150)))
+        reports.append(optimized.report())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert reports[0].tuning["searches"] == 1
+    assert reports[0].sites[0].block_sizes_from == "autotune"
+
+
+def test_a_search_has_the_numeric_setting_of_the_caller(monkeypatch):
+    monkeypatch.setattr(BlockSizes, "candidates", ONLY_THE_FIRST)
+    with jax.enable_x64(True):
+        operands = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in qkv(150, "float32"))
+        optimized = autopallas.optimize(attend_all, autotune=True, strict=True)
+        optimized(*operands)
+        assert optimized.report().sites[0].block_sizes_from == "autotune"
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    monkeypatch.setattr(module._Search, "run", lambda self, candidates: self.say("candidate 1") or (None, None, "no"))
+    searched(match_of(attend, *qkv()))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    searched(match_of(attend, *qkv()))
+    shown = capsys.readouterr().err
+    assert "tuning attention: candidate 1" in shown
+    assert shown.endswith("\x1b[K"), "the line is gone afterwards"
