@@ -1,7 +1,7 @@
-"""Trains a small byte-level GPT twice, as it is written and with ``@autopallas.optimize`` on its step, and compares.
+"""Trains a small GPT as it is written, and with ``@autopallas.optimize`` on its step, once for each objective.
 
-The model is plain jnp with attention spelled out, as in a first draft or a paper's appendix.  The text is the source
-code of Python's standard library, which every machine has.
+The model is plain jnp with attention and cross-entropy spelled out, as in a first draft.  Both are compared.  The text
+is the source code of Python's standard library, which every machine has, in words.
 
     python examples/train_gpt.py --steps 40 --sequence-length 1024
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -26,9 +28,7 @@ import numpy as np
 
 import autopallas
 
-VOCABULARY = 256  # Bytes.
-
-# Both runs compute the same function, but add floats in another order, and AdamW divides by the gradient's own size: a
+# All runs compute the same function, but add floats in another order, and AdamW divides by the gradient's own size: a
 # rounding error in a gradient near zero moves its weight as far as a large gradient would.  Two spellings of attention
 # in plain jnp drift apart likewise; this is an order of magnitude more than they do over some fifty steps.
 LOSS_TOLERANCE = 5e-3
@@ -41,6 +41,7 @@ class Config(NamedTuple):
     width: int
     heads: int
     sequence_length: int
+    vocabulary: int
 
 
 # --- The model -------------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def initialise(key: jax.Array, config: Config) -> dict[str, Any]:
     residual_scale = 0.02 / math.sqrt(2 * config.layers)
     keys = iter(jax.random.split(key, 2 + 4 * config.layers))
     return {
-        "token_embedding": normal(next(keys), VOCABULARY, width),
+        "token_embedding": normal(next(keys), config.vocabulary, width),
         "position_embedding": normal(next(keys), config.sequence_length, width),
         "final_gain": jnp.ones(width),
         "blocks": [
@@ -98,7 +99,7 @@ def mlp(x: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
 
 
 def loss(parameters: dict[str, Any], text: jax.Array, heads: int) -> jax.Array:
-    """Mean cross-entropy in nats per byte of predicting each byte of ``text`` [B, T + 1] from those before it."""
+    """Mean cross-entropy in nats per word of predicting each word of ``text`` [B, T + 1] from those before it."""
     inputs, targets = text[:, :-1], text[:, 1:]
     x = parameters["token_embedding"][inputs] + parameters["position_embedding"][: inputs.shape[1]]
     for block in parameters["blocks"]:
@@ -154,26 +155,30 @@ def train_step(
     return step
 
 
-def standard_library(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The first ``size`` bytes of the standard library's modules, in the order of their names."""
+def standard_library(characters: int, vocabulary: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The words, spaces and signs of the standard library's modules, in the order of their names, as numbers.
+
+    The most frequent words have the numbers from 1 on; 0 stands for all others.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
-    text = bytearray()
+    text = ""
     for path in sorted(folder.glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= size:
+        text += path.read_text(encoding="utf-8", errors="replace")
+        if len(text) >= characters:
             break
-    return np.frombuffer(bytes(text[:size]), np.uint8)
+    words = re.findall(r"\w+|\s+|[^\w\s]", text[:characters])
+    frequent = {word: 1 + rank for rank, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1))}
+    return np.asarray([frequent.get(word, 0) for word in words], np.int32)
 
 
 def batches(
-    text: np.ndarray[Any, np.dtype[np.uint8]], batch: int, sequence_length: int, seed: int
+    text: np.ndarray[Any, np.dtype[np.int32]], batch: int, sequence_length: int, seed: int
 ) -> Iterator[jax.Array]:
-    """Endless random windows of T + 1 bytes: [B, T + 1] int32."""
+    """Endless random windows of T + 1 words: [B, T + 1] int32."""
     random = np.random.default_rng(seed)
     while True:
         starts = random.integers(0, len(text) - sequence_length, size=batch)
-        windows = np.stack([text[s : s + sequence_length + 1] for s in starts])
-        yield jnp.asarray(windows, jnp.int32)
+        yield jnp.asarray(np.stack([text[s : s + sequence_length + 1] for s in starts]))
 
 
 # --- The comparison --------------------------------------------------------------------------------------------------
@@ -211,44 +216,53 @@ class Run:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """Trains both, prints everything, and returns the exit status."""
-    config = Config(arguments.layers, arguments.width, arguments.heads, arguments.sequence_length)
-    text = standard_library(4_000_000)
+    """Trains all, prints everything, and returns the exit status."""
+    sizes = (arguments.layers, arguments.width, arguments.heads, arguments.sequence_length, arguments.vocabulary)
+    config = Config(*sizes)
+    text = standard_library(4_000_000, config.vocabulary)
     windows = batches(text, arguments.batch, config.sequence_length, arguments.seed)
     state = start(initialise(jax.random.key(arguments.seed), config))
-
-    step = train_step(config.heads, arguments.learning_rate)
-    optimized_step = autopallas.optimize(objective=arguments.objective)(step)  # The whole step, as it is.
-
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
     print(
-        f"GPT with {parameters / 1e6:.1f}M parameters: {config.layers} layers, width {config.width}, "
-        f"{config.heads} heads; {arguments.batch} x {config.sequence_length} bytes a step\n"
+        f"GPT with {count(state) / 1e6:.1f}M parameters: {config.layers} layers, width {config.width}, "
+        f"{config.heads} heads, {config.vocabulary} words; {arguments.batch} x {config.sequence_length} words a step\n"
         f"on {jax.devices()[0].device_kind} with JAX {jax.__version__}; {allocator()}\n",
         flush=True,
     )
-    first = next(windows)
-    original = Run.begin("original", step, state, first)
-    optimized = Run.begin("optimized", optimized_step, state, first)
-    print(f"{optimized_step.report()}\n")
+    return race(train_step(config.heads, arguments.learning_rate), state, windows, arguments)
 
-    print(f"{'step':>4}  {'original loss':>13}  {'optimized loss':>14}  {'difference':>10}")
-    show(0, original, optimized)
+
+def count(state: TrainingState) -> int:
+    """How many parameters there are."""
+    return sum(leaf.size for leaf in jax.tree.leaves(state.parameters))
+
+
+def race(step: Any, state: TrainingState, windows: Iterator[jax.Array], arguments: argparse.Namespace) -> int:
+    """Trains with the step as it is and optimized for each objective; prints everything, returns the exit status."""
+    optimized = {name: autopallas.optimize(objective=name)(step) for name in arguments.objective}  # The whole step.
+    first = next(windows)
+    runs = [Run.begin("original", step, state, first)]
+    for name, optimized_step in optimized.items():
+        runs.append(Run.begin(name, optimized_step, state, first))
+        print(f'Objective "{name}":\n{optimized_step.report()}\n', flush=True)
+
+    print("Losses\n" + f"{'step':>4}" + "".join(f"  {run.name:>10}" for run in runs))
+    show(0, runs)
     for number in range(1, arguments.steps):
         window = next(windows)
-        # Taken in turn, so that a noisy neighbour on the machine disturbs both alike.
-        for run in (original, optimized) if number % 2 else (optimized, original):
+        # Taken in turn, so that a noisy neighbour on the machine disturbs all alike.
+        for run in runs if number % 2 else runs[::-1]:
             run.step(window)
         if number % max(1, arguments.steps // 10) == 0 or number == arguments.steps - 1:
-            show(number, original, optimized)
+            show(number, runs)
 
-    difference = max(abs(a - b) for a, b in zip(original.losses, optimized.losses, strict=True))
+    original, *others = runs
+    difference = max(abs(a - b) for run in others for a, b in zip(original.losses, run.losses, strict=True))
     equal = difference <= LOSS_TOLERANCE  # False for NaN as well.
     print(
         f"\nlargest difference of the losses {difference:.1e}, "
         f"{'within' if equal else 'ABOVE'} the tolerance {LOSS_TOLERANCE:.0e}\n"
     )
-    print("\n".join(table(original, optimized)))
+    print("\n".join(table(runs)))
     return 0 if equal else 1
 
 
@@ -261,31 +275,33 @@ def allocator() -> str:
     return "freed memory is kept for reuse, in both runs:\n  " + " ".join(settings)
 
 
-def show(number: int, original: Run, optimized: Run) -> None:
-    a, b = original.losses[-1], optimized.losses[-1]
-    print(f"{number:>4}  {a:>13.4f}  {b:>14.4f}  {abs(a - b):>10.1e}", flush=True)
+def show(number: int, runs: Sequence[Run]) -> None:
+    print(f"{number:>4}" + "".join(f"  {run.losses[-1]:>10.4f}" for run in runs), flush=True)
 
 
-def table(original: Run, optimized: Run) -> list[str]:
-    """The measurements, as lines of an aligned table."""
+def table(runs: Sequence[Run]) -> list[str]:
+    """The measurements, as lines of an aligned table; of all but the first run with the ratio to the first."""
 
-    def row(label: str, a: float | None, b: float | None, unit: str) -> str:
-        if a is None or b is None:
-            return f"{label:<22}  {'not available':>24}"
-        ratio = f"{b / a:.2f}" if a else "-"
-        return f"{label:<22}  {a:>10.2f} {unit}  {b:>10.2f} {unit}  {ratio:>8}"
+    def row(label: str, unit: str, values: Sequence[float | None]) -> str:
+        cells = []
+        for value in values:
+            shown = "not available" if value is None else f"{value:.2f} {unit}"
+            if value is not None and values[0] and cells:
+                shown += f" ({value / values[0]:.2f})"
+            cells.append(f"{shown:>20}")
+        return f"{label:<18}" + "".join(cells)
 
-    def mebibytes(size: int | None) -> float | None:
-        return None if size is None else size / 2**20
+    def mebibytes(run: Run) -> float | None:
+        return None if run.temporary_bytes is None else run.temporary_bytes / 2**20
 
     def median(run: Run) -> float | None:
         return 1e3 * statistics.median(run.step_seconds) if run.step_seconds else None
 
     return [
-        f"{'':<22}  {original.name:>14}{optimized.name:>15}{'ratio':>10}",
-        row("time to first step", original.first_step_seconds, optimized.first_step_seconds, "s  "),
-        row("step time, median", median(original), median(optimized), "ms "),
-        row("temporary memory", mebibytes(original.temporary_bytes), mebibytes(optimized.temporary_bytes), "MiB"),
+        f"{'':<18}" + "".join(f"{run.name:>20}" for run in runs),
+        row("first step", "s", [run.first_step_seconds for run in runs]),
+        row("step, median", "ms", [median(run) for run in runs]),
+        row("temporary memory", "MiB", [mebibytes(run) for run in runs]),
     ]
 
 
@@ -308,28 +324,30 @@ positive.__name__ = "positive whole number"  # How argparse names it where it re
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
-        description="Trains a small GPT as it is written and with autopallas.optimize, and compares the two.",
+        description="Trains a small GPT as it is written and with autopallas.optimize, and compares them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="training steps of each run")
-    parser.add_argument("--sequence-length", type=positive, default=1024, metavar="T", help="bytes per sequence")
+    parser.add_argument("--sequence-length", type=positive, default=1024, metavar="T", help="words per sequence")
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences per step")
     parser.add_argument("--layers", type=positive, default=3, metavar="N", help="transformer blocks")
     parser.add_argument("--width", type=positive, default=256, metavar="N", help="size of the residual stream")
     parser.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads")
+    parser.add_argument("--vocabulary", type=positive, default=8192, metavar="N", help="different words")
     parser.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="peak learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and of the batches")
     parser.add_argument(
         "--objective",
+        nargs="+",
         choices=("time", "memory", "always"),
-        default="time",
-        help="what a replacement has to improve; always: replace wherever it is legal",
+        default=["time", "memory"],
+        help="what a replacement has to improve, one run for each; always: replace wherever it is legal",
     )
     arguments = parser.parse_args(argv)
     if arguments.width % arguments.heads:
         parser.error(f"--width {arguments.width} is not a multiple of --heads {arguments.heads}")
-    if arguments.sequence_length > 1_000_000:
-        parser.error("--sequence-length must be at most 1000000, so that the text holds several sequences")
+    if arguments.sequence_length > 100_000:
+        parser.error("--sequence-length must be at most 100000, so that the text holds several sequences")
     if not 0 < arguments.learning_rate < math.inf:
         parser.error(f"--learning-rate {arguments.learning_rate} is not a positive number")
     if not 0 <= arguments.seed < 2**32:
