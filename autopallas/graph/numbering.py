@@ -209,9 +209,10 @@ class Graph:
         found = self._table.get(_literal_key(literal))
         return None if found is None else found[0]
 
-    def _element(self, stacked: int, aval: Any) -> int:
-        """The family of slices of a value along its leading axis."""
-        key = ("element", stacked)
+    def _element(self, stacked: int, aval: Any, depth: int) -> int:
+        """The family of slices of a value along its leading axis, in loops with as many loops around them: a loop and
+        one inside it that read the same array are at different slices of it."""
+        key = ("element", stacked, depth)
         if key not in self._table:
             self._table[key] = (self._new(aval),)
         self.elements.add(self._table[key][0])
@@ -266,7 +267,7 @@ class Graph:
                 given[:constants] = operands[:constants]
                 shared.update(range(constants))
                 for i in range(constants + carried, len(operands)):
-                    given[i] = self._element(operands[i], inner.invars[i].aval)
+                    given[i] = self._element(operands[i], inner.invars[i].aval, loops(inner))
             elif name == "while":
                 condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
                 start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
@@ -294,9 +295,14 @@ class Graph:
         if name == "scan":
             _, carried = compat.scan_parts(equation)
             for stacked, element in list(zip(outputs, results, strict=True))[carried:]:
-                self._table[("element", stacked)] = (element,)
+                self._table[("element", stacked, loops(children[0].body))] = (element,)
         self._node(equation, tuple(operands), outputs, body, shared)
         return list(outputs)
+
+
+def loops(body: Body) -> int:
+    """How many loops a body is inside of, its own counted."""
+    return sum(part.startswith(("scan", "while")) for part in body.path)
 
 
 def computes(body: Body, position: int) -> bool:

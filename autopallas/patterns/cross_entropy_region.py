@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 
 from autopallas import compat
-from autopallas.graph import Body, Graph, Node, Ref, Space
+from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.graph.numbering import loops
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, precision_of
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
@@ -196,8 +197,8 @@ class Region:
             sliced = value in self.graph.elements and value not in self.graph.definitions
             if sliced or self.graph.name(value) in ("dynamic_slice", "gather"):
                 raise Mismatch("the program computes its logits piece by piece already")
-        loops = _loops(self.graph.definitions[self.logits].body)
-        if any(_loops(node.body) > loops for node in self.ends):
+        around = loops(self.graph.definitions[self.logits].body)
+        if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop")
         before = -1
         while self.space.refinements != before:
@@ -416,10 +417,6 @@ class Region:
         if node is None or operands is None or node.equation.effects:
             raise Mismatch("numbers per row are not computed elementwise")
         return Apply(node.equation.primitive, node.params, tuple(operands), self.graph.dtype(ref.value))
-
-
-def _loops(body: Body) -> int:
-    return sum(part.startswith(("scan", "while")) for part in body.path)
 
 
 def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:

@@ -112,6 +112,16 @@ def in_a_scan_over_layers(sizes, x, weights):
     return lax.scan(layer, x, weights)[0]
 
 
+@spelling(inputs=lambda sizes, dtype: [array(3, sizes.queries, sizes.size, dtype=dtype)])
+def of_each_sequence_to_each(sizes, xs):
+    """A loop inside a loop, both over the same array: at two different slices of it."""
+
+    def attend_to_all(x):
+        return lax.scan(lambda total, other: (total + softmax(x @ other.T) @ other, None), jnp.zeros_like(x), xs)[0]
+
+    return lax.map(attend_to_all, xs)
+
+
 @spelling(
     lambda sizes, dtype: [
         array(sizes.batch, sizes.queries, sizes.size, dtype=dtype),
