@@ -10,7 +10,7 @@ cache key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
+
+custom_p = Primitive("custom_derivative")
+"""Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
+
+It is never bound.  Side input n of both is argument n; those of the tangent go on with the tangents of the floating
+arguments.
+"""
 
 Axis: TypeAlias = Literal["query", "key"]
 
@@ -117,7 +124,9 @@ class Program:
     @property
     def primitives(self) -> frozenset[str]:
         """Names of the primitives used: a backend that lacks one can say so before any compile."""
-        return frozenset(i.primitive.name for i in self.instructions)
+        own = {i.primitive.name for i in self.instructions}
+        inner = (p.primitives for i in self.instructions if i.primitive is custom_p for _, p in _programs(i))
+        return frozenset(own.union(*inner))
 
     def evaluate(
         self,
@@ -186,13 +195,48 @@ class Program:
         for instruction in self.instructions:
             arguments = " ".join(names[a] for a in instruction.arguments)
             shown = ", ".join(f"{k}={v}" for k, v in instruction.params if v is not None and v is not False)
+            shown = shown.replace("\n", "\n    ")
             names.append(f"%{len(names)}")
             lines.append(f"  {names[-1]} = {instruction.primitive.name}{f'[{shown}]' if shown else ''} {arguments}")
         return "\n".join([*lines, f"  return {names[self.result]}"])
 
 
+def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Parameters of an elementwise primitive as an instruction has them: without what ties them to a placement."""
+    return tuple((name, None if name in _PLACEMENT else value) for name, value in sorted(params.items()))
+
+
+_PLACEMENT = frozenset({"sharding", "out_sharding"})
+
+
 def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
     shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in arguments))
     operands = [jnp.broadcast_to(a, shape) for a in arguments]
+    if instruction.primitive is custom_p:
+        return _custom(instruction, operands)
     result: jax.Array = instruction.primitive.bind(*operands, **dict(instruction.params))
+    return result
+
+
+def _programs(instruction: Instruction) -> list[tuple[str, Program]]:
+    return [(name, value) for name, value in instruction.params if isinstance(value, Program)]
+
+
+def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
+    """A function with its own derivative, on arrays of one shape."""
+    programs = dict(_programs(instruction))
+    floating = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def evaluated(name: str, inputs: Sequence[jax.Array]) -> jax.Array:
+        return jnp.broadcast_to(programs[name].evaluate(None, None, None, inputs), operands[0].shape)
+
+    @jax.custom_jvp
+    def function(*inputs: jax.Array) -> jax.Array:
+        return evaluated("value", inputs)
+
+    @function.defjvp
+    def rule(inputs: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return function(*inputs), evaluated("tangent", [*inputs, *(tangents[i] for i in floating)])
+
+    result: jax.Array = function(*operands)
     return result

@@ -12,6 +12,7 @@ from typing import Any
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.custom_rules import is_elementwise_call
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
@@ -116,7 +117,7 @@ def _inline(
         elif any(a is not b for a, b in zip(inputs, equation.invars, strict=True)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if equation.primitive.name not in _KERNELS:
+        if equation.primitive.name not in _KERNELS and not is_elementwise_call(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))

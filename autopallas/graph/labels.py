@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.numbering import Graph, Node
 
 Atom: TypeAlias = int
@@ -28,13 +29,6 @@ _LAYOUT = _IDENTITY | {
     "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "concatenate", "split", "tile",
     "reduce_precision", "convert_element_type",
 }  # fmt: skip
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg
-    nextafter not one_minus_square or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
-)
-"""Primitives that compute each element of their result from the same element of their operands."""
 
 
 class Ref(NamedTuple):
@@ -152,7 +146,7 @@ class Space:
         node = self.graph.definitions.get(ref.value)
         if node is None:
             return None
-        if node.name in ELEMENTWISE:
+        if node.name in ELEMENTWISE or is_elementwise_call(node.equation):
             shape = self.graph.shape(ref.value)
             found: list[Ref] = []
             for value in node.inputs:

@@ -19,6 +19,7 @@ from jax import numpy as jnp
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body, Child
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
@@ -186,11 +187,11 @@ class Graph:
         if is_identity(equation):
             return operands
         key = None if equation.effects else self.key(equation, operands, frame)
-        if key is not None and key in self._table:
-            return list(self._table[key])
+        if key is not None and (known := self._known(key, equation)) is not None:
+            return list(known)
         outputs = tuple(self._new(v.aval) for v in equation.outvars)
         if key is not None:
-            self._table[key] = outputs
+            self._table.setdefault(key, outputs)
         self._node(equation, tuple(operands), outputs, body)
         return list(outputs)
 
@@ -201,8 +202,15 @@ class Graph:
         if is_identity(equation):
             return operands
         key = self.key(equation, operands, frame)
-        found = None if key is None else self._table.get(key)
+        found = None if key is None else self._known(key, equation)
         return None if found is None else list(found)
+
+    def _known(self, key: Hashable, equation: JaxprEqn) -> tuple[int, ...] | None:
+        """The numbers under a key.  Functions with a derivative of their own are one only if the derivatives are."""
+        found = self._table.get(key)
+        if found is not None and is_elementwise_call(equation):
+            return found if same_rule(self.definitions[found[0]].equation, equation) else None
+        return found
 
     def find_literal(self, literal: Literal) -> int | None:
         """The number of a literal, if the program has it."""
@@ -236,7 +244,11 @@ class Graph:
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
-        params: Hashable = tuple(item for item in sorted(equation.params.items()) if item[0] not in _IGNORED)
+        params: Hashable
+        if is_elementwise_call(equation):
+            params = called_program(equation)
+        else:
+            params = tuple(item for item in sorted(equation.params.items()) if item[0] not in _IGNORED)
         try:
             hash(params)
         except TypeError:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
-from autopallas.graph.labels import ELEMENTWISE, Dimension, is_product
+from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape
 from autopallas.patterns.backward import Lookup, settle
 from autopallas.patterns.expressions import Scope

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.numbering import is_identity
@@ -101,7 +102,8 @@ class Forward:
                 (str(a.aval), repr(a.val)) if isinstance(a, Literal) else places.get(a, str(a.aval))
                 for a in equation.invars
             )
-            lines.append((self.graph.key(equation, (), ()), atoms))
+            rule = rule_of(equation) if is_elementwise_call(equation) else None
+            lines.append((self.graph.key(equation, (), ()), rule, atoms))
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 

@@ -13,13 +13,11 @@ from autopallas import compat
 from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
-from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
+from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
 from autopallas.patterns.match import Mismatch
-from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side
+from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, parameters
 
 __all__ = ["Carrier", "ProgramBuilder", "at_hand"]
-
-_IGNORED = frozenset({"sharding", "out_sharding"})
 
 
 def at_hand(graph: Graph, value: int, home: Body, body: Body, across: bool) -> bool:
@@ -225,7 +223,7 @@ class ProgramBuilder:
                 return self._input(expression)
             case Apply():
                 arguments = tuple(self._register(a) for a in expression.arguments)
-                return self._emit(expression.primitive, _params(expression.params), arguments, expression.dtype)
+                return self._emit(expression.primitive, parameters(expression.params), arguments, expression.dtype)
         assert isinstance(expression, Ref), "only passes over logits have positions and statistics in expressions"
         if self.carrier.pin(expression) is not None:
             source = self.carrier.side_operand(expression)
@@ -271,14 +269,15 @@ class ProgramBuilder:
                 a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
                 for a, o in zip(arguments, operands, strict=True)
             )
-            register = self._emit(lax.mul_p, _params(compat.multiplication_params()), arguments, dtype)
+            register = self._emit(lax.mul_p, parameters(compat.multiplication_params()), arguments, dtype)
         else:
-            register = self._emit(node.equation.primitive, _params(node.params), arguments, dtype)
+            primitive, params = operation(node)
+            register = self._emit(primitive, parameters(params), arguments, dtype)
         self._known[key] = register
         return register
 
     def _convert(self, register: Any, dtype: Any) -> Any:
-        return self._emit(lax.convert_element_type_p, _params(conversion_params(dtype)), (register,), dtype)
+        return self._emit(lax.convert_element_type_p, parameters(conversion_params(dtype)), (register,), dtype)
 
     def carrier_axis(self, ref: Ref) -> bool:
         return bool(self.scope.space.atoms(ref) & set(self.scope.space.resolve(self.carrier.axes[1])))
@@ -299,8 +298,3 @@ class ProgramBuilder:
                     whole = {} if start == 0 else {"extent": extent}
                     return Index(axis, dtype, offset, stride, **whole)  # type: ignore[arg-type]
         return None
-
-
-def _params(params: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Parameters of an elementwise primitive, without what ties them to an array's placement."""
-    return tuple((name, None if name in _IGNORED else value) for name, value in sorted(params.items()))

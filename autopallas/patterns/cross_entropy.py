@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
-from autopallas.graph.labels import ELEMENTWISE, is_product
+from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss
@@ -81,7 +82,8 @@ def _exponents(graph: Graph) -> set[int]:
 
 
 def _flows(node: Node) -> bool:
-    return (node.name in ELEMENTWISE or node.name in _LAYOUT or is_product(node)) and not node.equation.effects
+    through = node.name in ELEMENTWISE or node.name in _LAYOUT or is_product(node) or is_elementwise_call(node.equation)
+    return through and not node.equation.effects
 
 
 def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:

@@ -13,7 +13,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.graph.numbering import loops
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, precision_of
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, operation, precision_of
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_statistics import RowStatistics
@@ -416,7 +416,7 @@ class Region:
         node, operands = self.scope.node(ref), self.space.operands(ref)
         if node is None or operands is None or node.equation.effects:
             raise Mismatch("numbers per row are not computed elementwise")
-        return Apply(node.equation.primitive, node.params, tuple(operands), self.graph.dtype(ref.value))
+        return Apply(*operation(node), tuple(operands), self.graph.dtype(ref.value))
 
 
 def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:

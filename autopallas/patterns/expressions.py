@@ -13,9 +13,10 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
-from autopallas.graph.labels import ELEMENTWISE, is_product
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call, rule_of
+from autopallas.graph.labels import is_product
 from autopallas.patterns.match import Mismatch
-from autopallas.program import Axis, Constant
+from autopallas.program import Axis, Constant, custom_p
 
 Dtype: TypeAlias = np.dtype[Any]
 
@@ -142,6 +143,20 @@ class Scope:
         typed = [np.asarray(a, graph.dtype(i)) for a, i in zip(arguments, node.inputs, strict=True)]
         with np.errstate(all="ignore"):
             return _scalar(np.asarray(fold(node.params, *typed)).astype(graph.dtype(value)))
+
+
+def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
+    """What an elementwise computation is in a program: primitive and parameters.
+
+    Raises:
+      Mismatch: it calls a function of which the derivative is not elementwise.
+    """
+    if not is_elementwise_call(node.equation):
+        return node.equation.primitive, node.params
+    rule = rule_of(node.equation)
+    if rule is None:
+        raise Mismatch("a function with a derivative of its own cannot be carried")
+    return custom_p, {"value": rule.value, "tangent": rule.tangent}
 
 
 def conversion_params(dtype: Dtype) -> dict[str, Any]:

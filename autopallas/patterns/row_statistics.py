@@ -21,7 +21,16 @@ from jax import lax
 from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, conversion_params
+from autopallas.patterns.expressions import (
+    Apply,
+    Computed,
+    Dtype,
+    Expression,
+    Position,
+    Scope,
+    conversion_params,
+    operation,
+)
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax, Term
@@ -347,7 +356,7 @@ class RowStatistics(Softmax):
         if node.name == "dot_general":
             arguments = tuple(self.convert(a, dtype) for a in arguments)
             return Apply(lax.mul_p, compat.multiplication_params(), arguments, dtype)
-        return Apply(node.equation.primitive, node.params, arguments, dtype)
+        return Apply(*operation(node), arguments, dtype)
 
     def _within(self, label: Expression) -> Expression:
         own = self.scope.dtype(label)

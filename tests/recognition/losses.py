@@ -270,6 +270,13 @@ def relu_of_the_logits(w, x, y):
 
 
 @loss
+def logits_through_a_rule_that_is_no_derivative(w, x, y):
+    doubled = jax.custom_jvp(jnp.tanh)
+    doubled.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), 2 * tangents[0] * jnp.cos(primals[0])))
+    return -picked(log_softmax(3 * doubled(x @ w)), y).mean()
+
+
+@loss
 def checkpointed(w, x, y):
     return jax.checkpoint(take_along_axis)(w, x, y)
 

@@ -347,6 +347,18 @@ def soft_cap(q, k, v):
     return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(q, k, v)
 
 
+@step()
+def scores_through_a_rectifier(q, k, v):
+    model = lambda q, k, v: softmax(jax.nn.relu(q @ k.mT) ** 2 * 0.1) @ v  # noqa: E731
+    return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(q.at[:, :, 2].set(0), k, v)
+
+
+@step()
+def checkpoint_of_scores_through_a_rectifier(q, k, v):
+    model = jax.checkpoint(lambda q, k, v: softmax(jax.nn.relu(q @ k.mT)) @ v)
+    return jax.value_and_grad(loss_of(model), argnums=(0, 1, 2))(q.at[:, :, 2].set(0), k, v)
+
+
 @step(lambda: [*qkv(), jnp.asarray([[0] * 4 + [1] * 3] * B), jnp.asarray([[0] * 6 + [1] * 5] * B)])
 def segment_ids(q, k, v, own, other):
     def model(q, k, v):

@@ -1,0 +1,188 @@
+"""Elementwise functions with a derivative of their own (``jax.nn.relu``, say): equations like others, not bodies.
+
+What such a function computes and what its derivative is are read into programs, so that two of them can be compared and
+a kernel can evaluate both on a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from autopallas.program import Constant, Input, Instruction, Program, Side, parameters
+
+__all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "rule_of", "same_rule"]
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg
+    nextafter not one_minus_square or pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor""".split()
+)
+"""Primitives that compute each element of their result from the same element of their operands."""
+
+_CALL = "custom_jvp_call"
+_LONGEST = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A function of its operands, and the tangent of its result as a function of operands and their tangents.
+
+    Only floating operands have tangents.  Inputs are numbered as side inputs are, tangents after operands.
+    """
+
+    value: Program
+    tangent: Program
+
+
+def is_elementwise_call(equation: JaxprEqn) -> bool:
+    """Whether an equation calls a function with a derivative of its own that works element by element."""
+    return equation.primitive.name == _CALL and called_program(equation) is not None
+
+
+def called_program(equation: JaxprEqn) -> Program | None:
+    """What such an equation computes; None where it is not elementwise, or reads more than its operands."""
+    if equation.params["num_consts"] or equation.params["symbolic_zeros"] or equation.effects:
+        return None
+    if len(equation.outvars) != 1:
+        return None
+    return _program(_Identified(equation.params["call_jaxpr"]))
+
+
+def same_rule(a: JaxprEqn, b: JaxprEqn) -> bool:
+    """Whether two elementwise calls of equal values have equal derivatives."""
+    if a.params["jvp_jaxpr_fun"] is b.params["jvp_jaxpr_fun"]:
+        return True
+    rule = rule_of(a)
+    return rule is not None and rule == rule_of(b)
+
+
+def rule_of(equation: JaxprEqn) -> Rule | None:
+    """The function and its derivative; None where the derivative is not elementwise."""
+    value = called_program(equation)
+    if value is None:
+        return None
+    types = tuple((tuple(a.aval.shape), str(a.aval.dtype)) for a in equation.invars)
+    tangent = _tangent(_Identified(equation.params["jvp_jaxpr_fun"], equation, types))
+    return None if tangent is None else Rule(value, tangent)
+
+
+class _Identified:
+    """A key for caches: the object itself, whatever it says about equality, and what else tells two uses apart."""
+
+    __slots__ = ("it", "types", "use")
+
+    def __init__(self, it: Any, use: Any = None, types: tuple[Any, ...] = ()):
+        self.it, self.use, self.types = it, use, types
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identified) and self.it is other.it and self.types == other.types
+
+    def __hash__(self) -> int:
+        return hash((id(self.it), self.types))
+
+
+@lru_cache(maxsize=128)
+def _program(body: _Identified) -> Program | None:
+    jaxpr, consts = compat.opened(body.it)
+    return None if consts else _read(jaxpr)
+
+
+@lru_cache(maxsize=128)
+def _tangent(function: _Identified) -> Program | None:
+    """The derivative, traced as JAX would differentiate the equation."""
+    equation: JaxprEqn = function.use
+    inputs = [Var(atom.aval) for atom in equation.invars]
+    info = compat.debug_info("autopallas", len(inputs), 1)
+    again = equation.replace(invars=inputs)
+    once = compat.jaxpr_as_fun(ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), []))
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    active = [i for i, s in enumerate(shapes) if jnp.issubdtype(s.dtype, jnp.floating)]
+
+    def moved(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        def function(*chosen: Any) -> Any:
+            filled = list(operands)
+            for i, x in zip(active, chosen, strict=True):
+                filled[i] = x
+            return once(*filled)[0]
+
+        return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+
+    try:
+        jaxpr, consts = compat.opened(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
+    except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
+        return None
+    return None if consts else _read(jaxpr)
+
+
+def _read(jaxpr: Any) -> Program | None:
+    """An elementwise jaxpr as a program over its inputs; None where it is something else."""
+    inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
+    lines: list[tuple[Instruction, list[Any]]] = []
+
+    def load(value: Input) -> Input:
+        inputs.setdefault(value)
+        return value
+
+    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+        """Registers are inputs, or numbers of instructions."""
+        known = dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, Literal):
+                return known[atom]
+            value = np.asarray(atom.val)
+            if value.shape or atom.aval.shape:
+                raise _NotElementwise
+            return load(Constant(value.item(), np.dtype(atom.aval.dtype)))
+
+        for equation in jaxpr.eqns:
+            name, registers = equation.primitive.name, [read(atom) for atom in equation.invars]
+            held = compat.bodies(equation)
+            if equation.effects or len(lines) > _LONGEST:
+                raise _NotElementwise
+            if name in ("jit", "pjit", _CALL) and len(held) == 1:
+                inner, consts = compat.opened(held[0][2])
+                if consts:
+                    raise _NotElementwise
+                results = inline(inner, registers)
+            elif name == "broadcast_in_dim" and not equation.invars[0].aval.shape:
+                results = registers[:1]
+            elif name in ELEMENTWISE:
+                dtype = np.dtype(equation.outvars[0].aval.dtype)
+                lines.append((Instruction(equation.primitive, parameters(equation.params), (), dtype), registers))
+                results = [len(lines) - 1]
+            else:
+                raise _NotElementwise
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    try:
+        (result,) = inline(jaxpr, list(inputs))
+        numbers = {value: i for i, value in enumerate(inputs)}
+
+        def number(register: Any) -> int:
+            return len(numbers) + register if isinstance(register, int) else numbers[register]
+
+        program = Program(
+            tuple(inputs),
+            tuple(Instruction(i.primitive, i.params, tuple(map(number, a)), i.dtype) for i, a in lines),
+            number(result),
+        )
+        hash(program)
+    except (_NotElementwise, TypeError, ValueError):
+        return None
+    return program
+
+
+class _NotElementwise(Exception):
+    pass
