@@ -85,6 +85,7 @@ __all__ = [
     "jaxpr_as_fun",
     "jit_settings",
     "location",
+    "lowering_device",
     "make_jaxpr",
     "mlir",
     "multiplication_params",
@@ -322,6 +323,12 @@ def invariant_type(aval: Any) -> Any:
     """The type of an array, said to be the same along every manual mesh axis."""
     kind = getattr(aval, "manual_axis_type", None)
     return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
+
+
+def lowering_device(context: Any) -> Any | None:
+    """The first device that a module is being lowered for, or None where only its platform is known."""
+    devices = getattr(context.module_context.axis_context, "device_assignment", None)
+    return devices[0] if devices else None
 
 
 def is_tracer(x: object) -> bool:

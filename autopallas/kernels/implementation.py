@@ -5,16 +5,24 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 
+from autopallas import compat
 from autopallas.errors import AutopallasWarning, UnsupportedError
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
 
+HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+"""The platform of each implementation that is written for one."""
+
 T = TypeVar("T")
+
+_target = compat.trace_context(None)
+"""The device that code is being lowered for, where it is not this process's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +34,18 @@ class Device:
 
     @staticmethod
     def current() -> Device:
-        """The default device of this process."""
-        device = jax.devices()[0]
+        """The device that is compiled for: that of an enclosing ``with device.targeted()``, else the default one."""
+        return _target.value or Device.of(jax.devices()[0])
+
+    @staticmethod
+    def of(device: Any) -> Device:
+        """The description of one of JAX's devices."""
         return Device({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)
+
+    def targeted(self) -> AbstractContextManager[None]:
+        """A context in which code is traced and lowered for this device, whatever this process runs on."""
+        context: AbstractContextManager[None] = _target(self)
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Legality, choice of implementation, block sizes, go / no-go."""
 
 from autopallas.plan.decide import Decision, plan
+from autopallas.plan.elsewhere import elsewhere
 
-__all__ = ["Decision", "plan"]
+__all__ = ["Decision", "elsewhere", "plan"]

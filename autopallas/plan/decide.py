@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import jax
 
 from autopallas.errors import UnsupportedError
-from autopallas.kernels.implementation import Device, Operation, Unsupported
+from autopallas.kernels.implementation import HOME, Device, Operation, Unsupported
+from autopallas.kernels.interpret import interpretation, settled
 from autopallas.kernels.run import kernel_forward
 from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.tuning import lock as lockfile
-from autopallas.tuning.choose import Choice, Tuner
+from autopallas.tuning.choose import Choice, Tuner, of_table
 
-__all__ = ["Decision", "plan"]
+__all__ = ["Decision", "judge", "plan"]
 
 _SIMULATED_MARGIN = 1.3
 """A simulated gain counts only above this."""
@@ -38,6 +39,11 @@ class Decision:
     """The row of a table or of the cache that the verdict rests on, or None."""
     attempts: tuple[tuple[str, str, str], ...] = ()
     """(implementation, stage, error) of those that were asked before and cannot."""
+    kind: str = ""
+    """The device that it is for, by its own name; "" for any of the platform."""
+    direction: Literal["forward", "forward+backward"] = "forward"
+    options: Options | None = field(default=None, repr=False)
+    """What was asked for, should the program be lowered for another platform; None: there the original runs."""
 
 
 def plan(matches: Sequence[Match], device: Device, options: Options, tuner: Tuner) -> list[Decision]:
@@ -77,27 +83,32 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner) -> Dec
     """The first requested implementation that supports the site and can be traced for it, judged."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
+    # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
+    foreign = isinstance(wanted, str) and HOME.get(wanted, device.platform) != device.platform and not interpretation()
+    if isinstance(wanted, str) and foreign:
+        device = Device(HOME[wanted], "")
     attempts: list[tuple[str, str, str]] = []
     for name, answer in operation.candidates(match.spec, device, wanted):
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        choice = tuner.choose(match, name)
+        choice = of_table(match, name, device) if foreign else tuner.choose(match, name)
         if choice.failure is not None:
             attempts.append((name, "tune", choice.failure))
             continue
-        decision = _judge(operation, name, choice, device, options, tuple(attempts))
+        decision = judge(operation, name, choice, device, options, tuple(attempts))
         if decision.verdict == "kept":
             return decision
         try:
-            for part in match.passes:
-                _check_types(part, decision)
+            with device.targeted(), settled():
+                for part in match.passes:
+                    _check_types(part, decision)
         except Exception as error:
             if options.strict or isinstance(wanted, str):
                 raise
             attempts.append((name, "trace", f"{type(error).__name__}: {error}"))
             continue
-        return decision
+        return replace(decision, kind=device.kind, direction=match.direction, options=options)
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
@@ -153,7 +164,7 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _judge(
+def judge(
     operation: Operation,
     name: str,
     choice: Choice,

@@ -22,8 +22,9 @@ from jax.extend.core import Primitive
 from autopallas import compat
 from autopallas.compat import ad, batching, mlir
 from autopallas.kernels.implementation import Device
+from autopallas.kernels.interpret import settled
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
-from autopallas.plan import Decision
+from autopallas.plan import Decision, elsewhere
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -90,27 +91,38 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def runs(decision: Decision, platform: str) -> bool:
-        return decision.verdict == "applied" and decision.platform == platform
+    def decided(decision: Decision, device: Device, params: dict[str, Any]) -> Decision:
+        if decision.verdict == "kept" or not device.platform or compute is _tangent:
+            return decision
+        same_kind = decision.options is None or not device.kind or decision.kind == device.kind
+        if same_kind and decision.platform == device.platform:
+            return decision
+        return elsewhere(decision, device, params["site"], params["original"], params.get("active"))
 
     def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
-        return compute(runs(decision, Device.current().platform), *operands, decision=decision, **params)
+        decision = decided(decision, Device.current(), params)
+        return compute(decision.verdict == "applied", *operands, decision=decision, **params)
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(types)
     for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
 
-        def lowered(*operands: Any, decision: Decision, ours: str = ours, **params: Any) -> Any:
-            return compute(runs(decision, ours), *operands, decision=decision, **params)
+        def lowered(*operands: Any, runs: bool, **params: Any) -> Any:
+            return compute(runs, *operands, **params)
 
         rule: Any = mlir.lower_fun(lowered, multiple_results=True)
 
         def lowering(
             context: Any, *operands: Any, decision: Decision, ours: str = ours, rule: Any = rule, **params: Any
         ) -> Any:
-            if runs(decision, ours):  # kernels mix operands and constants, and know of no mesh
+            found = compat.lowering_device(context)
+            device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
+            decision = decided(decision, device, params)
+            runs = decision.verdict == "applied" and decision.platform == ours
+            if runs:  # kernels mix operands and constants, and know of no mesh
                 context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
-            return rule(context, *operands, decision=decision, **params)
+            with device.targeted(), settled():
+                return rule(context, *operands, decision=decision, runs=runs, **params)
 
         mlir.register_lowering(primitive, lowering, platform=platform)
     return primitive

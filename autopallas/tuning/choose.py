@@ -23,7 +23,7 @@ from autopallas.tuning.key import TuningKey, key_of
 from autopallas.tuning.search import search
 from autopallas.tuning.table import Row
 
-__all__ = ["Choice", "Tuner"]
+__all__ = ["Choice", "Tuner", "of_table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,14 @@ class Choice:
     def exact(self) -> bool:
         """Whether the row was measured for this bucket, so that it can license a replacement."""
         return self.row is not None and self.source in ("cache", "table", "autotune")
+
+
+def of_table(match: Any, implementation: str, device: Device) -> Choice:
+    """What the tables know of a match (its ``op``, ``spec`` and ``direction``) on a device."""
+    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    found = tables.find(match.spec, device, implementation, match.direction)
+    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction)
+    return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
 
 
 _searching = threading.Lock()
@@ -88,7 +96,7 @@ class Tuner:
                 self.cache_hits += 1
                 if choice.failure or choice.row:
                     return choice
-        tabled = self._tabled(match, implementation)
+        tabled = of_table(match, implementation, self._device)
         if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
             return tabled
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= self._options.tune_seconds:
@@ -119,12 +127,6 @@ class Tuner:
         except EntryError as error:
             WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
             return None
-
-    def _tabled(self, match: Any, implementation: str) -> Choice:
-        tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
-        found = tables.find(match.spec, self._device, implementation, match.direction)
-        sizes = tables.infer_block_sizes(match.spec, self._device, implementation, match.direction)
-        return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
 
     def _searched(
         self, match: Any, implementation: str, key: TuningKey, known: Entry | None, otherwise: Choice

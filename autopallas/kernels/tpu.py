@@ -1,0 +1,251 @@
+"""What the TPU kernels of all operations share: generations and their memory, alignment, and the one ``pallas_call``.
+
+Everything here but :func:`call` is plain arithmetic that needs no TPU and no Pallas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.interpret import interpretation, refusal
+from autopallas.program import Program
+
+__all__ = [
+    "ANY_GENERATION",
+    "GENERATIONS",
+    "LANES",
+    "PROGRAM_PRIMITIVES",
+    "Generation",
+    "block_bytes",
+    "call",
+    "check_block",
+    "cost_of",
+    "generation",
+    "reason_against",
+    "rounded",
+    "sublanes",
+]
+
+KIB, MIB = 2**10, 2**20
+LANES = 128
+"""Elements along the minor dimension of a tile."""
+
+Semantics: TypeAlias = Literal["parallel", "arbitrary"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of TPU, as far as kernels have to know it.
+
+    Attributes:
+      name: as in ``--target tpu-<name>``.
+      kinds: what JAX calls its devices.
+      vmem: bytes of vector memory of one core.
+      limit: bytes of it that a kernel asks for; None: what the compiler gives unasked.
+      unasked: that number of bytes.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    vmem: int
+    limit: int | None
+    unasked: int
+
+    @property
+    def budget(self) -> int:
+        """Bytes of vector memory that a kernel may use."""
+        return self.unasked if self.limit is None else self.limit
+
+
+GENERATIONS = (
+    Generation("v4", ("TPU v4",), 16 * MIB, None, 16 * MIB),
+    Generation("v5e", ("TPU v5 lite", "TPU v5e"), 128 * MIB, 50_000 * KIB, 16 * MIB),
+    Generation("v5p", ("TPU v5", "TPU v5p"), 64 * MIB, 50_000 * KIB, 16 * MIB),
+    Generation("v6e", ("TPU v6 lite", "TPU v6e"), 128 * MIB, 98_304 * KIB, 32 * MIB),
+    Generation("v7x", ("TPU7x", "TPU v7x"), 64 * MIB, 50_000 * KIB, 32 * MIB),
+)
+ANY_GENERATION = Generation("any", (), 16 * MIB, None, 16 * MIB)
+"""What every generation can do: for programs that are exported without a device at hand."""
+
+
+def generation(device: Device) -> Generation:
+    """The generation of a device; :data:`ANY_GENERATION` for one of no known kind, as where kernels are interpreted."""
+    return next((g for g in GENERATIONS if device.kind in (*g.kinds, g.name)), ANY_GENERATION)
+
+
+# ---------------------------------------------------------------------- tiles and memory
+
+
+def sublanes(dtype: Any) -> int:
+    """Elements along the second minor dimension of a tile: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
+    return 32 // int(np.dtype(dtype).itemsize)
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple at or above."""
+    return -(-number // multiple) * multiple
+
+
+def block_bytes(shape: Sequence[int], dtype: Any, buffers: int = 1) -> int:
+    """Bytes that a block takes in vector memory, its last two dimensions filled up to whole tiles.
+
+    Args:
+      shape: the block's shape.
+      dtype: its dtype.
+      buffers: 2 for inputs and outputs of a pipelined kernel, 1 for scratch.
+
+    Example:
+      >>> block_bytes((512, 64), np.float32, buffers=2)
+      524288
+    """
+    *leading, rows, columns = (1, 1, *shape)
+    rows = rounded(rows, sublanes(dtype)) if rows > 1 else 1
+    return buffers * math.prod(leading) * rows * rounded(columns, LANES) * int(np.dtype(dtype).itemsize)
+
+
+def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: Any) -> None:
+    """Raises where Mosaic would not take a block: each of its last two dimensions is the array's, or divisible by the
+    tile's.
+
+    Args:
+      name: what the message calls it.
+      block: the block's shape.
+      shape: the array's.
+      dtype: the array's.
+
+    Raises:
+      ValueError: says which dimension, and what it may be.
+
+    Example:
+      >>> check_block("labels", (1, 512), (1, 8192), np.int32)
+      >>> check_block("labels", (1, 100), (1, 8192), np.int32)
+      Traceback (most recent call last):
+      ValueError: labels: a block of (1, 100) of an array of (1, 8192): 100 must be a multiple of 128, or all of 8192
+    """
+    for axis, multiple in ((-1, LANES), (-2, sublanes(dtype))):
+        if len(block) >= -axis and block[axis] != shape[axis] and block[axis] % multiple:
+            raise ValueError(
+                f"{name}: a block of {tuple(block)} of an array of {tuple(shape)}: {block[axis]} must be a multiple of "
+                f"{multiple}, or all of {shape[axis]}"
+            )
+
+
+# ---------------------------------------------------------------------- what Mosaic can compute
+
+PROGRAM_PRIMITIVES = frozenset(
+    """
+    abs add add_any and atan2 bitcast_convert_type ceil clamp clz convert_element_type cos div eq erf erf_inv exp exp2
+    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or population_count pow
+    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square stop_gradient
+    sub tan tanh xor
+    """.split()
+)
+"""The elementwise primitives that Mosaic lowers in every supported version of JAX."""
+
+_PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float32".split())
+
+
+def reason_against(device: Device, programs: Iterable[Program], dtypes: Iterable[Any]) -> Unsupported | None:
+    """What stops a TPU kernel of these programs and operands, from rules alone; None where nothing is known to.
+
+    Args:
+      device: where it is to run.
+      programs: what it evaluates on a tile.
+      dtypes: of its operands and results.
+    """
+    if (answer := refusal("tpu", device)) is not None:
+        return answer
+    programs = tuple(programs)
+    used = {p for program in programs for p in program.primitives}
+    if missing := sorted(used - PROGRAM_PRIMITIVES):
+        return Unsupported(f"Mosaic TPU has no {', '.join(missing)}")
+    held = {np.dtype(d).name for d in dtypes}
+    held |= {np.dtype(x.dtype).name for program in programs for x in (*program.inputs, *program.instructions)}
+    if missing := sorted(held - _PROGRAM_DTYPES):
+        return Unsupported(f"TPUs do not compute with {', '.join(missing)}")
+    return None
+
+
+# ---------------------------------------------------------------------- the call
+
+
+def call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: Sequence[Any],
+    semantics: Sequence[Semantics],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    out_shape: Any,
+    cost: Any,
+    scratch_shapes: Sequence[Any] = (),
+    prefetched: int = 0,
+    aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A ``pallas_call`` as every TPU kernel here has it: named, scoped, priced, and within the generation's memory.
+
+    Args:
+      kernel: the body: prefetched scalars, inputs, outputs, scratch.
+      name: of the call and of the scope around it.
+      grid: one extent per dimension; the last one is the innermost.
+      semantics: "parallel" for a dimension whose steps are independent, "arbitrary" for one that is in order.
+      in_specs, out_specs, out_shape, scratch_shapes: as of ``pallas_call``.
+      cost: the ``pl.CostEstimate``; see :func:`cost_of`.
+      prefetched: how many leading operands are scalars in SMEM that index maps see.
+      aliases: operand to output.
+
+    Returns:
+      A function of the operands.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    pallas_call = pl.pallas_call(
+        kernel,
+        out_shape,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=prefetched,
+            grid=tuple(grid),
+            in_specs=list(in_specs),
+            out_specs=out_specs,
+            scratch_shapes=list(scratch_shapes),
+        ),
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=tuple(semantics), vmem_limit_bytes=generation(Device.current()).limit
+        ),
+        interpret=interpretation(),
+        cost_estimate=cost,
+        name=name,
+    )
+
+    def run(*operands: Any) -> Any:
+        # Index maps count in 32 bits, also where the program around has 64.
+        with jax.named_scope(name), jax.enable_x64(False):
+            return pallas_call(*operands)
+
+    return run
+
+
+def cost_of(body: Callable[..., Any], *types: Any, times: int, arrays: Iterable[Any]) -> Any:
+    """What a kernel costs, as XLA's scheduler wants to know it.
+
+    Args:
+      body: a function that computes what the kernel's body does on one tile, without program ids and references.
+      *types: shapes and dtypes of its arguments.
+      times: on how many tiles.
+      arrays: shapes and dtypes of what is read from and written to main memory.
+    """
+    from jax.experimental import pallas as pl
+
+    one = pl.estimate_cost(body, *types)
+    moved = sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in arrays)
+    return pl.CostEstimate(flops=one.flops * times, transcendentals=one.transcendentals * times, bytes_accessed=moved)
