@@ -1,6 +1,7 @@
 """The command line: one module per command, each with ``add(parser)``; this one parses and reports errors.
 
-A command returns its exit status.  What is wrong with the user's input is a :class:`CommandError`: one line, status 2.
+A command returns its exit status, or, where it hands over to the user's own program, how to: that program's errors are
+its own.  What is wrong with the user's input is a :class:`CommandError`: one line, status 2.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ __all__ = ["COMMANDS", "CommandError", "main"]
 COMMANDS = {
     "cache": "tuning results kept on disk: list, show, clear, export, import",
     "check": "fail where a program has lost a site of its lockfile",
+    "doctor": "say what this machine has, which implementations it can use, and why not the others",
     "lock": "write down what becomes of each site of a program",
+    "report": "say what becomes of each site of a program, and why",
+    "run": "run a script with every jax.jit in it optimized",
     "tune": "search for the block sizes of every site of a program",
 }
 """Each command, a module of this package, and what it is for."""
@@ -53,14 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"autopallas.cli.{name}")
         module.add(commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
     options = parser.parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = options.run
+    run: Callable[[argparse.Namespace], int | Callable[[], int]] = options.run
     try:
         status = run(options)
         sys.stdout.flush()
-        return status
     except (CommandError, OptionError) as error:
         print(f"autopallas {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    return status() if callable(status) else status

@@ -1,4 +1,4 @@
-"""``AUTOPALLAS_REPORT``: the reports of the whole process, printed or written when it ends."""
+"""The reports of the whole process, printed or written when it ends: ``AUTOPALLAS_REPORT``, ``autopallas run``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ from dataclasses import dataclass, field
 from autopallas import environment
 from autopallas.report.records import Report
 
-__all__ = ["record"]
+__all__ = ["JSON", "TABLE", "collect", "record", "write"]
+
+TABLE, JSON = "table", "json"
+"""Destinations of :func:`collect`: standard error, as one table for each function with anything in it, or as JSON."""
+_STREAMS = (TABLE, JSON, "1")
 
 
 @dataclass(slots=True)
 class _Log:
-    """The reports so far.  They are kept only where the environment asks for them."""
+    """The reports so far.  They are kept only where somebody asks for them."""
 
     entries: list[tuple[str, Report]] = field(default_factory=list)
     destination: str | None = None
     process: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, name: str, report: Report, destination: str) -> None:
+    def begin(self, destination: str) -> None:
         with self.lock:
             if self.destination is None:
                 # The program may change its folder before it ends.
-                self.destination = destination if destination == "1" else os.path.abspath(destination)
+                self.destination = destination if destination in _STREAMS else os.path.abspath(destination)
                 self.process = os.getpid()
                 atexit.register(self.flush)
+
+    def add(self, name: str, report: Report) -> None:
+        with self.lock:
             self.entries.append((name, report))
 
     def flush(self) -> None:
@@ -40,10 +47,14 @@ class _Log:
         with self.lock:
             entries = list(self.entries)
         try:
-            if self.destination == "1":
+            if self.destination == TABLE:
+                _show(entries)
+            elif self.destination == JSON:
+                print(_as_json(entries), file=sys.stderr)
+            elif self.destination == "1":
                 print(_as_text(entries), file=sys.stderr)
             else:
-                _write(self.destination, entries)
+                write(self.destination, entries)
         except (OSError, ValueError) as error:
             try:
                 print(f"autopallas: the report cannot be written to {self.destination}: {error}", file=sys.stderr)
@@ -69,7 +80,39 @@ def record(name: str, report: Report) -> None:
     """
     destination = environment.read().report
     if destination is not None:
-        _LOG.add(name, report, destination)
+        _LOG.begin(destination)
+    if _LOG.destination is not None:
+        _LOG.add(name, report)
+
+
+def collect(destination: str) -> None:
+    """Keeps all reports from now on, for the end of the process; wins over the environment.
+
+    Args:
+      destination: ``TABLE``, ``JSON``, "1", or a path as ``AUTOPALLAS_REPORT`` takes it.
+    """
+    _LOG.begin(destination)
+
+
+def _show(entries: list[tuple[str, Report]]) -> None:
+    """What a person wants to see at the end of a run: each function once, and those alone in which something was."""
+    from autopallas.report import terminal
+
+    told: dict[str, tuple[str, Report]] = {}
+    for name, report in entries:
+        if report.sites or report.near_misses or report.failures:
+            told.setdefault(f"{name} {report.to_json()}", (name, report))
+    several = "function" if len(entries) == 1 else "functions"
+    head = f"autopallas traced {len(entries)} compiled {several}"
+    if not told:
+        print(f"{head}; no known computation was recognised in any, nor nearly so.", file=sys.stderr)
+        return
+    print(f"{head}; there is something to say about {len(told)}.\n", file=sys.stderr)
+    terminal.show(told.values(), sys.stderr)
+
+
+def _as_json(entries: list[tuple[str, Report]]) -> str:
+    return json.dumps([report.to_dict() for _, report in entries], indent=2, allow_nan=False)
 
 
 def _as_text(entries: list[tuple[str, Report]]) -> str:
@@ -78,10 +121,15 @@ def _as_text(entries: list[tuple[str, Report]]) -> str:
     return "\n\n".join(f"== {name} ==\n{text.render(report)}" for name, report in entries)
 
 
-def _write(path: str, entries: list[tuple[str, Report]]) -> None:
+def write(path: str, entries: list[tuple[str, Report]]) -> None:
+    """Writes (name, report) pairs to a file ``.json``, ``.html`` or ``.txt``, the whole of it or nothing.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     match os.path.splitext(path)[1]:
         case ".json":
-            content = json.dumps([report.to_dict() for _, report in entries], indent=2, allow_nan=False) + "\n"
+            content = _as_json(entries) + "\n"
         case ".html":
             from autopallas.report import html
 

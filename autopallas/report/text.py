@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autopallas.report.records import Failure, NearMiss, Report, Site
 
-__all__ = ["headline", "nothing_found", "render", "site_rows", "tuning", "where"]
+__all__ = ["gains", "headline", "nothing_found", "ranges", "render", "site_rows", "tuning", "where"]
 
 WIDTH = 80
 _LABEL = 16
@@ -130,10 +130,21 @@ def _sites(sites: tuple[Site, ...]) -> Iterator[str]:
         numbers.setdefault((f"{site.op} at {site.location}", *rows), []).append(number)
     for (head, *rows), same in numbers.items():
         several = f", {len(same)} sites" if len(same) > 1 else ""
-        yield "\n".join([_wrapped(f"[{_ranges(same)}] {head}{several}", "    "), *rows])
+        yield "\n".join([_wrapped(f"[{ranges(same)}] {head}{several}", "    "), *rows])
 
 
-def _ranges(numbers: list[int]) -> str:
+def gains(site: Site) -> tuple[str, str]:
+    """What the evidence says: ("2.57x", "0.07x"), how many times as fast, and what part of the temporary memory."""
+    row = site.measured or {}
+    try:
+        time = f"{row['original_us'] / row['kernel_us']:.2f}x"
+        memory = f"{row['kernel_bytes'] / row['original_bytes']:.2g}x"
+    except (KeyError, TypeError, ZeroDivisionError):
+        return "", ""
+    return time, memory
+
+
+def ranges(numbers: list[int]) -> str:
     """Ascending numbers in short: [1, 2, 3, 5] is "1-3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -1,0 +1,214 @@
+"""``autopallas doctor``: what this machine has, which implementations can be used on it, and why the others cannot."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import textwrap
+from collections import Counter
+from typing import Any
+
+__all__ = ["add"]
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "tokamax", "rich")
+_ELSEWHERE = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES")
+"""Variables of others that decide what autopallas sees or how fast it is."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    found = _examined()
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(_lines(found)))
+    return int(bool(found["problems"]))
+
+
+# ---------------------------------------------------------------------- examining
+
+
+def _examined() -> dict[str, Any]:
+    """All there is to say, as JSON's types; what is wrong is a sentence in ``problems``."""
+    problems: list[str] = []
+    versions = _versions()
+    devices, current = _devices(problems)
+    return {
+        "versions": versions,
+        "machine": {"system": platform.system(), "architecture": platform.machine(), "cores": _cores()},
+        "devices": devices,
+        "operations": {} if current is None else _operations(current, problems),
+        "cache": _cache(problems),
+        "environment": _environment(problems),
+        "problems": problems,
+    }
+
+
+def _versions() -> dict[str, str]:
+    import autopallas
+
+    found = {"autopallas": autopallas.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _devices(problems: list[str]) -> tuple[list[dict[str, Any]], Any]:
+    """(each kind of device and how many of it there are, the one that programs run on)."""
+    import jax
+
+    from autopallas.kernels.implementation import Device
+
+    try:
+        kinds = Counter((device.platform, device.device_kind) for device in jax.devices())
+        listed = [{"platform": name, "kind": kind, "count": count} for (name, kind), count in kinds.items()]
+        return listed, Device.current()
+    except Exception as error:
+        problems.append(f"JAX finds no device: {_one_line(error)}")
+        return [], None
+
+
+def _operations(device: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """Per operation, its site in a typical program and the answer of each implementation; the order they are asked."""
+    from autopallas.cli.samples import SAMPLES
+    from autopallas.compat import make_jaxpr
+    from autopallas.environment import OPERATIONS
+    from autopallas.graph import Graph, flatten
+    from autopallas.kernels.implementation import IMPLEMENTATIONS, Supported
+    from autopallas.patterns import find
+
+    found: dict[str, dict[str, Any]] = {}
+    for op in OPERATIONS:
+        program, shapes = SAMPLES[op]
+        try:
+            matches, _ = find(Graph(flatten(make_jaxpr(program, *shapes))), (op,), True)
+        except Exception as error:
+            problems.append(f"recognition of {op} fails: {_one_line(error)}")
+            continue
+        if not matches:
+            found[op] = {"recognised": False, "sample": "", "order": [], "implementations": {}}
+            continue
+        operation, spec = matches[0].site.operation, matches[0].spec
+        answers = {}
+        for name in IMPLEMENTATIONS:
+            try:
+                answer = operation.supports(name, spec, device)
+            except Exception as error:
+                problems.append(f"{op}: asking {name} fails: {_one_line(error)}")
+                continue
+            usable = isinstance(answer, Supported)
+            answers[name] = {"usable": usable, "reason": "" if usable else answer.reason}
+        order = list(operation.requested(None, device))
+        found[op] = {"recognised": True, "sample": str(spec), "order": order, "implementations": answers}
+    return found
+
+
+def _cache(problems: list[str]) -> dict[str, Any]:
+    from autopallas.errors import OptionError
+    from autopallas.tuning.cache import Cache
+
+    try:
+        cache = Cache.current()
+    except OptionError:  # said with the environment
+        return {"folder": None, "results": 0, "bytes": 0, "writable": False}
+    folder = cache.folder
+    if folder is None:
+        problems.append("there is no folder for tuning results; set AUTOPALLAS_CACHE_DIR")
+        return {"folder": None, "results": 0, "bytes": 0, "writable": False}
+    files = [f for f in folder.glob("*.json") if f.is_file()] if folder.is_dir() else []
+    existing = next(part for part in (folder, *folder.parents) if part.exists())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if not writable:
+        problems.append(f"tuning results cannot be kept: {existing} cannot be written to")
+    size = sum(f.stat().st_size for f in files)
+    return {"folder": str(folder), "results": len(files), "bytes": size, "writable": writable}
+
+
+def _environment(problems: list[str]) -> dict[str, Any]:
+    """The variables that are set, and the options that they lead to where these differ from the defaults."""
+    from dataclasses import fields
+
+    from autopallas.errors import OptionError
+    from autopallas.options import Options, resolve
+
+    names = sorted(name for name in os.environ if name.startswith("AUTOPALLAS_") or name in _ELSEWHERE)
+    try:
+        options, default = resolve({}), Options()
+        changed = {f.name: getattr(options, f.name) for f in fields(Options)}
+        changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
+    except OptionError as error:
+        problems.append(str(error))
+        changed = {}
+    return {"variables": {name: os.environ[name] for name in names}, "options": changed}
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# ---------------------------------------------------------------------- telling
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    """The same for people, in 80 columns."""
+    machine = found["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    system = f"{machine['system']} {machine['architecture']}, {machine['cores']} cores"
+    devices = "; ".join(f"{d['count']} x {_device(d)}" for d in found["devices"]) or "none"
+    cache = found["cache"]
+    kept = f"{cache['results']} results, {_size(cache['bytes'])}, in {cache['folder'] or 'no folder'}"
+    lines = [*_row("versions", versions), *_row("machine", system), *_row("devices", devices), *_row("cache", kept)]
+    variables = found["environment"]["variables"]
+    options = found["environment"]["options"]
+    lines += _row("environment", " ".join(f"{k}={v}" for k, v in variables.items()) or "nothing set")
+    if options:
+        lines += _row("options", ", ".join(f"{name}={value!r}" for name, value in options.items()))
+    lines += ["", "Implementations, asked about a typical site of each operation:"]
+    for op, told in found["operations"].items():
+        lines += ["", op if told["recognised"] else f"{op}: not recognised by this version"]
+        for name in sorted(told["implementations"], key=lambda n: (told["order"] + [n]).index(n)):
+            answer = told["implementations"][name]
+            place = f"asked {_ordinal(told['order'].index(name))}" if name in told["order"] else "on request"
+            state = f"usable, {place}" if answer["usable"] else f"not usable: {answer['reason']}"
+            lines += _row(f"  {name}", state)
+    if found["problems"]:
+        lines += ["", "Problems:"]
+        lines += [line for p in found["problems"] for line in textwrap.wrap(f"- {p}", 80, subsequent_indent="  ")]
+    else:
+        lines += ["", "No problems found."]
+    return lines
+
+
+def _row(label: str, text: str) -> list[str]:
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    lead = f"{label:<15} "
+    return textwrap.wrap(shown, 80, initial_indent=lead, subsequent_indent=" " * len(lead), drop_whitespace=True)
+
+
+def _device(device: dict[str, Any]) -> str:
+    return device["platform"] if device["kind"] == device["platform"] else f"{device['kind']} ({device['platform']})"
+
+
+def _ordinal(position: int) -> str:
+    return ("first", "second", "third", "fourth", "fifth")[position]
+
+
+def _size(count: int) -> str:
+    if count < 2**10:
+        return f"{count} bytes"
+    return f"{count / 2**10:.0f} KiB" if count < 2**20 else f"{count / 2**20:.1f} MiB"

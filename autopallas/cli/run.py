@@ -1,0 +1,95 @@
+"""``autopallas run``: a script, unchanged, with every ``jax.jit`` in it optimized, and the report at its end."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from autopallas.cli import CommandError
+from autopallas.environment import OBJECTIVES, OPERATIONS, REPORT_SUFFIXES
+from autopallas.kernels.implementation import IMPLEMENTATIONS
+
+__all__ = ["add", "optimize_every_jit"]
+
+_NEVER = ("jax", "jaxlib", "autopallas")
+"""Packages whose own use of ``jax.jit`` stays as it is."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of this command."""
+    parser.usage = "autopallas run [options] SCRIPT [arguments ...]\n       autopallas run [options] -m MODULE ..."
+    parser.add_argument("--report", metavar="FILE", help=f"write the report to a file, {', '.join(REPORT_SUFFIXES)}")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, to standard error")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="the one implementation to use")
+    parser.add_argument("--ops", metavar="OP", choices=OPERATIONS, nargs=1, action="extend", help="look for this alone")
+    parser.add_argument("--autotune", action=argparse.BooleanOptionalAction, help="search for block sizes")
+    parser.add_argument("--fuel", type=int, metavar="N", help="replace at most so many sites of each function")
+    parser.add_argument("--verify", action="store_true", help="check first calls against float64")
+    parser.add_argument("--strict", action="store_true", help="raise what goes wrong inside autopallas")
+    parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
+    parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> Callable[[], int]:
+    from autopallas.cli.script import module, script
+    from autopallas.options import validated
+    from autopallas.report import at_exit
+
+    if options.report is not None and os.path.splitext(options.report)[1] not in REPORT_SUFFIXES:
+        raise CommandError(f"{options.report} is no report; its name has to end in {', '.join(REPORT_SUFFIXES)}")
+    if options.report is not None and not os.path.isdir(os.path.dirname(os.path.abspath(options.report))):
+        raise CommandError(f"{options.report} cannot be written: there is no such folder")
+    names = ("objective", "implementation", "ops", "autotune", "fuel")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    given |= {name: True for name in ("verify", "strict") if getattr(options, name)}
+    validated(given)
+    command = options.module if options.module is not None else options.script
+    if not command:
+        raise CommandError("there is nothing to run; give a script, or a module with -m")
+    program = (script if options.module is None else module)(command[0], command[1:])
+    if options.report or options.json or not os.environ.get("AUTOPALLAS_REPORT"):
+        at_exit.collect(options.report or (at_exit.JSON if options.json else at_exit.TABLE))
+    optimize_every_jit(given)
+    return program.run
+
+
+def optimize_every_jit(options: dict[str, Any]) -> None:
+    """From now on ``jax.jit`` gives optimized functions, except to JAX itself and to this package.
+
+    Args:
+      options: those of every optimized function.
+    """
+    import jax
+
+    from autopallas.errors import AutopallasWarning
+    from autopallas.optimize import optimize
+
+    original: Callable[..., Any] = jax.jit
+
+    def optimized(jitted: Any) -> Any:
+        if not hasattr(jitted, "lower"):  # jit with options alone: a decorator
+            return functools.wraps(jitted)(lambda function: optimized(jitted(function)))
+        try:
+            return optimize(jitted, **options)
+        except Exception as error:
+            warnings.warn(
+                f"autopallas leaves {jitted!r} as it is: {type(error).__name__}: {error}",
+                AutopallasWarning,
+                stacklevel=3,
+            )
+            return jitted
+
+    @functools.wraps(original)
+    def jit(*args: Any, **kwargs: Any) -> Any:
+        jitted = original(*args, **kwargs)
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return jitted if caller.partition(".")[0] in _NEVER else optimized(jitted)
+
+    jax.jit = jit

@@ -1,0 +1,179 @@
+"""The report at a glance: one table of all sites, at most 80 columns wide, then what was kept or missed and why.
+
+With ``rich`` (extra ``cli``) and a terminal it has colours; the text is the same without.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from autopallas.report import text
+from autopallas.report.records import Report, Site
+
+__all__ = ["relative", "show", "summary"]
+
+WIDTH = 80
+_PLACE = re.compile(r"(?P<file>.*):(?P<line>\d+) \((?P<function>.*)\)", re.DOTALL)
+_HEAD = ("", "operation", "where", "verdict", "runs on", "time", "memory")
+_STYLES = {"replaced": "green", "kept": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sites that a reader would not tell apart: their numbers, and one of them."""
+
+    numbers: tuple[int, ...]
+    site: Site
+
+
+def summary(reports: Iterable[tuple[str, Report]]) -> str:
+    """One or several reports as plain text of at most 80 columns, without a newline at its end.
+
+    Args:
+      reports: (title, report) pairs; the title may be empty.
+
+    Example:
+      >>> site = Site("attention", "model.py:12 (attend)", "", "forward", "kept", "nothing was measured")
+      >>> print(summary([("step", Report(sites=(site,), platform="cpu"))]))
+      step: 1 site kept
+      on cpu
+      <BLANKLINE>
+         operation  where                 verdict  runs on   time  memory
+      1  attention  model.py:12 (attend)  kept     original
+      <BLANKLINE>
+      Kept:
+      - 1: nothing was measured
+    """
+    return "\n\n".join("\n".join(line for line, _ in lines) for lines in _blocks(reports))
+
+
+def show(reports: Iterable[tuple[str, Report]], stream: TextIO) -> None:
+    """Prints the same, with colours where ``stream`` is a terminal and ``rich`` is installed."""
+    reports = list(reports)
+    console = _console(stream)
+    if console is None:
+        print(summary(reports), file=stream)
+        return
+    from rich.text import Text
+
+    for position, lines in enumerate(_blocks(reports)):
+        if position:
+            console.print()
+        for line, style in lines:
+            console.print(Text(line, style=style))
+
+
+def _console(stream: TextIO) -> Any:
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, soft_wrap=True, highlight=False)
+
+
+def relative(location: str) -> str:
+    """A place with its file as seen from the current folder, if it lies in there."""
+    found = _PLACE.fullmatch(location)
+    if found is None or not os.path.isabs(found["file"]):
+        return location
+    try:
+        near = os.path.relpath(found["file"])
+    except (ValueError, OSError):  # another drive; a folder that is gone
+        return location
+    return location if near.startswith("..") else f"{near}:{found['line']} ({found['function']})"
+
+
+# ---------------------------------------------------------------------- lines with their style
+
+
+def _blocks(reports: Iterable[tuple[str, Report]]) -> Iterator[list[tuple[str, str]]]:
+    """The lines of each report; the machine is named where it is another one than before."""
+    before = ""
+    for title, report in reports:
+        yield _lines(title, report, text.where(report) != before)
+        before = text.where(report)
+
+
+def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
+    head = f"{_printable(title)}: " if title else "autopallas: "
+    lines = [(line, "bold") for line in textwrap.wrap(head + text.headline(report), WIDTH)]
+    lines += [(line, "dim") for line in textwrap.wrap(f"on {text.where(report)}", WIDTH) if machine]
+    if tuned := text.tuning(report):
+        lines.append((tuned, "dim"))
+    groups = _groups(report.sites)
+    if groups:
+        lines += [("", ""), *_table(groups)]
+    kept: dict[str, list[int]] = {}
+    for group in groups:
+        if group.site.verdict == "kept":
+            kept.setdefault(group.site.reason, []).extend(group.numbers)
+    lines += _listed("Kept:", [f"{text.ranges(sorted(numbers))}: {reason}" for reason, numbers in kept.items()])
+    misses: dict[tuple[str, str], list[str]] = {}
+    for miss in report.near_misses:
+        places = misses.setdefault((miss.op, miss.reason), [])
+        if relative(miss.location) not in places:
+            places.append(relative(miss.location))
+    lines += _listed("Near misses:", [f"{op}: {why}, at {', '.join(at)}" for (op, why), at in misses.items()])
+    failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
+    lines += _listed("Failures inside autopallas:", failures)
+    if not (groups or misses or failures):
+        lines += [("", ""), *((line, "") for line in textwrap.wrap(text.nothing_found(report), WIDTH))]
+    return lines
+
+
+def _listed(head: str, items: Sequence[str]) -> list[tuple[str, str]]:
+    if not items:
+        return []
+    wrapped = (line for item in items for line in textwrap.wrap(f"- {_printable(item)}", WIDTH, subsequent_indent="  "))
+    return [("", ""), (head, "bold"), *((line, "") for line in wrapped)]
+
+
+def _groups(sites: Sequence[Site]) -> list[_Group]:
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for number, site in enumerate(sites, 1):
+        key = (*_cells(site), site.reason, site.path)
+        same.setdefault(key, []).append(number)
+    return [_Group(tuple(numbers), sites[numbers[0] - 1]) for numbers in same.values()]
+
+
+def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
+    rows = [(text.ranges(list(group.numbers)), *_cells(group.site)) for group in groups]
+    widths = [max(len(row[i]) for row in (_HEAD, *rows)) for i in range(len(_HEAD))]
+    gaps = 2 * (len(widths) - 1)
+    for column, least in ((2, 16), (4, 8), (0, 3), (1, 9)):  # what may be shortened, first the place
+        excess = sum(widths) + gaps - WIDTH
+        widths[column] = max(min(widths[column], least), widths[column] - max(excess, 0))
+
+    def line(cells: Sequence[str]) -> str:
+        shown = [_shortened(cell, width, i == 2) for i, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+        aligned = [c.rjust(w) if i > 4 else c.ljust(w) for i, (c, w) in enumerate(zip(shown, widths, strict=True))]
+        return "  ".join(aligned).rstrip()
+
+    return [(line(_HEAD), "dim"), *((line(row), _STYLES[row[3]]) for row in rows)]
+
+
+def _cells(site: Site) -> tuple[str, ...]:
+    """Operation, place, verdict, what runs there, and what that costs relative to the original."""
+    replaced = site.verdict == "applied"
+    sizes = "x".join(str(size) for size in (site.block_sizes or {}).values())
+    runs = f"{site.implementation} {sizes}".strip() if replaced else "original"
+    time, memory = text.gains(site) if replaced else ("", "")
+    place = _printable(relative(site.location))
+    return _printable(site.op), place, "replaced" if replaced else "kept", runs, time, memory
+
+
+def _shortened(cell: str, width: int, from_the_left: bool) -> str:
+    if len(cell) <= width:
+        return cell
+    return f"…{cell[-(width - 1) :]}" if from_the_left else f"{cell[: width - 1]}…"
+
+
+def _printable(shown: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in shown)

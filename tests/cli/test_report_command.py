@@ -1,0 +1,92 @@
+"""``autopallas report``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from autopallas.report import Report
+
+MODULE = """
+import autopallas, jax, jax.numpy as jnp
+
+def attend(q, k, v):
+    scores = q @ k.T / 8
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape, bool)), scores, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1) @ v
+
+def leaky(q, k, v):
+    p = jax.nn.softmax(q @ k.T, axis=-1)
+    return p @ v, p
+
+optimized = autopallas.optimize(attend, objective="always")
+demanding = autopallas.optimize(leaky, require={"attention": 1})
+number = 3
+"""
+SHAPES = "f32[300,64],f32[300,64],f32[300,64]"
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "reportable.py").write_text(MODULE)
+    importlib.invalidate_caches()
+    yield
+    sys.modules.pop("reportable", None)
+
+
+def test_it_prints_a_table_of_80_columns_with_places_as_seen_from_here(command):
+    status, out, err = command("report", "reportable:optimized", "--shapes", SHAPES)
+    assert (status, err) == (0, "")
+    assert "reportable:optimized: 1 site replaced" in out
+    assert "reportable.py:7 (attend)" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_near_miss_is_told_with_its_reason(command):
+    status, out, _ = command("report", "reportable:leaky", "--shapes", SHAPES)
+    assert status == 0
+    assert "also returned, at reportable.py:11 (leaky)" in " ".join(out.split())
+
+
+def test_json_is_a_report(command):
+    _, out, _ = command("report", "reportable:attend", "--shapes", SHAPES, "--objective", "always", "--json")
+    assert Report.from_json(out).counts() == {"attention": 1}
+
+
+def test_details_are_the_text_of_the_report(command):
+    _, out, _ = command("report", "reportable:attend", "--shapes", SHAPES, "--details")
+    assert "spec            attention" in out
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json", ".txt"])
+def test_it_writes_a_file(command, tmp_path, suffix):
+    status, out, _ = command("report", "reportable:optimized", "--shapes", SHAPES, "-o", f"out{suffix}")
+    assert (status, out) == (0, f"wrote out{suffix}\n")
+    assert "reportable.py" in (tmp_path / f"out{suffix}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reportable", "--shapes", SHAPES], "'reportable' is no function's name"),
+        (["absent:f", "--shapes", SHAPES], "there is no module absent"),
+        (["reportable:absent", "--shapes", SHAPES], "reportable has no absent"),
+        (["reportable:number", "--shapes", SHAPES], "is a int, not a function"),
+        (["reportable:attend", "--shapes", "f32[3"], "there is the end where"),
+        (["reportable:attend", "--shapes", "f32[3]"], "cannot be traced with these shapes"),
+        (["reportable:attend", "--shapes", SHAPES, "-o", "out.pdf"], "out.pdf is no report"),
+        (["reportable:attend", "--shapes", SHAPES, "-o", "absent/out.html"], "cannot be written"),
+        (["reportable:attend", "--shapes", SHAPES, "--objective", "speed"], "invalid choice"),
+        (["reportable:demanding", "--shapes", SHAPES], "fewer sites were replaced than required (attention: 0 of 1)"),
+        (["reportable:attend"], "the following arguments are required: --shapes"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(command, arguments, message):
+    status, out, err = command("report", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

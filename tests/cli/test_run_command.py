@@ -1,0 +1,127 @@
+"""``autopallas run``: to its program everything is as with ``python``, but that ``jax.jit`` optimizes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SCRIPT = """
+import functools, json, sys
+import jax, jax.numpy as jnp
+import optional_part
+from jax import jit
+
+@jit
+def attend(q, k, v):
+    scores = q @ k.T / 8
+    return jax.nn.softmax(scores, axis=-1) @ v
+
+class Model:
+    @functools.partial(jax.jit, static_argnames=("self", "scale"))
+    def __call__(self, x, scale):
+        return attend(x, x, x + 1) * scale
+
+if __name__ == "__main__":
+    x = jnp.ones((300, 64))
+    print(json.dumps([sys.argv, sys.path[0], __file__, sys.modules["__main__"].__file__]))
+    print(attend(x, x, x + 1).shape, f"{Model()(x, scale=2.0).sum():.0f} {optional_part.total(x):.0f}")
+    match sys.argv[-1]:
+        case "fail":
+            jit(lambda x: x + jnp.ones(3))(x)
+        case "status":
+            sys.exit(7)
+"""
+PART = """
+import jax
+
+@jax.jit
+def total(x):
+    return x.sum()
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path):
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "optional_part.py").write_text(PART)
+
+
+def test_the_script_runs_as_with_python_and_its_sites_are_replaced(process):
+    plain = process("scripts/train.py", "--lr", "0.1", python=("-B",))
+    ours = process("run", "--objective", "always", "--json", "scripts/train.py", "--lr", "0.1")
+    assert ours.returncode == plain.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    reports = json.loads(ours.stderr)
+    assert [len(r["sites"]) for r in reports] == [1, 1, 0], "attend, Model.__call__ and total"
+    assert all(site["verdict"] == "applied" for r in reports for site in r["sites"])
+
+
+@pytest.mark.parametrize(("how", "status"), [("fail", 1), ("status", 7)])
+def test_errors_and_exit_status_are_the_scripts_own(process, tmp_path, how, status):
+    path = str(tmp_path / "scripts" / "train.py")
+    plain = process(path, how, python=("-B",))
+    ours = process("run", "--report", "out.txt", path, how)
+    assert ours.returncode == plain.returncode == status
+    assert ours.stdout == plain.stdout
+    assert ours.stderr == plain.stderr
+    assert "attention" in (tmp_path / "out.txt").read_text(), "the report is written all the same"
+
+
+def test_a_module_runs_with_m(process, tmp_path):
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom trainer.part import name\nprint(name, __package__, __spec__.name, sys.argv[1:])\n"
+    )
+    (package / "part.py").write_text("name = 'part'\n")
+    result = process("run", "-m", "trainer", "--steps", "3")
+    assert result.stdout == "part trainer trainer.__main__ ['--steps', '3']\n", result.stderr
+
+
+def test_the_report_at_the_end_is_a_table_of_what_was_found(process):
+    result = process("run", "--objective", "always", "scripts/train.py")
+    assert "autopallas traced 3 compiled functions; there is something to say about 2." in result.stderr
+    assert "attend: 1 site replaced" in result.stderr
+    assert max(map(len, result.stderr.splitlines())) <= 80
+
+
+def test_an_error_in_the_syntax_is_the_scripts_own(process, tmp_path):
+    (tmp_path / "broken.py").write_text("x = = 3\n")
+    plain, ours = process("broken.py", python=("-B",)), process("run", "--json", "broken.py")
+    assert ours.returncode == plain.returncode == 1
+    assert "SyntaxError: invalid syntax" in ours.stderr
+    assert "autopallas/cli" not in ours.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "there is nothing to run"),
+        (["absent.py"], "absent.py cannot be read: No such file or directory"),
+        (["."], "is a folder"),
+        (["-m", "absent"], "there is no module absent"),
+        (["-m", "absent.part"], "the module absent.part cannot be found"),
+        (["-m", "../absent"], "is no module's name"),
+        (["-m"], "there is nothing to run"),
+        (["--report", "out.pdf", "x.py"], "out.pdf is no report"),
+        (["--report", "absent/out.html", "x.py"], "there is no such folder"),
+        (["--fuel", "-1", "x.py"], "option fuel is -1"),
+        (["--objective", "speed", "x.py"], "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(command, arguments, message):
+    status, out, err = command("run", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["cache", "check", "doctor", "lock", "report", "run", "tune"])
+def test_every_command_has_help(command, name):
+    status, out, _ = command(name, "--help")
+    assert status == 0
+    assert "--json" in out or name == "cache"
