@@ -67,9 +67,9 @@ class BlockSizes:
         Those for the whole vocabulary are not fitted to this one: they are meant for every one near by.
         """
         streaming = [(2048, 4096), (2048, 2048), (2048, 1280), (1024, 2048), (512, 2048)]
-        spanning = [(512, _WHOLE), (256, _WHOLE)]
+        spanning = [(rows, _WHOLE) for rows in (512, 256, 128, 64)]
         if spec.products:  # logits that are kept need not be computed twice
-            blocks = [spanning[0], streaming[0], spanning[1], *streaming[1:]]
+            blocks = [*spanning[:3], streaming[0], spanning[3], *streaming[1:]]
         else:
             blocks = [streaming[1], spanning[0], streaming[0], *streaming[2:]]
         different: dict[BlockSizes, BlockSizes] = {}

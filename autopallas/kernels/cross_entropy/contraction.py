@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Rows, Tile, dot, over, stored
+from autopallas.kernels.cross_entropy.tiles import Block, Operands, Rows, Tile, cut, dot, over, stored
 
-__all__ = ["Target", "contracted", "merged_rows"]
+__all__ = ["Target", "added", "contracted"]
 
 Array: TypeAlias = jax.Array
+_PART = 2**20
+"""Elements of a product with the vocabulary's length that are computed before they are added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +116,41 @@ def _past_rows(
 ) -> tuple[Array, ...]:
     """The targets for one block of the vocabulary, with all rows."""
 
-    def contributions(part: Block) -> list[Array]:
-        x = operands.rows(part)
-        values = make(operands.tile(spec, x, w, part, block), part, block)
-        return [t.contribution(spec, v, x, w) for t, v in zip(targets, values, strict=True)]
+    def values(part: Block, x: Rows) -> tuple[Array, ...]:
+        return make(operands.tile(spec, x, w, part, block), part, block)
 
     if sizes.rows_block >= spec.rows:
-        return tuple(contributions((0, spec.rows)))
+        every: Block = (0, spec.rows)
+        x = operands.rows(every)
+        return tuple(t.contribution(spec, v, x, w) for t, v in zip(targets, values(every, x), strict=True))
 
     def rows(part: Block, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        x = operands.rows(part)
         return tuple(
-            merged_rows(target, total, found, part)
-            for target, total, found in zip(targets, carry, contributions(part), strict=True)
+            added(spec, target, total, value, x, w, part)
+            for target, total, value in zip(targets, carry, values(part, x), strict=True)
         )
 
     start = tuple(jnp.zeros(t.shape(spec, spec.rows, block[1]), spec.accumulation_dtype) for t in targets)
     return over(spec.rows, sizes.rows_block, rows, start)
 
 
-def merged_rows(target: Target, total: Array, found: Array, part: Block) -> Array:
+def added(spec: CrossEntropySpec, target: Target, total: Array, value: Array, x: Rows, w: Array, part: Block) -> Array:
+    """``total`` with what the tile of some rows contributes.
+
+    A sum over rows that has the vocabulary's length grows part by part: each part of the product is added while it is
+    still in a cache, and the whole of the product never exists.
+    """
     axis = target.rows_axis()
-    return total + found if axis is None else stored(total, found, part, axis)
+    if axis is not None:
+        return stored(total, target.contribution(spec, value, x, w), part, axis)
+    if target.kind != "columns":
+        return total + target.contribution(spec, value, x, w)
+    axis = 0 if spec.vocabulary_major else 1
+
+    def columns(block: Block, total: Array) -> Array:
+        found = target.contribution(spec, cut(value, block, 1), x, w)
+        return stored(total, cut(total, block, axis) + found, block, axis)
+
+    length = value.shape[1]
+    return over(length, min(length, max(1, _PART // spec.hidden)), columns, total)

@@ -30,54 +30,176 @@ BUCKETS: tuple[Bucket, ...] = (
 )
 
 _ROWS: dict[Key, Row] = {
-    ("xla", "forward", "bfloat16", "N2048 V32000", "plain"): Row(
-        BlockSizes(512, 1048576),
-        1644000.0,
-        1972000.0,
-        163883128,
-        393232384,
+    ("xla", "forward", "bfloat16", "N2048 V8192", "plain"): Row(
+        BlockSizes(2048, 2048), 117600.0, 166100.0, 29403264, 100679680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "N512 V32000", "plain"): Row(
+        BlockSizes(512, 2048), 163500.0, 183600.0, 13378176, 98308096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "N2048 V32000", "argmax"): Row(
+        BlockSizes(2048, 2048),
+        1071000.0,
+        1243000.0,
+        45172936,
+        393240592,
         "measured",
         "2026-11-21",
         "jax 0.12.0.1, avx2",
     ),
+    ("xla", "forward", "bfloat16", "N2048 V32000", "plain"): Row(
+        BlockSizes(2048, 2048), 441600.0, 575400.0, 45131904, 393232384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "small", "plain"): Row(
+        BlockSizes(2048, 1024), 13010.0, 12890.0, 8413184, 8404992, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N512 V8192", "plain"): Row(
+        BlockSizes(512, 2048), 30710.0, 29680.0, 8397440, 16781312, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N2048 V8192", "plain"): Row(
+        BlockSizes(2048, 2048), 109600.0, 110600.0, 21006464, 67125248, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N8192 V8192", "plain"): Row(
+        BlockSizes(2048, 2048), 221600.0, 243400.0, 21152000, 268500992, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N512 V32000", "plain"): Row(
+        BlockSizes(512, 2048), 104600.0, 99110.0, 11020928, 65540096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N2048 V32000", "argmax"): Row(
+        BlockSizes(2048, 2048), 502400.0, 427700.0, 31516872, 262168592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward", "float32", "N2048 V32000", "plain"): Row(
+        BlockSizes(2048, 2048), 452000.0, 441700.0, 31500416, 262160384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N8192 V32000", "plain"): Row(
+        BlockSizes(2048, 2048), 887000.0, 978400.0, 22462848, 1048641536, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N512 V128000", "plain"): Row(
+        BlockSizes(512, 2048), 475100.0, 481400.0, 10496640, 262148096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "N2048 V128000", "plain"): Row(
+        BlockSizes(2048, 2048),
+        4593000.0,
+        4907000.0,
+        29403264,
+        1048592384,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "bfloat16", "N2048 V8192", "plain"): Row(
         BlockSizes(512, 1048576),
-        624000.0,
-        720600.0,
-        66627704,
-        262160384,
+        354400.0,
+        434900.0,
+        70287592,
+        134250752,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "bfloat16", "N512 V32000", "plain"): Row(
+        BlockSizes(512, 1048576),
+        365400.0,
+        463800.0,
+        132124672,
+        132128768,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "bfloat16", "N2048 V32000", "argmax"): Row(
+        BlockSizes(512, 1048576),
+        2171000.0,
+        2440000.0,
+        265335024,
+        655360016,
         "measured",
         "2026-11-21",
         "jax 0.12.0.1, avx2",
     ),
     ("xla", "forward+backward", "bfloat16", "N2048 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
-        4484000.0,
-        5912000.0,
+        1310000.0,
+        1610000.0,
         265322728,
         524321024,
         "measured",
         "2026-11-21",
         "jax 0.12.0.1, avx2",
     ),
+    ("xla", "forward+backward", "float32", "small", "plain"): Row(
+        BlockSizes(512, 1048576), 46420.0, 44840.0, 10518752, 16802048, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "float32", "N512 V8192", "plain"): Row(
-        BlockSizes(512, 1048576), 82630.0, 86270.0, 17829888, 33562624, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 1048576), 86820.0, 86420.0, 17829888, 33562624, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "N2048 V8192", "plain"): Row(
+        BlockSizes(512, 1048576),
+        357900.0,
+        342700.0,
+        39878880,
+        134242560,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "float32", "N8192 V8192", "plain"): Row(
+        BlockSizes(512, 1048576),
+        696800.0,
+        749600.0,
+        34734304,
+        536969216,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "float32", "N512 V32000", "plain"): Row(
+        BlockSizes(512, 1048576),
+        319700.0,
+        312400.0,
+        66588672,
+        131080192,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "float32", "N2048 V32000", "argmax"): Row(
+        BlockSizes(512, 1048576),
+        1266000.0,
+        1343000.0,
+        137404648,
+        524312848,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
     ),
     ("xla", "forward+backward", "float32", "N2048 V32000", "plain"): Row(
-        BlockSizes(256, 1048576),
-        5463000.0,
-        5843000.0,
-        103579872,
+        BlockSizes(512, 1048576),
+        1551000.0,
+        1783000.0,
+        137396448,
         524312832,
         "measured",
         "2026-11-21",
         "jax 0.12.0.1, avx2",
     ),
+    ("xla", "forward+backward", "float32", "N8192 V32000", "plain"): Row(
+        BlockSizes(512, 1048576),
+        2705000.0,
+        3162000.0,
+        107872480,
+        2097250304,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1, avx2",
+    ),
+    ("xla", "forward+backward", "float32", "N512 V128000", "plain"): Row(
+        BlockSizes(512, 4096), 1723000.0, 1262000.0, 23070984, 524296192, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "float32", "N2048 V128000", "plain"): Row(
-        BlockSizes(2048, 2048),
-        48680000.0,
-        35900000.0,
-        35694920,
+        BlockSizes(2048, 4096),
+        7719000.0,
+        6184000.0,
+        56666440,
         2097176832,
         "measured",
         "2026-11-21",

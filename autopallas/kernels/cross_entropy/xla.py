@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.contraction import Target, contracted, merged_rows
+from autopallas.kernels.cross_entropy.contraction import Target, added, contracted
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
@@ -140,7 +140,7 @@ def _statistics_and_products(
         return (
             tuple(stored(s, f, part, 0) for s, f in zip(statistics, found, strict=True)),
             tuple(
-                merged_rows(t, total, t.contribution(spec, v, x, operands.w), part)
+                added(spec, t, total, v, x, operands.w, part)
                 for t, total, v in zip(targets, products, values, strict=True)
             ),
         )
