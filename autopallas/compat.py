@@ -77,6 +77,7 @@ __all__ = [
     "distributed_store",
     "extended_scan",
     "has_input_effects",
+    "has_side_effects",
     "inlined_equation",
     "is_jaxpr",
     "is_plain_jit",
@@ -94,10 +95,13 @@ __all__ = [
     "numeric_setting",
     "opened",
     "rebuilt",
+    "reshaped",
     "scan_parts",
+    "spread",
     "trace_context",
     "versions",
     "without_dead_code",
+    "zeros",
 ]
 
 
@@ -168,6 +172,11 @@ def has_input_effects(effects: Any) -> bool:
     return any(hasattr(effect, "input_index") for effect in effects)
 
 
+def has_side_effects(equation: JaxprEqn) -> bool:
+    """Whether an equation does something beside computing its results.  That it names a mesh axis is no such thing."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
 def inlined_equation(
     equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn]
 ) -> JaxprEqn:
@@ -224,12 +233,33 @@ def extended_scan(params: dict[str, Any], given: int, read: int, stacked: int) -
     }
 
 
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are loop constants, and how many are carried; the others are read row by row."""
-    if "num_consts" in equation.params:
-        return int(equation.params["num_consts"]), int(equation.params["num_carry"])
-    constants, carried, _ = equation.params["ft_in"].update(equation.invars).unpack()
-    return len(list(constants)), len(list(carried))
+def spread(params: dict[str, Any], aval: Any) -> tuple[Any, Any]:
+    """(the partition spec, the type outside) with which a value leaves a shard_map that another one is to give it to:
+    the parts of the devices side by side along the first axis."""
+    from jax._src.core import unshard_aval
+
+    mesh, checked = params["mesh"], params["check_vma"]
+    varying = aval.manual_axis_type.varying if checked else params["newly_manual_axes"]
+    axes = tuple(a for a in mesh.axis_names if a in params["newly_manual_axes"] and a in varying)
+    spec = jax.sharding.PartitionSpec(*([axes] if axes else []))
+    return spec, unshard_aval(mesh, checked, spec, aval)
+
+
+def reshaped(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
+    """An equation whose result is a variable in another shape."""
+    equation: JaxprEqn
+    (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
+    result = Var(array_type(shape, variable.aval.dtype, [variable.aval]))
+    return equation.replace(invars=[variable], outvars=[result])
+
+
+def zeros(aval: Any) -> tuple[JaxprEqn, Var]:
+    """An equation whose result is nothing but zeros, and that result."""
+    shape, dtype = (*aval.shape, 1), aval.dtype  # an axis more: what has none would be a literal
+    program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
+    (equation,) = program.eqns
+    result = Var(aval)
+    return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
 
 
 def without_dead_code(program: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopallas import compat
@@ -23,8 +23,10 @@ class Edit:
       added: equations that are new; they are placed where their operands are known.
       renamed: variables, with those that are read in their place.
       given: for a scan's body: further loop constants, as (variable in the body, variable outside).
-      read: for a scan's body: further slices that it reads, as (variable in the body, stacked variable outside).
-      stacked: for a scan's body: further results that it stacks, likewise.
+      read: further operands of the equation that holds the body, as (variable in the body, variable outside): of a
+        scan, arrays that it reads slice by slice.
+      stacked: further results of that equation, likewise: of a scan, arrays that it stacks.
+      specs: how those of a shard_map's body are spread over the mesh, by the variable in the body.
     """
 
     replaced: dict[int, list[JaxprEqn]] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class Edit:
     given: list[tuple[Var, Var | Literal]] = field(default_factory=list)
     read: list[tuple[Var, Var | Literal]] = field(default_factory=list)
     stacked: list[tuple[Var, Var]] = field(default_factory=list)
+    specs: dict[Any, Any] = field(default_factory=dict)
 
 
 def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
@@ -70,8 +73,10 @@ def _renamed(atom: Var | Literal, names: dict[Var, Var]) -> Var | Literal:
 
 def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Body, Edit]) -> JaxprEqn:
     params = dict(equation.params)
-    invars, outvars = list(equation.invars), list(equation.outvars)
-    for child in body.children[position]:
+    children = body.children[position]
+    if equation.primitive.name == "cond":
+        edits = edits | _alike([child.body for child in children], edits)
+    for child in children:
         new = rebuild(child.body, edits)
         if child.position is None:
             params[child.parameter] = new
@@ -79,13 +84,35 @@ def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Bo
             bodies = list(params[child.parameter])
             bodies[child.position] = new
             params[child.parameter] = type(params[child.parameter])(bodies)
-        edit = edits.get(child.body)
-        if edit is not None and (edit.given or edit.read or edit.stacked):
-            assert equation.primitive.name == "scan"
-            params = compat.extended_scan(params, len(edit.given), len(edit.read), len(edit.stacked))
-            invars = [*(outer for _, outer in edit.given), *invars, *(outer for _, outer in edit.read)]
-            outvars += [outer for _, outer in edit.stacked]
-    return equation.replace(params=params, invars=invars, outvars=outvars)
+    edit = edits.get(children[0].body)
+    if edit is None or not (edit.given or edit.read or edit.stacked):
+        return equation.replace(params=params)
+    read, stacked = [outer for _, outer in edit.read], [outer for _, outer in edit.stacked]
+    if equation.primitive.name == "scan":
+        params = compat.extended_scan(params, len(edit.given), len(read), len(stacked))
+    elif equation.primitive.name == "shard_map":
+        params["in_specs"] = (*params["in_specs"], *(edit.specs[inner] for inner, _ in edit.read))
+        params["out_specs"] = (*params["out_specs"], *(edit.specs[inner] for inner, _ in edit.stacked))
+    invars = [*(outer for _, outer in edit.given), *equation.invars, *read]
+    return equation.replace(params=params, invars=invars, outvars=[*equation.outvars, *stacked])
+
+
+def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit]:
+    """Edits of branches all of which take what one of them takes, and give something for what one of them gives."""
+    taken, given = ([p for b in branches if b in edits for p in getattr(edits[b], n)] for n in ("read", "stacked"))
+    if not (taken or given):
+        return {}
+    found: dict[Body, Edit] = {}
+    for branch in branches:
+        own = edits.get(branch, Edit())
+        fillers = [(None, i) if (i, outer) in own.stacked else compat.zeros(i.aval) for i, outer in given]
+        found[branch] = replace(
+            own,
+            added=[*own.added, *(equation for equation, _ in fillers if equation is not None)],
+            read=[(inner if (inner, outer) in own.read else Var(inner.aval), outer) for inner, outer in taken],
+            stacked=[(inner, outer) for (_, inner), (_, outer) in zip(fillers, given, strict=True)],
+        )
+    return found
 
 
 def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:

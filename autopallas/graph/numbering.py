@@ -11,7 +11,7 @@ Numbers grow from operands to results, so a smaller number never depends on a la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,7 @@ class Graph:
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
+        self._meshes: dict[Hashable, int] = {}
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
@@ -113,21 +114,6 @@ class Graph:
                     for variable in equation.outvars if computes(body, position) else ():
                         self._occurrences[numbers[variable]].append((body, position))
         return self._occurrences.get(number, [])
-
-    def linked(self, source: Body, target: Body) -> bool:
-        """Whether a scan can be given in each step what an earlier one has in it, directly or through further scans."""
-        if source is target:
-            return True
-        if source not in self.holders or target not in self.holders:
-            return False
-        (outer, i), (other, j) = self.holders[source], self.holders[target]
-        scans = outer.equations[i], other.equations[j]
-        return (
-            all(e.primitive.name == "scan" for e in scans)
-            and (outer is not other or i < j)
-            and scans[0].params["length"] == scans[1].params["length"]
-            and self.linked(outer, other)
-        )
 
     # ------------------------------------------------------------------ construction
 
@@ -184,9 +170,10 @@ class Graph:
     ) -> list[int]:
         if children:
             return self._holding(body, equation, operands, children, frame)
-        if is_identity(equation):
-            return operands
-        key = None if equation.effects else self.key(equation, operands, frame)
+        same = self._same(equation, operands)
+        if same is not None:
+            return same
+        key = None if compat.has_side_effects(equation) else self.key(equation, operands, frame)
         if key is not None and (known := self._known(key, equation)) is not None:
             return list(known)
         outputs = tuple(self._new(v.aval) for v in equation.outvars)
@@ -195,12 +182,24 @@ class Graph:
         self._node(equation, tuple(operands), outputs, body)
         return list(outputs)
 
+    def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
+        """The numbers of an equation's results where these are values that are known: its operands, or a scalar that
+        was made an array of one element (to leave a shard_map) and is made a scalar again."""
+        if is_identity(equation):
+            return operands
+        if equation.primitive.name in ("squeeze", "reshape") and equation.outvars[0].aval.shape == ():
+            node = self.definitions.get(operands[0])
+            if node is not None and node.name in ("broadcast_in_dim", "reshape") and not self.shape(node.inputs[0]):
+                return [node.inputs[0]]
+        return None
+
     # ------------------------------------------------------------------ looking up
 
     def find(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """The numbers of an equation's results if the program computes them, else None."""
-        if is_identity(equation):
-            return operands
+        same = self._same(equation, operands)
+        if same is not None:
+            return same
         key = self.key(equation, operands, frame)
         found = None if key is None else self._known(key, equation)
         return None if found is None else list(found)
@@ -232,7 +231,7 @@ class Graph:
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         body: Body,
-        shared: Iterable[int] = (),
+        shared: Container[int] = (),
     ) -> None:
         node = Node(equation, inputs, outputs, body)
         self.nodes.append(node)
@@ -265,51 +264,107 @@ class Graph:
     def _holding(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
     ) -> list[int]:
-        """An equation that holds bodies.  What enters a body unchanged keeps its number."""
+        """An equation that holds bodies.  What enters a body unchanged keeps its number, and so does what one body
+        gives and another of its kind is given."""
         name = equation.primitive.name
-        if name in _TRANSPARENT and len(children) == 1 and not equation.effects:
+        if name in _TRANSPARENT and len(children) == 1 and not compat.has_side_effects(equation):
             return self._add(children[0].body, operands, frame)
+        inside = self._inside(equation, frame)
         shared: set[int] = set()  # positions of operands that the bodies read under their own number
+        leaving: list[list[int]] = []
         for child in children:
-            inner = child.body
-            given: list[int | None] = [None] * len(inner.invars)
-            inside = frame
-            if name == "scan":
-                constants, carried = compat.scan_parts(equation)
-                given[:constants] = operands[:constants]
-                shared.update(range(constants))
-                for i in range(constants + carried, len(operands)):
-                    given[i] = self._element(operands[i], inner.invars[i].aval, loops(inner))
-            elif name == "while":
-                condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-                start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
-                given[:count] = operands[start : start + count]
-                shared.update(range(start, start + count))
-            elif name == "cond":
-                given = list(operands[1:])
-                shared.update(range(1, len(operands)))
-            elif name in _CUSTOM_RULES:
-                inside = (*frame, id(equation))
-                if len(inner.invars) == len(operands):
-                    given = list(operands)
-            elif name == "shard_map":
-                inside = (*frame, id(equation))
-            numbers = [
-                self._new(v.aval) if number is None else number for v, number in zip(inner.invars, given, strict=True)
-            ]
-            results = self._add(inner, numbers, inside)
-            self.returned.update(results)
-        outputs = tuple(self._new(v.aval) for v in equation.outvars)
+            given = self._entering(equation, operands, child, inside, shared)
+            pairs = zip(child.body.invars, given, strict=True)
+            leaving.append(self._add(child.body, [self._new(v.aval) if n is None else n for v, n in pairs], inside))
+            self.returned.update(leaving[-1])
+        outputs = self._leaving(equation, operands, children, leaving, inside)
         if name in _CUSTOM_RULES and len(children) == 1:
-            self.inner.update(zip(outputs, results, strict=True))
-            for output, result in zip(outputs, results, strict=True):
+            self.inner.update(zip(outputs, leaving[0], strict=True))
+            for output, result in zip(outputs, leaving[0], strict=True):
                 self.outer.setdefault(result, []).append(output)
-        if name == "scan":
-            _, carried = compat.scan_parts(equation)
-            for stacked, element in list(zip(outputs, results, strict=True))[carried:]:
-                self._table[("element", stacked, loops(children[0].body))] = (element,)
         self._node(equation, tuple(operands), outputs, body, shared)
         return list(outputs)
+
+    def _inside(self, equation: JaxprEqn, frame: tuple[int, ...]) -> tuple[int, ...]:
+        """The frame of the bodies that an equation holds."""
+        name = equation.primitive.name
+        if name in _CUSTOM_RULES:
+            return (*frame, id(equation))
+        if name == "shard_map":
+            mesh = equation.params["mesh"], frozenset(equation.params["newly_manual_axes"])
+            return (*frame, self._meshes.setdefault(mesh, len(self._meshes)))
+        return frame
+
+    def _entering(
+        self, equation: JaxprEqn, operands: list[int], child: Child, inside: tuple[int, ...], shared: set[int]
+    ) -> list[int | None]:
+        """The numbers of a body's inputs, None for a new one; notes the positions of ``shared`` operands."""
+        name, inner = equation.primitive.name, child.body
+        given: list[int | None] = [None] * len(inner.invars)
+        start = 0
+        if name == "scan":
+            constants, carried = compat.scan_parts(equation)
+            given[:constants] = operands[:constants]
+            for i in range(constants + carried, len(operands)):
+                given[i] = self._element(operands[i], inner.invars[i].aval, loops(inner))
+        elif name == "while":
+            condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+            start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
+            given[:count] = operands[start : start + count]
+            shared.update(range(start, start + count))
+        elif name == "cond":
+            start = 1
+            keys = [_branch_key(equation, operands, child, number) for number in operands[1:]]
+            given = [self._table.get(key, (number,))[0] for key, number in zip(keys, operands[1:], strict=True)]
+        elif name == "shard_map":
+            for i, (number, spec) in enumerate(zip(operands, equation.params["in_specs"], strict=True)):
+                given[i] = self._part(number, spec, inner.invars[i].aval, inside)
+        elif name in _CUSTOM_RULES and len(inner.invars) == len(operands):
+            return list(operands)  # the call reads them too: its rule does
+        if name != "while":
+            shared.update(start + i for i, number in enumerate(given) if number == operands[start + i])
+        return given
+
+    def _leaving(
+        self,
+        equation: JaxprEqn,
+        operands: list[int],
+        children: list[Child],
+        results: list[list[int]],
+        inside: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """The numbers of the results of an equation that holds bodies, which give ``results``.
+
+        Notes for each as what another body of its kind finds it, and gives equal ones one number.
+        """
+        name, first = equation.primitive.name, 0
+        if name not in ("scan", "cond", "shard_map"):
+            return tuple(self._new(v.aval) for v in equation.outvars)
+        if name == "scan":
+            first = compat.scan_parts(equation)[1]
+        specs = [_spec_key(spec) for spec in equation.params["out_specs"]] if name == "shard_map" else None
+        known: dict[Hashable, int] = {}
+        outputs: list[int] = []
+        for i, variable in enumerate(equation.outvars):
+            key: Hashable = i if i < first else (tuple(r[i] for r in results), None if specs is None else specs[i])
+            if key not in known:
+                known[key] = self._new(variable.aval)
+            outputs.append(known[key])
+            for child, given in zip(children, results, strict=True):
+                if name == "scan" and i >= first:
+                    self._table["element", outputs[i], loops(child.body)] = (given[i],)
+                elif name == "cond":
+                    self._table[_branch_key(equation, operands, child, outputs[i])] = (given[i],)
+                elif specs is not None and (equation.params["check_vma"] or _spread_over_all(equation, i)):
+                    self._table["part", outputs[i], inside, specs[i]] = (given[i],)
+        return tuple(outputs)
+
+    def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:
+        """What each device of a mesh has of a value: the whole, where the value is the same on all."""
+        key = ("part", number, inside, _spec_key(spec))
+        if key not in self._table:
+            self._table[key] = (number if _spec_key(spec) == _spec_key(()) else self._new(aval),)
+        return self._table[key][0]
 
 
 def loops(body: Body) -> int:
@@ -333,6 +388,26 @@ def is_identity(equation: JaxprEqn) -> bool:
         own = jnp.finfo(equation.invars[0].aval.dtype)
         return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (own.nexp, own.nmant)
     return False
+
+
+def _branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int) -> Hashable:
+    """For what a value is in one branch: another where another cond that decides the same gave it."""
+    return "branch", operands[0], len(equation.params["branches"]), child.position, number
+
+
+def _spread_over_all(equation: JaxprEqn, position: int) -> bool:
+    """Whether each device has a part of its own of a shard_map's result.  One that is said to be the same on all need
+    not be, unless that is checked."""
+    parts, _, _ = _spec_key(equation.params["out_specs"][position])
+    return {name for part in parts for name in part} == set(equation.params["newly_manual_axes"])
+
+
+def _spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
+    """Equal for partition specs that say the same."""
+    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+    while parts and not parts[-1]:
+        parts.pop()
+    return tuple(parts), getattr(spec, "unreduced", frozenset()), getattr(spec, "reduced", frozenset())
 
 
 def _literal_key(literal: Literal) -> Hashable:

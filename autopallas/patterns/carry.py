@@ -11,6 +11,7 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.graph import Body, Graph, Ref
+from autopallas.graph.crossing import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
@@ -24,7 +25,7 @@ def at_hand(graph: Graph, value: int, home: Body, body: Body, across: bool) -> b
     """Whether a body has a variable for a value that ``home`` has, or, ``across`` loops, can be given one."""
     if value not in graph.positions[home]:
         return False
-    return value in graph.positions[body] or (across and graph.linked(home, body))
+    return value in graph.positions[body] or (across and linked(graph, home, body))
 
 
 class Carrier:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
+from autopallas.graph.crossing import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan import Decision
@@ -131,7 +132,7 @@ class _Splicer:
         if body in outputs:
             return outputs[body]
         for source, variables in outputs.items():
-            if self.graph.linked(source, body):
+            if linked(self.graph, source, body):
                 return [self._across(v, source, body) for v in variables]
         return None
 
@@ -144,29 +145,63 @@ class _Splicer:
         ]
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
-        """A variable of one scan's body in the body of another: as the loop constant or the slice that it is in the
-        first, or else stacked by the first and read by the second."""
+        """A variable of one body in another that is linked to it: as the operand of the equation that holds it that it
+        is in the first, or else as a further result of the first and a further operand of the second."""
         if source is target:
             return variable
         numbers, known = self.graph.numbers[source], self.graph.positions[target]
         if variable in numbers and numbers[variable] in known:
             return known[numbers[variable]][1]
         if (variable, target) not in self._brought:
-            self._brought[variable, target] = inner = Var(variable.aval)
             (outer, i), (other, _) = self.graph.holders[source], self.graph.holders[target]
-            scan, edit = outer.equations[i], self._edit(target)
-            constants, carried = compat.scan_parts(scan)
+            holder = outer.equations[i]
+            self._brought[variable, target] = inner = Var(variable.aval)
             place = source.invars.index(variable) if variable in source.invars else None
-            if place is not None and place < constants:
-                edit.given.append((inner, self._atom_across(scan.invars[place], outer, other)))
-            elif place is not None and place >= constants + carried:
-                edit.read.append((inner, self._atom_across(scan.invars[place], outer, other)))
+            if place is not None and not _carried(holder, place):
+                atom = holder.invars[place + (holder.primitive.name == "cond")]
+                given = atom if isinstance(atom, Literal) else self._across(atom, outer, other)
+                self._enter(holder, place, inner, given, self._edit(target))
             else:
-                aval = variable.aval
-                stacked = Var(compat.array_type((scan.params["length"], *aval.shape), aval.dtype, [aval]))
-                self._edit(source).stacked.append((variable, stacked))
-                edit.read.append((inner, self._across(stacked, outer, other)))
+                self._leave(holder, variable, inner, source, target, lambda v: self._across(v, outer, other))
         return self._brought[variable, target]
 
-    def _atom_across(self, atom: Var | Literal, source: Body, target: Body) -> Var | Literal:
-        return atom if isinstance(atom, Literal) else self._across(atom, source, target)
+    def _enter(self, holder: JaxprEqn, place: int, inner: Var, given: Var | Literal, edit: Edit) -> None:
+        """Gives a body what the equation ``holder`` gives its own as the input at ``place``."""
+        if holder.primitive.name == "scan" and place < compat.scan_parts(holder)[0]:
+            edit.given.append((inner, given))
+            return
+        edit.read.append((inner, given))
+        if holder.primitive.name == "shard_map":
+            edit.specs[inner] = holder.params["in_specs"][place]
+
+    def _leave(
+        self, holder: JaxprEqn, variable: Var, inner: Var, source: Body, target: Body, outside: Callable[[Var], Var]
+    ) -> None:
+        """Gives a body what another one computes, which ``holder`` holds."""
+        edits, aval = (self._edit(source), self._edit(target)), variable.aval
+        match holder.primitive.name:
+            case "scan":
+                stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval]))
+            case "shard_map":
+                if not aval.shape:  # has no axis along which the devices' parts could lie side by side
+                    line = compat.reshaped(variable, (1,))
+                    edits[0].added.append(line)
+                    (variable,) = line.outvars
+                    whole, inner = inner, Var(variable.aval)
+                    back = compat.reshaped(inner, ())
+                    edits[1].added.append(back.replace(outvars=[whole]))
+                spec, type_ = compat.spread(holder.params, variable.aval)
+                stacked = Var(type_)
+                edits[0].specs[variable] = edits[1].specs[inner] = spec
+            case _:
+                stacked = Var(aval)
+        edits[0].stacked.append((variable, stacked))
+        edits[1].read.append((inner, outside(stacked)))
+
+
+def _carried(holder: JaxprEqn, place: int) -> bool:
+    """Whether a body's input comes from the step before."""
+    if holder.primitive.name != "scan":
+        return False
+    constants, carried = compat.scan_parts(holder)
+    return constants <= place < constants + carried

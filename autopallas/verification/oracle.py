@@ -123,7 +123,7 @@ class Oracle:
 
     def _scan(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         params = equation.params
-        constants, carried = compat.scan_counts(equation)
+        constants, carried = compat.scan_parts(equation)
         fixed, start, rows = values[:constants], values[constants : constants + carried], values[constants + carried :]
 
         def step(carry: Any, row: Any) -> tuple[Any, Any]:

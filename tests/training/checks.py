@@ -15,7 +15,7 @@ from autopallas import compat
 from autopallas.report import Report
 from autopallas.rewrite import primitive
 
-__all__ = ["absolute_errors", "arrays", "check", "compiled", "exact", "replaced", "right"]
+__all__ = ["absolute_errors", "arrays", "check", "compiled", "exact", "quadratic", "replaced", "right"]
 
 TOLERANCE = {"float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
 """Largest error of results and gradients, relative to the largest true value of all."""
@@ -32,7 +32,7 @@ def arrays(program: Any) -> Iterator[tuple[str, Any]]:
                 yield from arrays(inner)
 
 
-def _quadratic(program: Any, sizes: tuple[int, int]) -> list[str]:
+def quadratic(program: Any, sizes: tuple[int, int]) -> list[str]:
     """The floats with an axis of T queries and one of S keys, stacked ones too."""
 
     def has_both(shape: Sequence[int]) -> bool:
@@ -102,7 +102,7 @@ def check(
     assert not report.failures
     assert replaced(report, op) == list(directions), _told(report)
     if sizes is not None:
-        assert _quadratic(traced.jaxpr, sizes) == []
+        assert quadratic(traced.jaxpr, sizes) == []
     return report
 
 

@@ -106,14 +106,6 @@ def grad_in_a_branch(q, k, v):
 
 
 @step()
-def grad_of_a_branch(q, k, v):
-    def branched(q, k, v):
-        return lax.cond(jnp.sum(q) < 1e6, attend, lambda q, k, v: q * jnp.sum(v), q, k, v)
-
-    return jax.grad(loss_of(branched), argnums=(0, 1, 2))(q, k, v)
-
-
-@step()
 def grad_in_a_loop(q, k, v):
     def update(_, qkv):
         return tuple(x - 0.1 * g for x, g in zip(qkv, jax.grad(loss, argnums=(0, 1, 2))(*qkv), strict=True))

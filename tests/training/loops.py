@@ -101,6 +101,19 @@ def scan_with_distances_as_a_bias(w, x):
     return gradients(over_layers(body))(w, x)
 
 
+@step(deep)
+def scan_with_a_mask_of_a_carried_number(w, x):
+    """The backward loop reads the mask; a kernel the number, which is another one in each step."""
+
+    def body(carry, w):
+        x, window = carry
+        near = jnp.arange(T) + window >= jnp.arange(T)[:, None]
+        scores = jnp.where(near, (x @ w[0]) @ (x @ w[1]).mT * 0.3, -1e9)
+        return (x + jax.nn.softmax(scores) @ (x @ w[2]), window + 1), None
+
+    return gradients(lambda w, x: lax.scan(body, (x, 1), w)[0][0])(w, x)
+
+
 @step()
 def fori_loop(q, k, v):
     model = lambda q, k, v: lax.fori_loop(0, 3, lambda _, q: q + attend(q, k, v), q)  # noqa: E731

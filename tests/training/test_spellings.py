@@ -20,8 +20,6 @@ BATCH = 10
 
 NOT_YET: dict[str, str] = {
     "barrier_between": "also used by mul",  # The backward has a barrier of its own, around the cotangents of both.
-    "in_a_branch": "also returned",  # Residuals leave the branch.
-    "in_two_of_three_branches": "also returned",
 }
 """Spellings of which the backward is not found yet, with the reason in the report."""
 

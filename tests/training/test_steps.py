@@ -8,11 +8,12 @@ import jax
 import pytest
 from recognition.compare import compiled, optimized_like_a_user
 
-from training import biases, derivatives, loops
+from training import biases, branches, derivatives, loops
 from training.catalogue import STEPS, T
 from training.checks import arrays, check, replaced, right
 
 assert biases
+assert branches
 assert derivatives
 assert loops
 
@@ -29,8 +30,6 @@ NOT_YET: dict[str, str] = {
     "per_head_and_example_value_and_gradients": "only a part of its backward was recognised",
     "per_example_gradients_of_a_scan": "only a part of its backward was recognised",
     "per_example_gradients_of_layers": "only a part of its backward was recognised",
-    # Residuals leave the branch.
-    "grad_of_a_branch": "also returned",
 }
 """Steps in which not every site is replaced yet, with the reason that the report gives.  Their results are right."""
 

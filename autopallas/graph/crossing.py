@@ -1,0 +1,46 @@
+"""What of one body another one can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from autopallas.compat import Literal
+from autopallas.graph.flatten import Body
+from autopallas.graph.numbering import Graph
+
+__all__ = ["linked"]
+
+
+def linked(graph: Graph, source: Body, target: Body) -> bool:
+    """Whether a body can be given what an earlier one has in it.
+
+    Each step of a scan can be given what a scan of that length has in the same step, each device what a shard_map over
+    the same mesh has there, a branch what the same branch has; and likewise where these are in such bodies themselves.
+    """
+    if source is target:
+        return True
+    if source not in graph.holders or target not in graph.holders:
+        return False
+    (outer, i), (other, j) = graph.holders[source], graph.holders[target]
+    first, second = outer.equations[i], other.equations[j]
+    if first.primitive is not second.primitive or (outer is other and i >= j):
+        return False
+    match first.primitive.name:
+        case "scan":
+            alike = first.params["length"] == second.params["length"]
+        case "shard_map":
+            checked = first.params["check_vma"] == second.params["check_vma"]
+            alike = checked and graph.frames[source] == graph.frames[target]
+        case "cond":
+            alike = _branch(graph, source) == _branch(graph, target)
+        case _:
+            alike = False
+    return alike and linked(graph, outer, other)
+
+
+def _branch(graph: Graph, body: Body) -> Hashable:
+    """Which branch a body is, of how many, and the number of what decides."""
+    outer, i = graph.holders[body]
+    decides, bodies = outer.equations[i].invars[0], [child.body for child in outer.children[i]]
+    number = graph.find_literal(decides) if isinstance(decides, Literal) else graph.numbers[outer][decides]
+    return number, len(bodies), bodies.index(body)
