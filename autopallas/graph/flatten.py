@@ -17,6 +17,10 @@ from autopallas.graph.custom_rules import is_elementwise_call
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
 """Equations whose bodies are somebody's kernel, written against references: not ours to look into."""
+_OF_SCALARS = frozenset(
+    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "reduce", "reduce_window"}
+)
+"""Equations whose body says how two numbers become one: a parameter like any other."""
 
 
 @dataclass(slots=True)
@@ -117,7 +121,7 @@ def _inline(
         elif any(a is not b for a, b in zip(inputs, equation.invars, strict=True)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if equation.primitive.name not in _KERNELS and not is_elementwise_call(equation):
+        if equation.primitive.name not in _KERNELS | _OF_SCALARS and not is_elementwise_call(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))

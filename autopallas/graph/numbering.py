@@ -184,14 +184,23 @@ class Graph:
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """The numbers of an equation's results where these are values that are known: its operands, or a scalar that
-        was made an array of one element (to leave a shard_map) and is made a scalar again."""
+        was made an array of one element (to leave a shard_map) and is made a scalar again, or a literal."""
         if is_identity(equation):
             return operands
         if equation.primitive.name in ("squeeze", "reshape") and equation.outvars[0].aval.shape == ():
             node = self.definitions.get(operands[0])
             if node is not None and node.name in ("broadcast_in_dim", "reshape") and not self.shape(node.inputs[0]):
                 return [node.inputs[0]]
-        return None
+        folded = self._folded(equation, operands)
+        return None if folded is None else [folded]
+
+    def _folded(self, equation: JaxprEqn, operands: Sequence[int]) -> int | None:
+        """The literal that the cast of a literal is: JAX leaves the cast out where it traces such a program anew."""
+        if equation.primitive.name != "convert_element_type" or operands[0] not in self.literals:
+            return None
+        aval, value = equation.outvars[0].aval, self.literals[operands[0]]
+        cast = value.astype(aval.dtype)
+        return self._literal(Literal(cast, aval)) if cast.astype(value.dtype) == value else None
 
     # ------------------------------------------------------------------ looking up
 

@@ -15,6 +15,7 @@ from autopallas import compat
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.patterns import experts
 from autopallas.patterns.match import Match, Mismatch, NearMiss
 from autopallas.patterns.ragged_dot import ragged_dot
 
@@ -26,10 +27,8 @@ Origin: TypeAlias = Literal["forward", "backward", "again"]
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Every grouped matmul in a graph, and what nearly was one."""
-    products = [node for node in graph.nodes if node.name == "ragged_dot_general"]
-    if not products:
-        return [], []
     alive = surviving(graph, ())
+    products = [node for node in graph.nodes if node.name == "ragged_dot_general"]
     origins = _Origins(graph)
     forwards: list[_Forward] = []
     parts: list[tuple[Match, Origin]] = []
@@ -50,7 +49,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             forwards.append(_Forward(match))
     alone = _attach(forwards, parts)
     matches = [*(forward.finished() for forward in forwards), *alone]
-    return sorted(matches, key=lambda match: match.results[0]), list(misses.values())
+    dense, missed = experts.find(graph, alive, assume_finite)
+    return sorted([*matches, *dense], key=lambda match: match.results[0]), [*misses.values(), *missed]
 
 
 class _Origins:

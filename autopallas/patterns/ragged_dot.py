@@ -15,7 +15,7 @@ from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.kernels.layout import Label, Operand, View
 from autopallas.patterns.match import Match, Mismatch
 
-__all__ = ["ragged_dot"]
+__all__ = ["precision", "ragged_dot"]
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -110,7 +110,7 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
         result=_view(result),
         types=tuple(graph.dtype(number) for number in node.inputs),
         result_dtype=graph.dtype(node.outputs[0]),
-        precision=_precision(graph, node),
+        precision=precision(node),
         assume_finite=assume_finite,
     )
 
@@ -140,13 +140,13 @@ def _view(labels: Sequence[Label]) -> View:
     return tuple((0, (label,)) for label in labels)
 
 
-def _precision(graph: Graph, node: Node) -> str | None:
+def precision(node: Node) -> str | None:
     """The precision that is asked for, or None for the default."""
-    precision = node.params["precision"]
-    if precision is None:
+    given = node.params["precision"]
+    if given is None:
         return None
-    names = {getattr(p, "name", str(p)) for p in (precision if isinstance(precision, tuple) else (precision,))}
+    names = {getattr(p, "name", str(p)) for p in (given if isinstance(given, tuple) else (given,))}
     if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
-        raise Mismatch(f"the product asks for the precision {precision}")
+        raise Mismatch(f"the product asks for the precision {given}")
     (name,) = names
     return None if name == "DEFAULT" else name

@@ -18,7 +18,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.implementation import Device
 
-__all__ = ["grouped_matmul"]
+__all__ = ["apply", "grouped_matmul"]
 
 Array: TypeAlias = jax.Array
 
@@ -109,14 +109,14 @@ def grouped_matmul(
             block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
             for direction in ("forward", "forward+backward")
         )
-        result: Array = _grouped_matmul(name, spec, sizes, lhs[None], rhs[None], group_sizes[None])
+        result: Array = apply(name, spec, sizes, lhs[None], rhs[None], group_sizes[None])
         return result[0]
 
     return OPERATION.first_that_works(spec, device, implementation, call)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _grouped_matmul(
+def apply(
     name: str,
     spec: GroupedMatmulSpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
@@ -124,13 +124,14 @@ def _grouped_matmul(
     rhs: Array,
     group_sizes: Array,
 ) -> Array:
+    """The kernel ``name`` on canonical arrays, with its derivative; block sizes for forward alone, and for both."""
     module = OPERATION.implementation(name)
     assert module is not None
     out: Array = module.forward(spec, block_sizes[0], lhs, rhs, group_sizes)
     return out
 
 
-def _grouped_matmul_forward(
+def _apply_forward(
     name: str, spec: GroupedMatmulSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     module = OPERATION.implementation(name)
@@ -138,7 +139,7 @@ def _grouped_matmul_forward(
     return module.forward(spec, block_sizes[1], *operands), operands
 
 
-def _grouped_matmul_backward(
+def _apply_backward(
     name: str,
     spec: GroupedMatmulSpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
@@ -151,7 +152,7 @@ def _grouped_matmul_backward(
     return dlhs, drhs, None
 
 
-_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+apply.defvjp(_apply_forward, _apply_backward)
 
 
 def _precision(given: lax.Precision | str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import AnySpec
 
 __all__ = ["BlockSizes"]
 
@@ -33,7 +33,7 @@ class BlockSizes:
         """Enough rows to keep a matmul busy; less where groups are smaller."""
         return cls(256)
 
-    def fitted(self, spec: GroupedMatmulSpec) -> BlockSizes:
+    def fitted(self, spec: AnySpec) -> BlockSizes:
         """The same, valid for the shape: aligned, no more than the rows, and no larger than groups tend to be.
 
         A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
@@ -41,7 +41,7 @@ class BlockSizes:
         aligned = -(-self.row_block // _ALIGNMENT) * _ALIGNMENT
         return BlockSizes(min(aligned, _natural(spec), spec.rows))
 
-    def temporary_bytes(self, spec: GroupedMatmulSpec, direction: str = "forward") -> int:
+    def temporary_bytes(self, spec: AnySpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory: one group's weights, a tile, and lhs transposed in the backward."""
         size = spec.accumulation_dtype.itemsize
         weights = spec.contracting * spec.columns
@@ -51,7 +51,7 @@ class BlockSizes:
         return size * (3 * weights + 2 * tile) + spec.rows * spec.contracting * spec.first_dtype.itemsize
 
     @classmethod
-    def candidates(cls, spec: GroupedMatmulSpec) -> tuple[BlockSizes, ...]:
+    def candidates(cls, spec: AnySpec) -> tuple[BlockSizes, ...]:
         """What a search should try, best guess first, each valid for the shape and none twice."""
         fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
         return tuple(dict.fromkeys(fitted))
@@ -60,6 +60,6 @@ class BlockSizes:
         return {"row_block": self.row_block}
 
 
-def _natural(spec: GroupedMatmulSpec) -> int:
+def _natural(spec: AnySpec) -> int:
     """The power of two that holds a mean group, at least :data:`_SMALLEST`."""
     return max(_SMALLEST, 1 << (spec.rows_per_group - 1).bit_length())

@@ -100,6 +100,65 @@ class GroupedMatmulSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data: numbers and strings."""
-        plain = (bool, int, str, type(None))
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
+        return _plain(self)
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """What implementations and tables know of such a mixture: its largest product, and how few experts a token has."""
+
+    tokens: int
+    choices: int
+    groups: int
+    contracting: int
+    columns: int
+    widest_dtype: Dtype
+    products: int
+    assume_finite: bool = True
+    use: Literal["experts"] = "experts"
+
+    @property
+    def rows(self) -> int:
+        """Of all grouped matmuls."""
+        return self.tokens * self.choices
+
+    @property
+    def rows_per_group(self) -> int:
+        """The mean, at least 1."""
+        return max(1, self.rows // self.groups)
+
+    @property
+    def first_dtype(self) -> Dtype:
+        return self.widest_dtype
+
+    @property
+    def accumulation_dtype(self) -> Dtype:
+        """float32, or float64 where anything is float64."""
+        return np.dtype(np.float64 if self.widest_dtype == np.float64 else np.float32)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the result to be the original's, in words."""
+        return ("what experts compute for tokens that they are not given is finite (assume_finite)",)
+
+    def programs(self) -> str:
+        """Nothing: what is carried is in the site."""
+        return ""
+
+    def __str__(self) -> str:
+        return (
+            f"grouped_matmul of dense experts T={self.tokens} k={self.choices} K={self.contracting} N={self.columns} "
+            f"G={self.groups} {self.widest_dtype}, {self.products} products"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data: numbers and strings."""
+        return _plain(self)
+
+
+AnySpec: TypeAlias = GroupedMatmulSpec | ExpertsSpec
+
+
+def _plain(spec: Any) -> dict[str, Any]:
+    plain = (bool, int, str, type(None))
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}

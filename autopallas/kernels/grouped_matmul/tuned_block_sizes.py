@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import AnySpec, ExpertsSpec
 from autopallas.kernels.implementation import Device
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup
 
@@ -454,25 +454,31 @@ def table_device(device: Device) -> str:
     return "cpu" if device.platform == "cpu" else device.kind
 
 
-def table_key(spec: GroupedMatmulSpec, implementation: str, direction: str) -> Key:
-    """Where the table files a spec; the invariant is whether a group's weights are "small" or "large"."""
-    bucket = bucket_of({"G": spec.groups, "M/G": spec.rows_per_group}, BUCKETS)
+def table_key(spec: AnySpec, implementation: str, direction: str) -> Key:
+    """Where the table files a spec; invariants say whether a group's weights are "small" or "large", and "dense" where
+    the original has every expert compute every token."""
+    weights = "small" if spec.contracting * spec.columns < _SMALL else "large"
+    if isinstance(spec, ExpertsSpec):
+        # The original computes G / k times the rows, so this decides what is gained.
+        sizes, invariants = {"G": spec.groups // spec.choices, "M/G": spec.rows_per_group}, f"dense {weights}"
+    else:
+        sizes, invariants = {"G": spec.groups, "M/G": spec.rows_per_group}, weights
+    bucket = bucket_of(sizes, BUCKETS)
     assert bucket is not None, "the last bucket takes everything"
-    invariants = "small" if spec.contracting * spec.columns < _SMALL else "large"
-    if spec.use != "forward":
+    if spec.use in ("dlhs", "drhs"):
         direction = "forward+backward"  # in which it was measured
     return implementation, direction, spec.widest_dtype.name, bucket.name, invariants
 
 
 def find(
-    spec: GroupedMatmulSpec, device: Device, implementation: str = "xla", direction: str = "forward"
+    spec: AnySpec, device: Device, implementation: str = "xla", direction: str = "forward"
 ) -> Found | None:
     """The table's row for a spec: its own bucket's, else the nearest one's, else None."""
     return lookup(TABLE, table_device(device), table_key(spec, implementation, direction), BUCKETS)
 
 
 def infer_block_sizes(
-    spec: GroupedMatmulSpec, device: Device, implementation: str = "xla", direction: str = "forward"
+    spec: AnySpec, device: Device, implementation: str = "xla", direction: str = "forward"
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
     found = find(spec, device, implementation, direction)

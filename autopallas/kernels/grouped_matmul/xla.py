@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -27,7 +27,7 @@ __all__ = ["backward", "forward", "supports"]
 Array: TypeAlias = jax.Array
 
 
-def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
+def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     """Everything but the original's propagation of non-finite weights into other groups' rows, on every platform."""
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")

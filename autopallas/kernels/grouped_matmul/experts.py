@@ -1,0 +1,369 @@
+"""A mixture in which every expert computes every token, done only for the experts that a token is given to.
+
+The program says ``out[t] = sum over e of y[t, e]``, where ``y[t, e]`` is zero but for the few experts that token t
+chooses.  Here each pair of a token and one of its choices is a row.  Rows are sorted by expert; what the program
+computes for all pairs is computed for these rows, its products with the experts' matrices by a grouped matmul.
+
+Letters: T tokens, k choices of each token, R = T k rows, G experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.kernels.grouped_matmul import OPERATION
+from autopallas.kernels.grouped_matmul.api import apply
+from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
+from autopallas.kernels.implementation import Operation
+from autopallas.kernels.layout import Label, Operand, View, read, write
+from autopallas.program import Constant
+
+__all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
+
+Array: TypeAlias = jax.Array
+Dtype: TypeAlias = np.dtype[Any]
+Labels: TypeAlias = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """An array at the row's token, at its expert, or at both: [R, ...] over its other ``labels``."""
+
+    source: Operand
+    labels: Labels
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """An elementwise function of the results of earlier steps."""
+
+    function: Callable[..., Any]
+    params: tuple[tuple[str, Any], ...]
+    arguments: tuple[int, ...]
+    labels: Labels
+    dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The result of an earlier step times the matrix of the row's expert, summed over ``inner``."""
+
+    rows: int
+    weights: Operand
+    inner: Labels
+    labels: Labels
+    dtype: Dtype
+    precision: str | None
+
+
+Step: TypeAlias = Gathered | Pointwise | Product | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """From the operands of a site to the arrays that its steps read: the routing, as the program has it.
+
+    Attributes:
+      key: equal for equal programs, which jaxprs are not.
+      jaxpr: the program.
+      reads: per result, the operands that it depends on.
+      mapped: the axes of each ``vmap`` around it, the innermost first: per operand, 0 or None.
+    """
+
+    key: Any
+    jaxpr: Any = field(compare=False)
+    reads: tuple[frozenset[int], ...]
+    mapped: tuple[tuple[int | None, ...], ...] = ()
+
+    def __call__(self, operands: Sequence[Array]) -> list[Array]:
+        function: Callable[..., Any] = compat.jaxpr_as_fun(self.jaxpr)
+        for axes in self.mapped:
+            function = jax.vmap(function, in_axes=axes, out_axes=list(self.axes(axes)))
+        return list(function(*operands))
+
+    def axes(self, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Which results have the axis of a vmap in front."""
+        return tuple(0 if any(axes[i] is not None for i in reads) else None for reads in self.reads)
+
+
+@dataclass(frozen=True)
+class ExpertsSite:
+    """One such mixture of a program.
+
+    Attributes:
+      sizes: size of each label.
+      token_labels, expert_labels: those of T and G.
+      prelude: gives the arrays that ``choices`` and ``steps`` read.
+      choices: arrays of the experts that a token chooses, each with further labels where it holds several; a number
+        that is no expert's counts for nothing, and an expert that is named twice counts once.
+      steps: what is computed for each row; the last one is its term of the token's sum.
+      result: the view of the result.
+      types: dtypes of the arrays.
+      batch_labels: of the token labels, those of examples that have experts of their own.
+    """
+
+    sizes: tuple[int, ...]
+    token_labels: Labels
+    expert_labels: Labels
+    prelude: Prelude
+    choices: tuple[tuple[Operand, Labels], ...]
+    steps: tuple[Step, ...]
+    result: View
+    result_dtype: Dtype
+    types: tuple[Dtype, ...]
+    batch_labels: Labels = ()
+    assume_finite: bool = True
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATION
+
+    @property
+    def has_backward(self) -> bool:
+        return True
+
+    def _extent(self, labels: Labels) -> int:
+        return math.prod(self.sizes[a] for a in labels)
+
+    @cached_property
+    def spec(self) -> ExpertsSpec:
+        """The canonical description, which implementations and tables know."""
+        products = [step for step in self.steps if isinstance(step, Product)]
+        largest = max(products, key=lambda p: self._extent(p.inner) * self._extent(p.labels))
+        return ExpertsSpec(
+            tokens=self._extent(self.token_labels),
+            choices=sum(self._extent(several) for _, several in self.choices),
+            groups=self._extent((*self.batch_labels, *self.expert_labels)),
+            contracting=self._extent(largest.inner),
+            columns=self._extent(largest.labels),
+            widest_dtype=max((self.types[p.weights.position] for p in products), key=lambda d: d.itemsize),
+            products=len(products),
+            assume_finite=self.assume_finite,
+        )
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """(the program's result, no residuals)."""
+        return (_Rows(self, kernel, block_sizes, self.prelude(operands)).result(),), ()
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """None: the backward computes the rows again."""
+        return ()
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        residuals: Sequence[Array],
+        cotangents: Sequence[Array],
+        active: Sequence[int],
+    ) -> tuple[Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+
+        def function(*chosen: Array) -> Array:
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            return self.forward(kernel, block_sizes, filled)[0][0]
+
+        _, pull = jax.vjp(function, *(operands[i] for i in active))
+        return tuple(pull(cotangents[0]))
+
+    # ------------------------------------------------------------------ transformations
+
+    def batched(self, axes: Sequence[int | None], size: int) -> ExpertsSite:
+        """The site under vmap: more tokens, and where the experts differ between examples, more experts too."""
+        label: Labels = (len(self.sizes),)
+        inner = self.prelude.axes(axes)
+        sources = [s.weights if isinstance(s, Product) else s.source for s in self.steps if not _free(s)]
+        own = any(inner[s.position] is not None for s in sources if not set(self.token_labels) & set(s.labels))
+
+        def moved(step: Step) -> Step:
+            if isinstance(step, Gathered):
+                return replace(step, source=step.source.batched(inner, label))
+            if isinstance(step, Product):
+                return replace(step, weights=step.weights.batched(inner, label))
+            return step
+
+        return replace(
+            self,
+            sizes=(*self.sizes, size),
+            token_labels=(*label, *self.token_labels),
+            batch_labels=(*label, *self.batch_labels) if own or self.batch_labels else (),
+            prelude=replace(self.prelude, mapped=(*self.prelude.mapped, tuple(axes))),
+            choices=tuple((source.batched(inner, label), several) for source, several in self.choices),
+            steps=tuple(map(moved, self.steps)),
+            result=((0, label), *self.result),
+        )
+
+
+def _free(step: Step) -> bool:
+    """Whether a step reads no array."""
+    return isinstance(step, (Pointwise, Constant))
+
+
+class _Routing(NamedTuple):
+    """Where each token goes, rows in the order of tokens: [T, k]; and the order of the rows by expert: [R].
+
+    Attributes:
+      expert: the expert of each row; any where it has none.
+      counts: whether the row is a term of the token's sum.
+      order: the rows by expert.
+      place: where each row is in that order.
+      group_sizes: [G].
+    """
+
+    expert: Array
+    counts: Array
+    order: Array
+    place: Array
+    group_sizes: Array
+
+
+class _Rows:
+    """One evaluation of a site: values of steps are [R, ...], or [1, ...] where all rows have the same."""
+
+    def __init__(self, site: ExpertsSite, kernel: Any, block_sizes: Any, arrays: Sequence[Array]):
+        self.site, self.spec, self.arrays = site, site.spec, arrays
+        self.implementation, self.block_sizes = kernel.__name__.rpartition(".")[2], block_sizes
+        self.groups = (*site.batch_labels, *site.expert_labels)
+        self.experts = math.prod(site.sizes[a] for a in site.expert_labels)
+        self.routing = self._routing()
+
+    def _read(self, source: Operand, *groups: Labels) -> Array:
+        return read(source, self.arrays, self.site.sizes, groups)
+
+    def _routing(self) -> _Routing:
+        site, spec = self.site, self.spec
+        parts = []
+        for source, several in site.choices:
+            part = self._read(source, site.token_labels, several).astype(jnp.int32)
+            parts.append(jnp.broadcast_to(part, (spec.tokens, math.prod(site.sizes[a] for a in several))))
+        chosen = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        valid = (chosen >= 0) & (chosen < self.experts)
+        same = chosen[:, :, None] == chosen[:, None, :]
+        again = jnp.any(same & jnp.tri(spec.choices, k=-1, dtype=bool), axis=2)
+        # Rows that count for nothing are computed too, as finite as any other, so that their gradients are zero.
+        expert = jnp.where(valid, chosen, 0)
+        examples = math.prod(site.sizes[a] for a in site.batch_labels)
+        if examples > 1:
+            example = jnp.arange(spec.tokens, dtype=jnp.int32) // (spec.tokens // examples)
+            expert = expert + self.experts * example[:, None]
+        order = jnp.argsort(expert.reshape(-1), stable=True).astype(jnp.int32)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(spec.rows, dtype=jnp.int32), unique_indices=True)
+        group_sizes = jnp.bincount(expert.reshape(-1), length=spec.groups).astype(jnp.int32)
+        return _Routing(expert, valid & ~again, order, place, group_sizes)
+
+    def result(self) -> Array:
+        """What the program computes."""
+        site, spec = self.site, self.spec
+        values: list[Array] = []
+        for step in site.steps:
+            values.append(self._value(step, values))
+        last = site.steps[-1]
+        assert not isinstance(last, Constant)
+        terms = jnp.broadcast_to(values[-1], (spec.rows, *values[-1].shape[1:])).reshape(spec.rows, -1)
+        terms = _permuted(terms, self.routing.place, self.routing.order).reshape(spec.tokens, spec.choices, -1)
+        wide = terms.astype(jnp.promote_types(terms.dtype, jnp.float32))
+        total = jnp.sum(jnp.where(self.routing.counts[..., None], wide, 0), axis=1).astype(site.result_dtype)
+        return write(total, site.result, site.sizes, (site.token_labels, last.labels))
+
+    def _value(self, step: Step, values: Sequence[Array]) -> Array:
+        match step:
+            case Constant():
+                return jnp.asarray(step.value, step.dtype)
+            case Gathered():
+                return self._gathered(step)
+            case Pointwise():
+                arguments = [self._spread(a, values[a], step.labels) for a in step.arguments]
+                shape = jnp.broadcast_shapes(*(a.shape for a in arguments))
+                result: Array = step.function(*(jnp.broadcast_to(a, shape) for a in arguments), **dict(step.params))
+                return result
+            case Product():
+                return self._product(step, values[step.rows])
+
+    def _gathered(self, step: Gathered) -> Array:
+        tokens, groups = self.site.token_labels, self.groups
+        rest = [(label,) for label in step.labels]
+        present = set(step.source.labels)
+        experts = present & set(self.site.expert_labels)
+        if not present & {*tokens, *self.site.expert_labels}:
+            return self._read(step.source, (), *rest)
+        if not experts:
+            whole = self._read(step.source, tokens, *rest)
+            return self._sorted(whole[:, None])
+        if not present & (set(tokens) - set(self.site.batch_labels)):
+            whole = self._read(step.source, groups, *rest)
+            return whole[self.routing.expert.reshape(-1)[self.routing.order]]
+        whole = self._read(step.source, tokens, self.site.expert_labels, *rest)
+        whole = jnp.broadcast_to(whole, (self.spec.tokens, *whole.shape[1:]))
+        token = jnp.arange(self.spec.tokens, dtype=jnp.int32)[:, None]
+        return self._sorted(whole[token, self.routing.expert % self.experts])
+
+    def _sorted(self, whole: Array) -> Array:
+        """From [T, k | 1, ...] to rows in the order of experts."""
+        shape = (self.spec.tokens, self.spec.choices, *whole.shape[2:])
+        rows = jnp.broadcast_to(whole, shape).reshape(self.spec.rows, *whole.shape[2:])
+        return _permuted(rows, self.routing.order, self.routing.place)
+
+    def _spread(self, step: int, value: Array, labels: Labels) -> Array:
+        """With an axis for each of ``labels`` after that of the rows; of size 1 where the value does not have it."""
+        given = self.site.steps[step]
+        if isinstance(given, Constant):
+            return value
+        order = [given.labels.index(a) for a in labels if a in given.labels]
+        value = value.transpose([0, *(1 + i for i in order)])
+        return value.reshape(value.shape[:1] + tuple(self.site.sizes[a] if a in given.labels else 1 for a in labels))
+
+    def _product(self, step: Product, rows: Array) -> Array:
+        site, spec = self.site, self.spec
+        rows = self._spread(step.rows, rows, step.inner)
+        lhs = jnp.broadcast_to(rows, (spec.rows, *rows.shape[1:])).reshape(1, spec.rows, -1)
+        order = step.weights.labels
+        transposed = order.index(step.inner[0]) > order.index(step.labels[0])
+        sides = (step.labels, step.inner) if transposed else (step.inner, step.labels)
+        rhs = jnp.broadcast_to(
+            self._read(step.weights, (), self.groups, *sides),
+            (1, spec.groups, *(math.prod(site.sizes[a] for a in side) for side in sides)),
+        )
+        product = GroupedMatmulSpec(
+            use="dlhs" if transposed else "forward",
+            batch=1,
+            rows=spec.rows,
+            groups=spec.groups,
+            contracting=rhs.shape[2],
+            columns=rhs.shape[3],
+            first_dtype=np.dtype(lhs.dtype),
+            second_dtype=np.dtype(rhs.dtype),
+            result_dtype=step.dtype,
+            precision=step.precision,
+        )
+        sizes = self.block_sizes.fitted(product)
+        out = apply(self.implementation, product, (sizes, sizes), lhs, rhs, self.routing.group_sizes[None])
+        return out.reshape(spec.rows, *(site.sizes[a] for a in step.labels))
+
+
+@jax.custom_vjp
+def _permuted(rows: Array, order: Array, place: Array) -> Array:
+    """``rows[order]``; ``place`` is the inverse of ``order``, so that the derivative is a gather too."""
+    return jnp.take(rows, order, axis=0, unique_indices=True, mode="clip")
+
+
+_permuted.defvjp(
+    lambda rows, order, place: (_permuted(rows, order, place), (order, place)),
+    lambda saved, cotangent: (_permuted(cotangent, saved[1], saved[0]), None, None),
+)

@@ -1,0 +1,371 @@
+"""Mixtures in which every expert computes every token: ``out[t] = sum over e of y[t, e]``, mostly zero.
+
+The anchor is the sum over experts.  What is summed is read, and proved to be zero where an expert was not chosen, by
+:mod:`autopallas.patterns.experts_reading`.  The site reaches from there back to what depends neither on a choice of
+experts nor on one of their products: tokens, matrices, and the numbers that routing is made of.  So the routing is
+carried as it is, its derivative too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopallas import compat
+from autopallas.compat import Literal, Var
+from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.extract import closed, jaxpr_of, nodes_between
+from autopallas.graph.labels import ELEMENTWISE, is_product
+from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
+from autopallas.kernels.layout import Operand
+from autopallas.patterns.backward import Backward, Forward, Lookup, Search, differentiable, settle
+from autopallas.patterns.carry import at_hand
+from autopallas.patterns.experts_reading import DENSE, Reading, read
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
+
+__all__ = ["find"]
+
+OP = "grouped_matmul"
+_PLAIN = ELEMENTWISE | frozenset(
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate copy name optimization_barrier
+    reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
+)
+
+
+def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
+    """Every such mixture in a graph, and what nearly was one."""
+    matches: dict[int, Match] = {}
+    drafts: dict[int, _Draft] = {}
+    misses: dict[int, NearMiss] = {}
+    for node in _candidates(graph, alive):
+        root, location = node.outputs[0], compat.location(node.equation)
+        try:
+            reading = read(graph, root)
+            if reading is None:
+                continue
+            if not assume_finite:
+                raise Mismatch(
+                    f"{DENSE}, and assume_finite is off: an inf or NaN that an expert computes for a token that it is "
+                    "not given would reach the result"
+                )
+            draft = _Draft(graph, node, reading.seeds, reading.products)
+            escape = draft.escape(alive)
+            if escape is None:
+                matches[root] = draft.match()
+            else:
+                drafts[root] = draft
+                misses[root] = NearMiss(OP, location, escape, root)
+        except Mismatch as mismatch:
+            misses[root] = NearMiss(OP, location, mismatch.reason, root)
+    _with_backward(graph, drafts, matches, misses)
+    places = {}  # a sum that is written in parts is one miss
+    for root, miss in misses.items():
+        if root not in matches:
+            places.setdefault(miss.location, miss)
+    return [matches[root] for root in sorted(matches)], list(places.values())
+
+
+def _with_backward(
+    graph: Graph, drafts: dict[int, _Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
+) -> None:
+    """Settles the sites whose products are used elsewhere: by their own backward, or it is a near miss."""
+    searches = {root: search for root, draft in drafts.items() if (search := draft.search()) is not None}
+    if not searches:
+        return
+    given = {number for match in matches.values() for number in match.results}
+    complete = settle(graph, Lookup(graph), list(searches.values()), given)
+    for root, search in searches.items():
+        try:
+            if search not in complete:
+                raise Mismatch(f"only a part of its backward was recognised; {misses[root].reason}")
+            matches[root] = drafts[root].match_with(search)
+        except Mismatch as mismatch:
+            misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+
+
+def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
+    """The sums that may be over experts: of a product, and of what was compared, scattered or normalised."""
+    weighs = [False] * len(graph.avals)
+    product = [False] * len(graph.avals)
+    found = []
+    for node in graph.nodes:
+        own = [any(flags[i] for i in node.inputs) for flags in (weighs, product)]
+        sums = node.name == "reduce_sum" or node.name == "dot_general" and not is_product(node)
+        derivative = node.body.transposed or compat.is_transposed(node.equation)
+        if sums and all(own) and node.outputs[0] in alive and not derivative:
+            found.append(node)
+        starts = node.name in ("eq", "scatter", "scatter-add", "exp", "logistic")
+        passes = node.name in _PLAIN
+        for output in node.outputs:
+            weighs[output] = starts or passes and own[0]
+            product[output] = passes and (own[1] or node.name == "dot_general" and not is_product(node))
+    return found
+
+
+class _Search(Search):
+    """What must no longer be computed are the values made of the experts' products; the routing may be read on."""
+
+    products: frozenset[int] = frozenset()
+
+    def inner(self) -> set[int]:
+        return {n for n in super().inner() if n in self.products}
+
+
+@dataclass
+class _Draft:
+    """A sum over experts of which it is to be seen whether it can be a site."""
+
+    graph: Graph
+    root: Node
+    seeds: set[int]
+    products: set[int]
+    _depends: dict[tuple[bool, int], bool] = field(default_factory=dict)
+    _constants: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.root.outputs[0]
+
+    @property
+    def body(self) -> Body:
+        return self.root.body
+
+    # ------------------------------------------------------------------ what belongs to it
+
+    def depends(self, number: int, on_products: bool = False) -> bool:
+        """Whether a value is computed from the choices or products, or from the products alone."""
+        seeds = self.products if on_products else self.seeds
+        key = on_products, number
+        if key not in self._depends:
+            node = self.graph.definitions.get(number)
+            self._depends[key] = number in seeds or (
+                node is not None and number > min(seeds) and any(self.depends(i, on_products) for i in node.inputs)
+            )
+        return self._depends[key]
+
+    def inside(self, number: int) -> bool:
+        """Whether a value on the way to the sum belongs to it: what depends on the choices, is made of nothing, or only
+        repeats something smaller."""
+        if number == self.number or self.depends(number):
+            return True
+        graph = self.graph
+        node = graph.definitions.get(number)
+        if node is None or node.equation.effects:
+            return False
+        if self._constant(number):
+            return True
+        if graph.dtype(number).kind in "iub" and node.name in _PLAIN:
+            return any(self._constant(i) for i in node.inputs)  # how positions and choices become indices
+        size = math.prod(graph.shape(number))
+        return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))
+
+    def _constant(self, number: int) -> bool:
+        """Whether a value is made of literals and positions alone."""
+        graph = self.graph
+        if number in graph.literals:
+            return True
+        if number not in self._constants:
+            node = graph.definitions.get(number)
+            plain = node is not None and not node.equation.effects and (node.name in _PLAIN or node.name == "iota")
+            self._constants[number] = plain and all(map(self._constant, node.inputs if node else ()))
+        return self._constants[number]
+
+    def _parts(self) -> tuple[list[Node], list[int]]:
+        """The nodes inside, in order, and the values that they read."""
+        graph = self.graph
+        found: dict[int, Node] = {}
+        operands: dict[int, None] = {}
+        todo = [self.number]
+        while todo:
+            number = todo.pop()
+            if number in found or number in graph.literals:
+                continue
+            if self.inside(number):
+                node = graph.definitions[number]
+                found.update(dict.fromkeys(node.outputs, node))
+                todo += node.inputs
+            else:
+                operands[number] = None
+        return list({id(node): node for _, node in sorted(found.items())}.values()), list(operands)
+
+    def escape(self, alive: frozenset[int]) -> str | None:
+        """Where else a value is used that is made of the experts' products, or None."""
+        graph = self.graph
+        nodes, _ = self._parts()
+        inside = {id(node.equation) for node in nodes}
+
+        def belongs(user: Node) -> bool:
+            """Whether a node is one of these, or stands in the body of one."""
+            equation, body = user.equation, user.body
+            while id(equation) not in inside and body in graph.holders:
+                body, position = graph.holders[body]
+                equation = body.equations[position]
+            return id(equation) in inside
+
+        for node in nodes:
+            if node.equation.effects:
+                raise Mismatch(f"{DENSE}, and the equations have side effects")
+            for number in node.outputs:
+                if number == self.number or number not in alive or not self.depends(number, on_products=True):
+                    continue
+                if number in graph.returned:
+                    return f"{DENSE}, and what they compute is also returned"
+                users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
+                other = next((u for u in users if not belongs(u)), None)
+                if other is not None:
+                    where = compat.location(other.equation)
+                    return f"{DENSE}, and what they compute is also used by {other.name} at {where}"
+        return None
+
+    # ------------------------------------------------------------------ sites
+
+    def match(self) -> Match:
+        """The site, of which nothing is used elsewhere."""
+        graph = self.graph
+        nodes, operands = self._parts()
+        known = graph.positions[self.body]
+        if any(n not in known or known[n][0] >= known[self.number][0] for n in operands):
+            raise Mismatch(f"{DENSE}, and an operand is not at hand where they are summed")
+        original = jaxpr_of(graph, nodes, operands, [self.number])
+        return self._match(operands, original, original, nodes)
+
+    def _match(
+        self,
+        operands: Sequence[int],
+        original: Any,
+        readable: Any,
+        nodes: Sequence[Node] = (),
+        backwards: tuple[BackwardMatch, ...] = (),
+    ) -> Match:
+        return Match(
+            op=OP,
+            site=_site(readable),
+            direction="forward+backward" if backwards else "forward",
+            operands=tuple(operands),
+            results=(self.number,),
+            equations=tuple(nodes),
+            original=original,
+            body=self.body,
+            location=compat.location(self.root.equation),
+            backwards=backwards,
+        )
+
+    def search(self) -> _Search | None:
+        """What to look for in the program as this site's backward; None if the site spans several bodies."""
+        forward = Forward(self.graph, self.body, self.number, self.inside)
+        if not forward.complete:
+            return None
+        wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and u.number not in self.graph.literals]
+        search = _Search(forward, wanted[::-1], [])
+        search.products = frozenset(n for n in forward.own if self.depends(n, on_products=True))
+        return search
+
+    def match_with(self, search: Search) -> Match:
+        """The site together with the backwards that were found for it.
+
+        Raises:
+          Mismatch: what it reads cannot be had where its backward stands.
+        """
+        forward, graph = search.forward, self.graph
+        backwards = []
+        for backward in search.found:
+            body = self._home(backward)
+            if not all(at_hand(graph, use.number, self.body, body, across=True) for use in forward.uses):
+                raise Mismatch("the backward lacks an operand where it stands")
+            gradients = tuple((use, levels[0].cotangent) for use, levels in backward.levels.items())
+            backwards.append(BackwardMatch(body, backward.cotangent, gradients))
+        if not backwards:
+            raise Mismatch("the backward was not recognised")
+        inputs = [Var(use.variable.aval) for use in forward.uses]
+        shared: dict[int, Any] = {}
+        given: list[Any] = []
+        for use, variable in zip(forward.uses, inputs, strict=True):
+            # A use with a gradient is an operand of its own; what has none, such as the choices, is the same everywhere.
+            if use.number in graph.literals:
+                given.append(Literal(graph.literals[use.number], use.variable.aval))
+            else:
+                given.append(variable if differentiable(use) else shared.setdefault(use.number, variable))
+        original = closed(inputs, [forward.root], forward.over(given))
+        return self._match([use.number for use in forward.uses], original, original, (), tuple(backwards))
+
+    def _home(self, backward: Backward) -> Body:
+        """The body that computes the cotangents."""
+        numbers = [levels[0].cotangent for levels in backward.levels.values()]
+        for body, positions in self.graph.positions.items():
+            if backward.cotangent in positions and all(positions.get(n, (-1,))[0] >= 0 for n in numbers):
+                return body
+        raise Mismatch("the backward is spread over several bodies")
+
+
+# ---------------------------------------------------------------------- the site of a part of a program
+
+
+def _site(program: Any) -> ExpertsSite:
+    """The site that computes what a jaxpr from operands to a sum over experts computes."""
+    graph = Graph(flatten(program))
+    (root,) = graph.root.outvars
+    numbers = graph.numbers[graph.root]
+    reading = None if isinstance(root, Literal) else read(graph, numbers[root])
+    if reading is None:
+        raise Mismatch(f"{DENSE}, and it cannot be read by itself")
+    space = reading.scope.space
+    labels: dict[int, int] = {}
+
+    def named(atoms: Sequence[int]) -> tuple[int, ...]:
+        return tuple(labels.setdefault(x, len(labels)) for x in space.resolve(atoms))
+
+    def operand(source: Operand) -> Operand:
+        return Operand(source.position, tuple((offset, named(atoms)) for offset, atoms in source.view))
+
+    def step(given: Step) -> Step:
+        match given:
+            case Gathered():
+                return Gathered(operand(given.source), named(given.labels))
+            case Pointwise():
+                return Pointwise(given.function, given.params, given.arguments, named(given.labels), given.dtype)
+            case Product():
+                weights, inner, outer = operand(given.weights), named(given.inner), named(given.labels)
+                return Product(given.rows, weights, inner, outer, given.dtype, given.precision)
+            case _:
+                return given
+
+    tokens, expert = named(reading.tokens), named(reading.expert)
+    choices = tuple((operand(source), named(several)) for source, several in reading.choices)
+    steps = tuple(map(step, reading.steps))
+    view = space.view(reading.result.view)
+    result = tuple((offset, named(atoms)) for offset, atoms in view)
+    return ExpertsSite(
+        sizes=tuple(space.sizes[atom] for atom in labels),
+        token_labels=tokens,
+        expert_labels=expert,
+        prelude=_prelude(graph, reading),
+        choices=choices,
+        steps=steps,
+        result=result,
+        result_dtype=graph.dtype(reading.result.value),
+        types=tuple(graph.dtype(number) for number in reading.arrays),
+    )
+
+
+def _prelude(graph: Graph, reading: Reading) -> Prelude:
+    """The part of a program that gives the arrays that are read."""
+    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
+    nodes, free = nodes_between(graph, inputs, reading.arrays)
+    if free or any(number in graph.literals for number in reading.arrays):
+        raise Mismatch(f"{DENSE}, and a captured array is read")
+    jaxpr = jaxpr_of(graph, nodes, inputs, reading.arrays)
+    places = {number: i for i, number in enumerate(inputs)}
+    lines: list[Hashable] = []
+    reads: dict[int, frozenset[int]] = {number: frozenset((i,)) for i, number in enumerate(inputs)}
+    for node in nodes:
+        own: frozenset[int] = frozenset().union(*(reads.get(i, frozenset()) for i in node.inputs))
+        reads.update(dict.fromkeys(node.outputs, own))
+        key = graph.key(node.equation, (), ())
+        literals = tuple(repr(graph.literals[i]) if i in graph.literals else places[i] for i in node.inputs)
+        lines.append((key if key is not None else id(node.equation), literals))
+        places.update({number: len(places) + i for i, number in enumerate(node.outputs)})
+    types = tuple((graph.shape(number), str(graph.dtype(number))) for number in inputs)
+    key = (types, tuple(lines), tuple(places[number] for number in reading.arrays))
+    return Prelude(key, jaxpr, tuple(reads[number] for number in reading.arrays))

@@ -1,0 +1,280 @@
+"""Where a program says which experts a token chooses, and what is zero for all others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from autopallas import compat
+from autopallas.graph import Node, Ref
+from autopallas.graph.labels import Atom, is_product
+from autopallas.patterns.expressions import Scope
+
+__all__ = ["Choice", "Choices", "is_relu"]
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
+_DEPTH = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A value that is 1 at a chosen expert and 0 elsewhere, or what was scattered to the chosen ones.
+
+    Attributes:
+      number: of the value.
+      index: the chosen expert, an integer.
+      several: labels of ``index`` that the value lacks or that are summed later: a token has as many choices.
+    """
+
+    number: int
+    index: Ref
+    several: tuple[Atom, ...]
+
+
+class Choices:
+    """All choices among the experts over which a sum runs."""
+
+    def __init__(self, scope: Scope, summed: Sequence[Atom]):
+        self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self.summed = frozenset(summed)
+        self.expert: tuple[Atom, ...] = ()
+        self.found: list[Choice] = []
+        self.obstacle = ""
+        self.proved: set[int] = set()
+        """What is scattered into, and was shown to be zero."""
+        self._reduced: dict[Any, tuple[Ref, tuple[Atom, ...]]] = {}
+        self._at: dict[Any, Choice] = {}
+        self._off: dict[Any, float | None] = {}
+
+    # ------------------------------------------------------------------ finding them
+
+    def search(self, ref: Ref) -> None:
+        """Finds the choices from which a value is computed."""
+        seen: set[Any] = set()
+        todo: list[tuple[Ref, tuple[Atom, ...]]] = [(ref, ())]
+        while todo:
+            ref, several = todo.pop()
+            ref = self.space.canonical(ref)
+            key = self._key(ref)
+            node = self.scope.node(ref)
+            if key in seen or node is None or not self.summed & self.space.atoms(ref):
+                continue
+            seen.add(key)
+            choice = self._one_hot(ref, node, several) or self._scattered(ref, node, several)
+            if choice is not None:
+                self._at[key] = choice
+                self.found.append(choice)
+            todo += [(operand, (*several, *more)) for operand, more in self._inside(ref, node)]
+
+    def _inside(self, ref: Ref, node: Node) -> list[tuple[Ref, tuple[Atom, ...]]]:
+        """The operands of a node, with the labels that they have and its result lacks."""
+        if node.name in _REDUCTIONS:
+            operand, summed = self._operand_of(ref, node)
+            return [(operand, self.space.resolve(summed))]
+        if node.name == "dot_general" and not is_product(node):
+            a, b, summed = self._operands_of(ref)
+            return [(a, self.space.resolve(summed)), (b, self.space.resolve(summed))]
+        if node.name == "custom_jvp_call" and len(node.inputs) == 1:
+            return [(Ref(node.inputs[0], ref.view), ())]
+        return [(operand, ()) for operand in self.space.uses(ref) or []]
+
+    def _key(self, ref: Ref) -> Any:
+        return ref.value, self.space.view(ref.view)
+
+    def _operand_of(self, ref: Ref, node: Node) -> tuple[Ref, tuple[Atom, ...]]:
+        """The operand of a reduction, under the same labels each time."""
+        key = self._key(ref)
+        if key not in self._reduced:
+            axes, kept = node.params["axes"], iter(ref.view)
+            shape = self.graph.shape(node.inputs[0])
+            view = [(0, self.space.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
+            self._reduced[key] = Ref(node.inputs[0], tuple(view)), tuple(x for d in axes for x in view[d][1])
+        return self._reduced[key]
+
+    def _operands_of(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...]]:
+        """The operands of a contraction, under the same labels each time."""
+        node = self.graph.definitions[ref.value]
+        key = self._key(ref)
+        if key not in self._reduced:
+            a, _, dimensions = self.space.dot(ref)
+            self._reduced[key] = a, tuple(x for _, atoms in dimensions for x in atoms)
+        _, atoms = self._reduced[key]
+        shape = self.graph.shape(node.inputs[0])
+        left = iter(atoms)
+        given = [(0, (next(left),) if shape[d] != 1 else ()) for d in node.params["dimension_numbers"][0][0]]
+        a, b, _ = self.space.dot(ref, given)
+        return a, b, atoms
+
+    def _one_hot(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
+        """``expert == positions``."""
+        if node.name != "eq":
+            return None
+        operands = self.space.operands(ref)
+        for positions, index in (operands, operands[::-1]) if operands else ():
+            while self.scope.name(positions) == "convert_element_type":
+                (positions,) = self.space.operands(positions) or (positions,)
+            iota = self.scope.node(positions)
+            if iota is None or iota.name != "iota" or self.graph.dtype(index.value).kind not in "iu":
+                continue
+            offset, atoms = positions.view[iota.params["dimension"]]
+            size = self.graph.shape(positions.value)[iota.params["dimension"]]
+            if offset == 0 and self._is_expert(self.space.resolve(atoms), size, index):
+                return self._choice(ref, index, several)
+        return None
+
+    def _scattered(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
+        """``zeros.at[tokens, expert].set(weights)``."""
+        if node.name not in ("scatter", "scatter-add"):
+            return None
+        numbers, space = node.params["dimension_numbers"], self.space
+        if numbers.update_window_dims or node.params["mode"] == GatherScatterMode.CLIP:
+            return None
+        indices = node.inputs[1]
+        shape = self.graph.shape(indices)
+        view: list[Any] = [(0, space.fresh(n)) for n in shape[:-1]]
+        fresh = {x for _, atoms in view for x in atoms}
+        batching = getattr(numbers, "operand_batching_dims", ())
+        for own, theirs in zip(batching, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
+            view[theirs] = ref.view[own]
+        expert: int | None = None
+        for part, dimension in enumerate(numbers.scatter_dims_to_operand_dims):
+            piece = space.canonical(Ref(indices, (*view, (part, ()))))
+            along = self._position_along(piece)
+            if along is not None and along in view:
+                view[view.index(along)] = ref.view[dimension]
+            elif expert is None:
+                expert = part
+                target = ref.view[dimension], self.graph.shape(ref.value)[dimension]
+            else:
+                return None
+        if expert is None:
+            return None
+        index = space.canonical(Ref(indices, (*view, (expert, ()))))
+        (offset, atoms), size = target
+        if offset or not self._is_expert(space.resolve(atoms), size, index):
+            return None
+        several = (*several, *(x for x in space.resolve(list(fresh)) if x in space.atoms(index)))
+        return self._choice(ref, index, several)
+
+    def _position_along(self, ref: Ref) -> tuple[int, tuple[Atom, ...]] | None:
+        """The dimension of a view along which a value counts, if it is the position along one."""
+        node = self.scope.node(ref)
+        if node is not None and node.name == "select_n":  # of negative indices, which positions are not
+            operands = self.space.operands(ref) or []
+            if len(operands) == 3 and self.scope.name(operands[0]) == "lt":
+                compared, zero = self.space.operands(operands[0]) or (None, None)
+                if compared is not None and zero is not None and self.scope.number(zero) == 0:
+                    if self.space.same(compared, operands[1]):
+                        return self._position_along(operands[1])
+            return None
+        if node is None or node.name != "iota":
+            return None
+        return ref.view[node.params["dimension"]]
+
+    def _is_expert(self, atoms: tuple[Atom, ...], size: int, index: Ref) -> bool:
+        """Whether labels are those of all experts, the same as of the choices found before."""
+        if not atoms or not set(atoms) <= self.summed or set(atoms) & self.space.atoms(index):
+            return False
+        if self.space.extent(atoms) != size or (self.expert and self.space.resolve(self.expert) != atoms):
+            return False
+        self.expert = atoms
+        return True
+
+    def _choice(self, ref: Ref, index: Ref, several: tuple[Atom, ...]) -> Choice:
+        own = self.space.atoms(index)
+        return Choice(ref.value, index, tuple(x for x in self.space.resolve(several) if x in own))
+
+    # ------------------------------------------------------------------ what is zero elsewhere
+
+    def off(self, ref: Ref, depth: int = 0) -> float | None:
+        """What a value is wherever the expert is not chosen, if that is a known number; None if not."""
+        number = self.scope.number(ref)
+        if number is not None:
+            return number
+        ref = self.space.canonical(ref)
+        key = self._key(ref)
+        if key not in self._off:
+            self._off[key] = None
+            self._off[key] = self._evaluated(ref, key, depth) if depth <= _DEPTH else None
+        return self._off[key]
+
+    def _evaluated(self, ref: Ref, key: Any, depth: int) -> float | None:
+        node = self.scope.node(ref)
+        if node is None or node.equation.effects:
+            return None
+        choice = self._at.get(key)
+        if choice is not None:
+            if node.name == "eq":
+                return 0.0
+            if self.scope.node(Ref(node.inputs[0], ref.view)) is not None:
+                self.proved.add(node.inputs[0])
+            return self.off(Ref(node.inputs[0], ref.view), depth + 1)
+        if not self.summed & self.space.atoms(ref):
+            return None
+        if node.name == "custom_jvp_call" and not is_relu(node):
+            return None
+        given = [self.off(operand, depth + 1) for operand, _ in self._inside(ref, node)]
+        if node.name in ("mul", "and", "dot_general"):
+            if 0 in given:
+                return 0.0
+            return float(np.prod([v for v in given if v is not None])) if self._whole(node, given) else None
+        if node.name == "div" and given[0] == 0:
+            return 0.0
+        if node.name == "select_n" and len(given) == 3:
+            return given[2 if given[0] else 1] if given[0] is not None else (given[1] if given[1] == given[2] else None)
+        if not given or any(v is None for v in given):
+            return None
+        if node.name in _REDUCTIONS:
+            summed = node.name == "reduce_sum"
+            return given[0] if given[0] == 0 or not summed and node.name != "reduce_prod" else None
+        if node.name in _KEEPS_ZERO and given[0] == 0:
+            return 0.0
+        fold = _FOLDS.get(node.name)
+        return None if fold is None else float(fold(*given))
+
+    @staticmethod
+    def _whole(node: Node, given: Sequence[float | None]) -> bool:
+        return node.name == "mul" and None not in given
+
+
+_KEEPS_ZERO = frozenset(
+    """neg sign abs sqrt square tanh sin sinh tan asin atan asinh atanh erf expm1 log1p cbrt floor ceil round
+    convert_element_type reduce_precision stop_gradient copy custom_jvp_call""".split()
+)
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b,
+    "add_any": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "max": max,
+    "min": min,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "or": lambda a, b: bool(a) or bool(b),
+    "xor": lambda a, b: bool(a) != bool(b),
+    "convert_element_type": lambda a: a,
+    "stop_gradient": lambda a: a,
+}
+
+
+def is_relu(node: Node) -> bool:
+    """Whether a node is ``jax.nn.relu``, whose derivative at zero is its own."""
+    return node.name == "custom_jvp_call" and compat.source_of(node.params["call_jaxpr"]) == _source_of_relu()
+
+
+@functools.cache
+def _source_of_relu() -> str:
+    (equation,) = compat.opened(compat.make_jaxpr(jax.nn.relu, jax.ShapeDtypeStruct((), jnp.float32)))[0].eqns
+    while equation.primitive.name != "custom_jvp_call":
+        (equation,) = compat.opened(compat.bodies(equation)[0][2])[0].eqns
+    return compat.source_of(equation.params["call_jaxpr"])

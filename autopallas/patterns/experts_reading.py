@@ -1,0 +1,394 @@
+"""Reads a sum over experts: which terms are zero, whatever the numbers, and what is computed for the others.
+
+A term is zero where an expert was not chosen.  That is proved by evaluating the term with every comparison "is this
+expert the chosen one" taken as false: if zero comes out, whatever everything else is, the term can be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.labels import ELEMENTWISE, Atom, is_product
+from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
+from autopallas.kernels.layout import Operand
+from autopallas.patterns.experts_choice import Choice, Choices, is_relu
+from autopallas.patterns.expressions import Scope, conversion_params
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.ragged_dot import precision
+from autopallas.program import Constant
+
+__all__ = ["Reading", "read"]
+
+DENSE = "every expert computes every token"
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_DEPTH = 60
+
+
+@dataclass(slots=True)
+class Reading:
+    """A sum over experts that can be done for the chosen ones alone.
+
+    Attributes:
+      scope: the labels in which everything is said.
+      result: the sum.
+      tokens, expert: labels.
+      choices: where the experts of the tokens are, and the further labels of each such array.
+      steps: what is computed for each row; arrays are numbered as in ``arrays``.
+      arrays: values that the steps read.
+      seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
+      products: of these, the products.
+    """
+
+    scope: Scope
+    result: Ref
+    tokens: tuple[Atom, ...] = ()
+    expert: tuple[Atom, ...] = ()
+    choices: list[tuple[Operand, tuple[Atom, ...]]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    arrays: list[int] = field(default_factory=list)
+    seeds: set[int] = field(default_factory=set)
+    products: set[int] = field(default_factory=set)
+
+
+def read(graph: Graph, root: int) -> Reading | None:
+    """The sum over experts that gives the value ``root``, or None where it does not look like one.
+
+    Raises:
+      Mismatch: it does, and cannot be taken apart.
+    """
+    scope = Scope(graph)
+    space = scope.space
+    top = space.full(root)
+    terms = _terms(scope, top)
+    if terms is None:
+        return None
+    while True:  # until no label is refined any more
+        before = space.refinements
+        try:
+            found = _Reader(scope, top, *terms).read()
+            if found is None or space.refinements == before:
+                return found
+        except Mismatch:
+            if space.refinements == before:
+                raise
+
+
+def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
+    """The factors whose product is summed, and over which labels."""
+    space, graph = scope.space, scope.graph
+    node = graph.definitions.get(top.value)
+    if node is None or node.name not in ("dot_general", "reduce_sum") or is_product(node):
+        return None
+    if not jnp.issubdtype(graph.dtype(top.value), jnp.floating):
+        return None
+    contraction = space.contraction(top)
+    if contraction is not None:
+        a, b, dimensions = contraction
+        return [a, b], tuple(x for _, atoms in dimensions for x in atoms)
+    operand, summed = reduced(scope, top, node)
+    return [operand], summed
+
+
+def reduced(scope: Scope, ref: Ref, node: Node) -> tuple[Ref, tuple[Atom, ...]]:
+    """The operand of a reduction as it is read, and the labels over which it is reduced."""
+    space, axes, kept = scope.space, node.params["axes"], iter(ref.view)
+    shape = scope.graph.shape(node.inputs[0])
+    view = [(0, space.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
+    return Ref(node.inputs[0], tuple(view)), tuple(x for d in axes for x in view[d][1])
+
+
+class _Reader:
+    def __init__(self, scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[Atom]):
+        self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self.top, self.factors = top, factors
+        self.summed = self.space.resolve(summed)
+        self.result = Reading(scope, top)
+        self.expert: frozenset[Atom] = frozenset()
+        self.tokens: frozenset[Atom] = frozenset()
+        self._known: dict[Any, int] = {}
+        self._holds: dict[Any, bool] = {}
+
+    def read(self) -> Reading | None:
+        choices = Choices(self.scope, self.summed)
+        for factor in self.factors:
+            choices.search(factor)
+        if not choices.found:
+            self._refuse_weighted()
+            return None
+        self.expert = frozenset(choices.expert)
+        if not self._find_tokens(choices.found):
+            return None
+        if not any(self.holds_product(factor) for factor in self.factors):
+            if any(self._product_of_slots(factor) for factor in self.factors):
+                raise Mismatch("tokens are dispatched to slots of their experts by one-hot products, with a capacity")
+            return None
+        if not any(choices.off(factor) == 0 for factor in self.factors):
+            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.obstacle}")
+        result = self.result
+        result.expert = self.space.resolve(choices.expert)
+        for choice in choices.found:
+            several = tuple(x for x in self.space.resolve(choice.several) if x not in self.tokens)
+            source = self._operand(choice.index)
+            if not set(source.labels) <= self.tokens | set(several):
+                raise Mismatch(f"{DENSE}, and the choice of experts has an axis of its own")
+            if (source, several) not in result.choices:
+                result.choices.append((source, several))
+            result.seeds.add(choice.number)
+        result.seeds |= choices.proved
+        last = self._contribution()
+        wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
+        if wanted != self.tokens | set(last):
+            raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+        result.seeds |= result.products
+        return result
+
+    # ------------------------------------------------------------------ tokens
+
+    def _find_tokens(self, choices: Sequence[Choice]) -> bool:
+        """Labels of tokens are those of the choices, and what else the rows of products run over."""
+        order = [x for _, atoms in self.space.view(self.top.view) for x in atoms]
+        chosen = {x for choice in choices for x in self.space.atoms(choice.index)}
+        own = chosen - {x for choice in choices for x in self.space.resolve(choice.several)}
+        if not own <= set(order):
+            return False
+        for factor in self.factors:
+            for rows, matrices, inner in self._contractions(factor):
+                if self.expert <= matrices and not matrices & own:
+                    own |= (rows - inner - self.expert - matrices) & set(order)
+        self.tokens = frozenset(own)
+        self.result.tokens = tuple(x for x in order if x in own)
+        return bool(own)
+
+    def _contractions(self, ref: Ref) -> Iterator[tuple[frozenset[Atom], frozenset[Atom], frozenset[Atom]]]:
+        """(labels of one side, of the other, summed labels) of the contractions from which a value comes."""
+        space, seen, todo = self.space, set(), [ref]
+        contraction = space.contraction(self.top)
+        if contraction is not None:
+            a, b = (space.atoms(space.canonical(r)) for r in contraction[:2])
+            inner = frozenset(space.resolve([x for _, atoms in contraction[2] for x in atoms]))
+            # Fresh labels stand for the summed ones, which the result lacks in any case.
+            yield a - inner, b | self.expert, frozenset()
+            yield b - inner, a | self.expert, frozenset()
+        while todo:
+            ref = space.canonical(todo.pop())
+            key = ref.value, space.view(ref.view)
+            if key in seen or not self.expert & space.atoms(ref):
+                continue
+            seen.add(key)
+            found = space.contraction(ref)
+            if found is not None and self.scope.name(ref) == "dot_general":
+                a, b = (space.atoms(space.canonical(r)) for r in found[:2])
+                inner = frozenset(space.resolve([x for _, atoms in found[2] for x in atoms]))
+                yield a, b, inner
+                yield b, a, inner
+                todo += found[:2]
+            else:
+                todo += space.uses(ref) or []
+
+    # ------------------------------------------------------------------ products
+
+    def _product(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...], tuple[Atom, ...]] | None:
+        """(rows, matrices, inner labels, outer labels) if a value is a product with a matrix of each expert."""
+        space = self.space
+        contraction = space.contraction(ref)
+        if contraction is None:
+            return None
+        inner = space.resolve([x for _, atoms in contraction[2] for x in atoms])
+        for rows, matrices in (contraction[:2], contraction[1::-1]):
+            other, own = (space.atoms(space.canonical(r)) for r in (rows, matrices))
+            outer = own - set(inner) - self.expert
+            if not self.expert <= own or own & self.tokens or not outer or not inner:
+                continue
+            if set(inner) <= own & other and not other - set(inner) - self.expert - self.tokens:
+                order = [x for _, atoms in space.view(ref.view) for x in atoms if x in outer]
+                return rows, matrices, inner, tuple(order)
+        return None
+
+    def holds_product(self, ref: Ref, depth: int = 0) -> bool:
+        """Whether a value is computed from a product of tokens with a matrix of each expert."""
+        ref = self.space.canonical(ref)
+        key = ref.value, self.space.view(ref.view)
+        if key not in self._holds:
+            self._holds[key] = False
+            if depth <= _DEPTH and self.expert & self.space.atoms(ref):
+                product = self._product(ref)
+                if product is not None:
+                    self._holds[key] = bool(self.space.atoms(ref) & self.tokens)
+                else:
+                    operands = self._uses(ref) or []
+                    self._holds[key] = any(self.holds_product(operand, depth + 1) for operand in operands)
+        return self._holds[key]
+
+    def _product_of_slots(self, ref: Ref) -> bool:
+        """Whether a value is a product with a matrix of each expert, of rows that are no tokens of the result."""
+        ref = self.space.canonical(ref)
+        return not self.space.atoms(ref) & self.tokens and self._product(ref) is not None
+
+    def _uses(self, ref: Ref) -> list[Ref] | None:
+        """The operands of an elementwise equation, an activation with a rule of its own among them."""
+        node = self.scope.node(ref)
+        if node is not None and is_relu(node):
+            return [Ref(node.inputs[0], ref.view)]
+        return self.space.uses(ref)
+
+    def _refuse_weighted(self) -> None:
+        """Refuses a sum of experts that all have a weight."""
+        space = self.space
+        if len(self.factors) != 2:
+            return
+        for gate, other in (self.factors, self.factors[::-1]):
+            own = space.atoms(space.canonical(gate))
+            self.expert, self.tokens, self._holds = frozenset(self.summed), own - set(self.summed), {}
+            if not self.expert <= own or not self.tokens or space.atoms(space.canonical(other)) <= own:
+                continue
+            if self._normalised(gate) and self.holds_product(other):
+                raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
+
+    def _normalised(self, ref: Ref) -> bool:
+        """Whether a value is a softmax or a sigmoid."""
+        seen: set[int] = set()
+        todo = [ref.value]
+        while todo and len(seen) < 30:
+            node = self.graph.definitions.get(todo.pop())
+            if node is None or id(node) in seen:
+                continue
+            seen.add(id(node))
+            if node.name in ("exp", "logistic"):
+                return True
+            if node.name in ELEMENTWISE or node.name in ("broadcast_in_dim", "reshape", "reduce_sum", "transpose"):
+                todo += node.inputs
+        return False
+
+    # ------------------------------------------------------------------ the steps
+
+    def _contribution(self) -> tuple[Atom, ...]:
+        """Adds the steps of a row's term of the sum; returns its labels."""
+        rest = tuple(x for x in self.summed if x not in self.expert)
+        if not rest:
+            values = [self._row(factor) for factor in self.factors]
+            value = values[0]
+            dtype = jnp.promote_types(self._dtype(value), jnp.float32)
+            if len(values) == 2:
+                value = self._pointwise_on(lax.mul_p.bind, compat.multiplication_params(),
+                                           tuple(self._cast(v, dtype) for v in values), dtype)  # fmt: skip
+            elif value != len(self.result.steps) - 1:  # the last step is the term, also where it is an earlier one
+                value = self._pointwise_on(lax.convert_element_type_p.bind, conversion_params(dtype), (value,), dtype)
+            return self._labels(value)
+        if len(self.factors) == 2:
+            for rows, matrices in (self.factors, self.factors[::-1]):
+                own = self.space.atoms(self.space.canonical(matrices))
+                outer = own - set(rest) - self.expert
+                if own & self.tokens or not self.expert | set(rest) <= own or not outer:
+                    continue
+                order = [x for _, atoms in self.space.view(self.top.view) for x in atoms if x in outer]
+                node = self.graph.definitions[self.top.value]
+                wide = jnp.promote_types(self.graph.dtype(self.top.value), jnp.float32)
+                return self._labels(self._emit(rows, matrices, rest, tuple(order), node, wide))
+        raise Mismatch(f"{DENSE}, and the sum over experts is of another form")
+
+    def _row(self, ref: Ref) -> int:
+        """The step that gives a value of tokens and experts."""
+        number = self.scope.number(ref)
+        if number is not None:
+            return self._constant(number, self.graph.dtype(ref.value))
+        found = self.space.canonical(ref)
+        key = found.value, self.space.view(found.view)
+        if key not in self._known:
+            product = self._product(found) if self.holds_product(found) else None
+            node = self.scope.node(found)
+            if product is not None:
+                rows, matrices, inner, outer = product
+                assert node is not None
+                self._known[key] = self._emit(rows, matrices, inner, outer, node, self.graph.dtype(found.value))
+            elif self.holds_product(found) or self._is_large(found):
+                assert node is not None
+                self._known[key] = self._pointwise(found, node)
+            else:
+                source = self._operand(found)
+                known = self.tokens | self.expert
+                labels = tuple(x for x in source.labels if x not in known)
+                self._known[key] = self._add(Gathered(source, labels))
+        return self._known[key]
+
+    def _is_large(self, ref: Ref) -> bool:
+        """Whether a value is tokens times experts times features, computed elementwise from less."""
+        atoms = self.space.atoms(ref)
+        features = atoms - self.tokens - self.expert
+        return bool(features and atoms & self.tokens and atoms & self.expert and self._uses(ref))
+
+    def _pointwise(self, ref: Ref, node: Node) -> int:
+        operands = self._uses(ref)
+        if operands is None or node.equation.effects:
+            raise Mismatch(f"{DENSE}, and what experts compute passes through {node.name}")
+        arguments = tuple(self._row(operand) for operand in operands)
+        dtype = self.graph.dtype(ref.value)
+        if is_relu(node):
+            return self._pointwise_on(jax.nn.relu, {}, arguments, dtype)
+        if is_product(node):
+            cast = tuple(self._cast(argument, dtype) for argument in arguments)
+            return self._pointwise_on(lax.mul_p.bind, compat.multiplication_params(), cast, dtype)
+        params = {k: None if k in ("sharding", "out_sharding") else v for k, v in node.params.items()}
+        return self._pointwise_on(node.equation.primitive.bind, params, arguments, dtype)
+
+    def _cast(self, step: int, dtype: Any) -> int:
+        if self._dtype(step) == dtype:
+            return step
+        return self._pointwise_on(lax.convert_element_type_p.bind, conversion_params(dtype), (step,), dtype)
+
+    def _pointwise_on(self, function: Any, params: dict[str, Any], arguments: tuple[int, ...], dtype: Any) -> int:
+        labels = dict.fromkeys(x for argument in arguments for x in self._labels(argument))
+        given = tuple(sorted(params.items()))
+        try:
+            hash(given)
+        except TypeError:
+            raise Mismatch(f"{DENSE}, and an equation on it has a parameter that cannot be compared") from None
+        return self._add(Pointwise(function, given, arguments, tuple(labels), np.dtype(dtype)))
+
+    def _emit(
+        self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Any
+    ) -> int:
+        if node.name != "dot_general":
+            raise Mismatch(f"{DENSE}, in a product that is written as a sum")
+        names = {self.graph.dtype(n).name for n in (*node.inputs, *node.outputs)}
+        if not names <= _FLOATS:
+            raise Mismatch(f"{DENSE}, in {', '.join(sorted(names))}")
+        value = self._row(rows)
+        if set(self._labels(value)) != set(inner):
+            raise Mismatch(f"{DENSE}, and a product has an axis of its own")
+        self.result.products.add(node.outputs[0])
+        return self._add(Product(value, self._operand(matrices), inner, outer, np.dtype(dtype), precision(node)))
+
+    def _operand(self, ref: Ref) -> Operand:
+        found = self.space.canonical(ref)
+        view = self.space.view(found.view)
+        atoms = [x for _, own in view for x in own]
+        if len(set(atoms)) != len(atoms):
+            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal")
+        if found.value not in self.result.arrays:
+            self.result.arrays.append(found.value)
+        return Operand(self.result.arrays.index(found.value), view)
+
+    def _constant(self, value: float, dtype: Any) -> int:
+        kind = int(value) if dtype.kind in "iu" else bool(value) if dtype.kind == "b" else float(value)
+        return self._add(Constant(kind, dtype))
+
+    def _add(self, step: Step) -> int:
+        self.result.steps.append(step)
+        return len(self.result.steps) - 1
+
+    def _labels(self, step: int) -> tuple[Atom, ...]:
+        found = self.result.steps[step]
+        return () if isinstance(found, Constant) else found.labels
+
+    def _dtype(self, step: int) -> Any:
+        found = self.result.steps[step]
+        return self.graph.dtype(self.result.arrays[found.source.position]) if isinstance(found, Gathered) else found.dtype
