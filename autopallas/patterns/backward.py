@@ -23,7 +23,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.numbering import is_identity
 
-__all__ = ["Backward", "Forward", "Level", "Lookup", "Search", "Use", "differentiable", "settle"]
+__all__ = ["Backward", "Forward", "Level", "Lookup", "Merged", "Search", "Use", "differentiable", "settle"]
 
 _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
@@ -114,7 +114,9 @@ class Forward:
 
     def over(self, inputs: Sequence[Any]) -> list[JaxprEqn]:
         """The equations with other variables for the uses."""
-        given = {(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)}
+        return self._replaced({(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)})
+
+    def _replaced(self, given: dict[tuple[int, int], Any]) -> list[JaxprEqn]:
         return [
             e.replace(invars=[given.get((i, k), atom) for k, atom in enumerate(e.invars)])
             for i, e in enumerate(self.equations)
@@ -130,6 +132,28 @@ class Forward:
                     return
             yield equation
             variable = equation.invars[0]
+
+
+class Merged(Forward):
+    """The same with one use for all places that read a value: its cotangent is the sum of theirs."""
+
+    def __init__(self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool]):
+        super().__init__(graph, body, root, inside)
+        if self.complete:
+            self._places = self.uses
+            firsts: dict[int, Use] = {}
+            for use in self._places:
+                firsts.setdefault(use.number, use)
+            self.uses = list(firsts.values())
+
+    def shape(self) -> Hashable:
+        order = {use.number: i for i, use in enumerate(self.uses)}
+        return super().shape(), tuple((u.equation, u.position, order[u.number]) for u in self._places)
+
+    def over(self, inputs: Sequence[Any]) -> list[JaxprEqn]:
+        numbered = {u.number: x for u, x in zip(self.uses, inputs, strict=True)}
+        given = {(u.equation, u.position): numbered[u.number] for u in self._places}
+        return self._replaced(given)
 
 
 class Lookup:

@@ -16,12 +16,13 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
-from autopallas.graph.extract import closed, jaxpr_of, nodes_between
+from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import ELEMENTWISE, is_product
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand
-from autopallas.patterns.backward import Backward, Forward, Lookup, Search, differentiable, settle
+from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
+from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import DENSE, Reading, read
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 
@@ -37,26 +38,26 @@ _PLAIN = ELEMENTWISE | frozenset(
 def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
     """Every such mixture in a graph, and what nearly was one."""
     matches: dict[int, Match] = {}
-    drafts: dict[int, _Draft] = {}
+    drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     for node in _candidates(graph, alive):
         root, location = node.outputs[0], compat.location(node.equation)
         try:
-            reading = read(graph, root)
-            if reading is None:
+            found = _found(graph, root)
+            if found is None:
                 continue
             if not assume_finite:
                 raise Mismatch(
                     f"{DENSE}, and assume_finite is off: an inf or NaN that an expert computes for a token that it is "
                     "not given would reach the result"
                 )
-            draft = _Draft(graph, node, reading.seeds, reading.products)
-            escape = draft.escape(alive)
-            if escape is None:
+            draft = Draft(graph, node, *found)
+            draft.settle(alive)
+            if not draft.escaped:
                 matches[root] = draft.match()
             else:
                 drafts[root] = draft
-                misses[root] = NearMiss(OP, location, escape, root)
+                misses[root] = NearMiss(OP, location, draft.escaped, root)
         except Mismatch as mismatch:
             misses[root] = NearMiss(OP, location, mismatch.reason, root)
     _with_backward(graph, drafts, matches, misses)
@@ -67,22 +68,40 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
+def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool] | None:
+    """(seeds, products, whether there is a loop over experts) of a sum over experts, or None if it is none."""
+    loop = loop_at(graph, root)
+    if loop is not None:
+        choices = loop.choices(graph, root)
+        if choices or any(graph.name(number) == "eq" for number in loop.visited):
+            return loop.visited | choices, loop.products, True
+    reading = read(graph, root)
+    return None if reading is None else (reading.seeds, reading.products, False)
+
+
 def _with_backward(
-    graph: Graph, drafts: dict[int, _Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
+    graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
-    """Settles the sites whose products are used elsewhere: by their own backward, or it is a near miss."""
-    searches = {root: search for root, draft in drafts.items() if (search := draft.search()) is not None}
-    if not searches:
-        return
-    given = {number for match in matches.values() for number in match.results}
-    complete = settle(graph, Lookup(graph), list(searches.values()), given)
-    for root, search in searches.items():
-        try:
-            if search not in complete:
-                raise Mismatch(f"only a part of its backward was recognised; {misses[root].reason}")
-            matches[root] = drafts[root].match_with(search)
-        except Mismatch as mismatch:
-            misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+    """Settles the sites whose products are used elsewhere: by their own backward, or it is a near miss.
+
+    A program adds up the cotangents of a value that is read in several places.  The sum is looked for first, then, in
+    case something else is added in between, each by itself.
+    """
+    lookup = Lookup(graph) if drafts else None
+    for kind in (Merged, Forward):
+        waiting = {root: draft for root, draft in drafts.items() if root not in matches}
+        searches = {root: search for root, draft in waiting.items() if (search := draft.search(kind)) is not None}
+        if not searches or lookup is None:
+            continue
+        given = {number for match in matches.values() for number in match.replaced}
+        complete = settle(graph, lookup, list(searches.values()), given)
+        for root, search in searches.items():
+            try:
+                if search not in complete:
+                    raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
+                matches[root] = drafts[root].match_with(search)
+            except Mismatch as mismatch:
+                misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
@@ -94,6 +113,10 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
         own = [any(flags[i] for i in node.inputs) for flags in (weighs, product)]
         sums = node.name == "reduce_sum" or node.name == "dot_general" and not is_product(node)
         derivative = node.body.transposed or compat.is_transposed(node.equation)
+        if node.name == "add" and own[1]:  # a loop; of a sum that goes on, only the whole
+            sums = True
+            ends = [graph.definitions.get(i) for i in node.inputs]
+            found = [other for other in found if other.name != "add" or not any(other is end for end in ends)]
         if sums and all(own) and node.outputs[0] in alive and not derivative:
             found.append(node)
         starts = node.name in ("eq", "scatter", "scatter-add", "exp", "logistic")
@@ -114,13 +137,16 @@ class _Search(Search):
 
 
 @dataclass
-class _Draft:
+class Draft:
     """A sum over experts of which it is to be seen whether it can be a site."""
 
     graph: Graph
     root: Node
     seeds: set[int]
     products: set[int]
+    loops: bool = False
+    """Whether the experts are written out one after the other."""
+    escaped: str = ""
     _depends: dict[tuple[bool, int], bool] = field(default_factory=dict)
     _constants: dict[int, bool] = field(default_factory=dict)
 
@@ -190,8 +216,8 @@ class _Draft:
                 operands[number] = None
         return list({id(node): node for _, node in sorted(found.items())}.values()), list(operands)
 
-    def escape(self, alive: frozenset[int]) -> str | None:
-        """Where else a value is used that is made of the experts' products, or None."""
+    def settle(self, alive: frozenset[int]) -> None:
+        """Finds out where else a value is used that is made of the experts' products."""
         graph = self.graph
         nodes, _ = self._parts()
         inside = {id(node.equation) for node in nodes}
@@ -211,13 +237,14 @@ class _Draft:
                 if number == self.number or number not in alive or not self.depends(number, on_products=True):
                     continue
                 if number in graph.returned:
-                    return f"{DENSE}, and what they compute is also returned"
+                    self.escaped = f"{DENSE}, and what they compute is also returned"
+                    return
                 users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
                 other = next((u for u in users if not belongs(u)), None)
                 if other is not None:
                     where = compat.location(other.equation)
-                    return f"{DENSE}, and what they compute is also used by {other.name} at {where}"
-        return None
+                    self.escaped = f"{DENSE}, and what they compute is also used by {other.name} at {where}"
+                    return
 
     # ------------------------------------------------------------------ sites
 
@@ -241,7 +268,7 @@ class _Draft:
     ) -> Match:
         return Match(
             op=OP,
-            site=_site(readable),
+            site=_site(readable, self.loops),
             direction="forward+backward" if backwards else "forward",
             operands=tuple(operands),
             results=(self.number,),
@@ -252,12 +279,18 @@ class _Draft:
             backwards=backwards,
         )
 
-    def search(self) -> _Search | None:
+    def search(self, kind: type[Forward]) -> _Search | None:
         """What to look for in the program as this site's backward; None if the site spans several bodies."""
-        forward = Forward(self.graph, self.body, self.number, self.inside)
+        known = self.graph.positions[self.body]
+
+        def inside(number: int) -> bool:
+            """Positions may have been moved out of a loop."""
+            return self.inside(number) and not (self._constant(number) and known.get(number, (-1,))[0] < 0)
+
+        forward = kind(self.graph, self.body, self.number, inside)
         if not forward.complete:
             return None
-        wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and u.number not in self.graph.literals]
+        wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and not self._constant(u.number)]
         search = _Search(forward, wanted[::-1], [])
         search.products = frozenset(n for n in forward.own if self.depends(n, on_products=True))
         return search
@@ -280,14 +313,20 @@ class _Draft:
             raise Mismatch("the backward was not recognised")
         inputs = [Var(use.variable.aval) for use in forward.uses]
         shared: dict[int, Any] = {}
+        made: dict[int, Any] = {}
+        equations: list[Any] = []
         given: list[Any] = []
         for use, variable in zip(forward.uses, inputs, strict=True):
             # A use with a gradient is an operand of its own; what has none, such as the choices, is the same everywhere.
-            if use.number in graph.literals:
-                given.append(Literal(graph.literals[use.number], use.variable.aval))
+            if self._constant(use.number):
+                if use.number not in made and use.number not in graph.literals:
+                    nodes, _ = nodes_between(graph, tuple(made), [use.number])
+                    equations += copied(graph, nodes, made)
+                literal = graph.literals.get(use.number)
+                given.append(made[use.number] if literal is None else Literal(literal, use.variable.aval))
             else:
                 given.append(variable if differentiable(use) else shared.setdefault(use.number, variable))
-        original = closed(inputs, [forward.root], forward.over(given))
+        original = closed(inputs, [forward.root], [*equations, *forward.over(given)])
         return self._match([use.number for use in forward.uses], original, original, (), tuple(backwards))
 
     def _home(self, backward: Backward) -> Body:
@@ -302,12 +341,15 @@ class _Draft:
 # ---------------------------------------------------------------------- the site of a part of a program
 
 
-def _site(program: Any) -> ExpertsSite:
+def _site(program: Any, loops: bool) -> ExpertsSite:
     """The site that computes what a jaxpr from operands to a sum over experts computes."""
-    graph = Graph(flatten(program))
-    (root,) = graph.root.outvars
-    numbers = graph.numbers[graph.root]
-    reading = None if isinstance(root, Literal) else read(graph, numbers[root])
+    graph, root = _opened(program)
+    if loops:
+        loop = loop_at(graph, root)
+        if loop is None:
+            raise Mismatch(f"{DENSE}, and it cannot be read by itself")
+        graph, root = _opened(rolled(graph, root, loop))
+    reading = read(graph, root)
     if reading is None:
         raise Mismatch(f"{DENSE}, and it cannot be read by itself")
     space = reading.scope.space
@@ -347,6 +389,14 @@ def _site(program: Any) -> ExpertsSite:
         result_dtype=graph.dtype(reading.result.value),
         types=tuple(graph.dtype(number) for number in reading.arrays),
     )
+
+
+def _opened(program: Any) -> tuple[Graph, int]:
+    """The graph of a program with one result, and the number of that."""
+    graph = Graph(flatten(program))
+    (result,) = graph.root.outvars
+    assert isinstance(result, Var)
+    return graph, graph.numbers[graph.root][result]
 
 
 def _prelude(graph: Graph, reading: Reading) -> Prelude:

@@ -1,0 +1,278 @@
+"""Experts that are written out one after the other: equal computations on other matrices, added up or stacked.
+
+The computations are walked through together.  Where all do the same to the same values, one of them stands for all;
+where they read slices of one array, or arrays of their own, or count, is where they differ.  Mapped over these, the one
+gives what the loop gives, and the sum over experts is a sum over an axis, as in the spellings without a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph import Graph, Node
+from autopallas.graph.extract import closed, jaxpr_of, nodes_between
+from autopallas.graph.labels import is_product
+from autopallas.patterns.experts_choice import Choices
+from autopallas.patterns.expressions import Scope
+
+__all__ = ["Loop", "loop_at", "rolled"]
+
+_STEPS_TO_STACK = 16
+_MOST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Where the computations differ, or what all of them read: ``mapped`` gives one value for each, in front."""
+
+    numbers: tuple[int, ...]
+    mapped: Callable[[Sequence[jax.Array]], jax.Array] | None = None
+    axis: int | None = None
+    """The axis of ``numbers[0]`` of which each reads one slice."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """Equal computations of several experts.
+
+    Attributes:
+      target: the sum or the concatenation of their results.
+      axis: along which they are concatenated; None where they are added.
+      count: how many there are.
+      visited: the values that they compute.
+      products: of these, the contractions.
+      leaves: what they read.
+      term: one of them, as a jaxpr from the leaves.
+    """
+
+    target: int
+    axis: int | None
+    count: int
+    visited: set[int] = field(default_factory=set)
+    products: set[int] = field(default_factory=set)
+    leaves: list[_Leaf] = field(default_factory=list)
+    term: Any = None
+
+    def choices(self, graph: Graph, root: int) -> set[int]:
+        """The values that say which expert is chosen, beside those in the computations."""
+        scope = Scope(graph)
+        space = scope.space
+        sliced = [(leaf.numbers[0], leaf.axis) for leaf in self.leaves if leaf.axis is not None]
+        numbers: set[int] = set()
+        for number, axis in sliced:
+            ref = space.full(number)
+            found = Choices(scope, space.resolve(ref.view[axis][1]))
+            found.search(ref)
+            numbers |= {choice.number for choice in found.found}
+        if root != self.target:
+            contraction = space.contraction(space.full(root))
+            if contraction is not None:
+                found = Choices(scope, space.resolve([x for _, atoms in contraction[2] for x in atoms]))
+                for factor in contraction[:2]:
+                    found.search(factor)
+                numbers |= {choice.number for choice in found.found}
+        return numbers
+
+
+def loop_at(graph: Graph, root: int) -> Loop | None:
+    """The loop whose results are added to the value ``root``, or stacked and then summed to it."""
+    node = graph.definitions.get(root)
+    if node is None or not jnp.issubdtype(graph.dtype(root), jnp.floating):
+        return None
+    if node.name == "add":
+        terms = _added(graph, root)
+        return None if terms is None else _loop(graph, root, None, terms)
+    for stack in _stacks(graph, root):
+        loop = _loop(graph, stack.outputs[0], int(stack.params["dimension"]), stack.inputs)
+        if loop is not None:
+            return loop
+    return None
+
+
+def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
+    """The terms of a sum that is written out, the first first."""
+    terms: list[int] = []
+    value = root
+    while graph.name(value) == "add" and len(terms) < _MOST:
+        left, right = graph.definitions[value].inputs
+        if graph.shape(left) != graph.shape(value) or graph.shape(right) != graph.shape(value):
+            break
+        terms.append(right)
+        value = left
+    if not _is_zero(graph, value):
+        if graph.name(value) == "add":  # of the literal zero with which Python's sum begins
+            ends = [i for i in graph.definitions[value].inputs if not _is_zero(graph, i)]
+            value = ends[0] if len(ends) == 1 else value
+        terms.append(value)
+    return tuple(terms[::-1]) if len(terms) > 1 else None
+
+
+def _is_zero(graph: Graph, number: int) -> bool:
+    node = graph.definitions.get(number)
+    while node is not None and node.name in ("broadcast_in_dim", "convert_element_type"):
+        number = node.inputs[0]
+        node = graph.definitions.get(number)
+    return number in graph.literals and bool(np.all(graph.literals[number] == 0))
+
+
+def _stacks(graph: Graph, root: int) -> Iterator[Node]:
+    """The concatenations of single slices a few steps before a value."""
+    seen: set[int] = set()
+    todo = [(root, 0)]
+    while todo:
+        number, steps = todo.pop(0)
+        node = graph.definitions.get(number)
+        if node is None or number in seen or steps > _STEPS_TO_STACK:
+            continue
+        seen.add(number)
+        if node.name == "concatenate":
+            axis = int(node.params["dimension"])
+            if len(node.inputs) > 1 and all(graph.shape(i)[axis] == 1 for i in node.inputs):
+                yield node
+        elif number == root or node.name in ("reshape", "transpose", "broadcast_in_dim", "mul", "convert_element_type",
+                                             "squeeze", "dot_general", "select_n"):  # fmt: skip
+            todo += [(i, steps + 1) for i in node.inputs]
+
+
+def _loop(graph: Graph, target: int, axis: int | None, values: Sequence[int]) -> Loop | None:
+    if len({graph.name(v) for v in values}) != 1 or len(set(values)) != len(values):
+        return None
+    loop = Loop(target, axis, len(values))
+    walk = _Walk(graph, loop)
+    result = walk.atom(tuple(values))
+    if not loop.products or isinstance(result, Literal):
+        return None
+    loop.visited.add(target)
+    loop.term = closed(walk.inputs, [result], walk.equations)
+    return loop
+
+
+class _Walk:
+    """Walks through equal computations together and writes one of them down."""
+
+    def __init__(self, graph: Graph, loop: Loop):
+        self.graph, self.loop = graph, loop
+        self.inputs: list[Var] = []
+        self.equations: list[JaxprEqn] = []
+        self._known: dict[tuple[int, ...], Any] = {}
+
+    def atom(self, values: tuple[int, ...]) -> Any:
+        """What stands for these values, one of each computation."""
+        if values not in self._known:
+            self._known[values] = self._same(values) or self._equation(values) or self._differing(values)
+        return self._known[values]
+
+    def _same(self, values: tuple[int, ...]) -> Any:
+        graph = self.graph
+        first = values[0]
+        if any(v != first for v in values):
+            return None
+        if first in graph.literals:
+            return Literal(graph.literals[first], graph.avals[first])
+        return self._input(_Leaf((first,)), graph.avals[first])
+
+    def _equation(self, values: tuple[int, ...]) -> Any:
+        graph = self.graph
+        nodes = [graph.definitions[v] for v in values if v in graph.definitions]
+        if len(nodes) != len(values) or len({id(node) for node in nodes}) != len(nodes):
+            return None
+        places = {node.outputs.index(v) for node, v in zip(nodes, values, strict=True)}
+        if len({self._key(node) for node in nodes}) != 1 or len(places) != 1:
+            return None
+        if any(node.equation.effects for node in nodes) or not nodes[0].inputs:
+            return None
+        atoms = [self.atom(inputs) for inputs in zip(*(node.inputs for node in nodes), strict=True)]
+        outputs = [Var(graph.avals[n]) for n in nodes[0].outputs]
+        self.equations.append(nodes[0].equation.replace(invars=atoms, outvars=outputs))
+        for numbers, variable in zip(zip(*(node.outputs for node in nodes), strict=True), outputs, strict=True):
+            self._known[numbers] = variable
+            self.loop.visited.update(numbers)
+            if nodes[0].name == "dot_general" and not is_product(nodes[0]):
+                self.loop.products.update(numbers)
+        return self._known[values]
+
+    def _key(self, node: Node) -> Any:
+        """Equal for equations that do the same."""
+        if node.name == "custom_jvp_call":
+            body = node.params["call_jaxpr"]
+            return node.name, compat.source_of(body), str(body)
+        if compat.bodies(node.equation):
+            return id(node)
+        key = self.graph.key(node.equation, (), ())
+        return id(node) if key is None else key
+
+    def _differing(self, values: tuple[int, ...]) -> Any:
+        graph, count = self.graph, self.loop.count
+        aval = graph.avals[values[0]]
+        if all(v in graph.literals for v in values):
+            numbers = [graph.literals[v] for v in values]
+            dtype = np.dtype(aval.dtype)
+            if dtype.kind in "iu" and [int(n) for n in numbers] == list(range(count)):
+                return self._input(_Leaf((), lambda _: jnp.arange(count, dtype=dtype)), aval)
+            return self._input(_Leaf((), lambda _: jnp.asarray(np.stack(numbers))), aval)
+        sliced = self._sliced(values)
+        if sliced is not None:
+            return self._input(sliced, aval)
+        return self._input(_Leaf(values, lambda arrays: jnp.stack(arrays)), aval)
+
+    def _sliced(self, values: tuple[int, ...]) -> _Leaf | None:
+        """The array of which these are the slices along one axis, from the first to the last."""
+        graph = self.graph
+        nodes = [graph.definitions.get(v) for v in values]
+        if any(node is None or node.name != "slice" for node in nodes):
+            return None
+        given = [node for node in nodes if node is not None]
+        (source, *others) = {node.inputs[0] for node in given}
+        starts = np.array([node.params["start_indices"] for node in given])
+        moving = [axis for axis in range(starts.shape[1]) if len(set(starts[:, axis].tolist())) > 1]
+        if others or len(moving) != 1 or any(s != 1 for node in given for s in node.params["strides"] or ()):
+            return None
+        (axis,) = moving
+        shape = list(graph.shape(source))
+        if starts[:, axis].tolist() != list(range(shape[axis])) or starts.sum() != starts[:, axis].sum():
+            return None
+        shape[axis] = 1
+        if any(list(graph.shape(v)) != shape for v in values):
+            return None
+        self.loop.visited.update(values)
+        return _Leaf((source,), lambda arrays: jnp.expand_dims(jnp.moveaxis(arrays[0], axis, 0), axis + 1), axis)
+
+    def _input(self, leaf: _Leaf, aval: Any) -> Var:
+        self.loop.leaves.append(leaf)
+        self.inputs.append(Var(aval))
+        return self.inputs[-1]
+
+
+def rolled(graph: Graph, root: int, loop: Loop) -> Any:
+    """The program of a graph, with a map over experts in the place of the loop."""
+    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
+    wanted = list(dict.fromkeys(number for leaf in loop.leaves for number in leaf.numbers))
+    nodes, _ = nodes_between(graph, inputs, wanted)
+    before = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, wanted))
+    nodes, _ = nodes_between(graph, [*inputs, loop.target], [root])
+    after = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [*inputs, loop.target], [root]))
+
+    def function(*operands: Any) -> Any:
+        arrays = dict(zip(wanted, before(*operands), strict=True))
+        given = []
+        for leaf in loop.leaves:
+            own = [arrays[number] for number in leaf.numbers]
+            given.append(own[0] if leaf.mapped is None else leaf.mapped(own))
+        axes = [None if leaf.mapped is None else 0 for leaf in loop.leaves]
+        (each,) = jax.vmap(compat.jaxpr_as_fun(loop.term), in_axes=axes)(*given)
+        if loop.axis is not None:
+            whole = jnp.moveaxis(jnp.squeeze(each, loop.axis + 1), 0, loop.axis)
+        else:
+            whole = lax.reduce(each, np.zeros((), each.dtype), lax.add, (0,))
+        return after(*operands, whole)[0] if loop.target != root else whole
+
+    return compat.make_jaxpr(function, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars))
