@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -92,6 +93,12 @@ class Operation:
             return Unsupported(f"{self.name} has no implementation {name}")
         answer: Supported | Unsupported = module.supports(spec, device)
         return answer
+
+    def usual(self, device: Device) -> str:
+        """The first implementation in the platform's order that this operation has."""
+        order = self.requested(None, device)
+        there = (name for name in order if importlib.util.find_spec(f"autopallas.kernels.{self.name}.{name}"))
+        return next(there, order[-1])
 
     def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
         """The names to try, in order."""

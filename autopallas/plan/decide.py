@@ -16,13 +16,12 @@ from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.table import MEMORY_SLOWDOWN
 
 __all__ = ["Decision", "judge", "plan"]
 
 _SIMULATED_MARGIN = 1.3
 """A simulated gain counts only above this."""
-_MEMORY_SLOWDOWN = 1.3
-"""Under objective "memory", the most time that a replacement may cost relative to the original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner) -> Dec
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        choice = of_table(match, name, device) if foreign else tuner.choose(match, name)
+        choice = of_table(match, name, device, options.objective) if foreign else tuner.choose(match, name)
         if choice.failure is not None:
             attempts.append((name, "tune", choice.failure))
             continue
@@ -192,7 +191,7 @@ def judge(
     memory = row.original_bytes / max(row.kernel_bytes, 1)
     figures = f"{row.evidence}: {time:.2f}x the original's speed, {1 / memory:.2f}x its temporary memory"
     if options.objective == "memory":
-        gains = memory > 1 and time * _MEMORY_SLOWDOWN >= 1
+        gains = memory > 1 and time * MEMORY_SLOWDOWN >= 1
         return decision("applied" if gains else "kept", figures)
     margin = _SIMULATED_MARGIN if row.evidence == "simulated" else 1.0
     return decision("applied" if time > margin else "kept", figures)

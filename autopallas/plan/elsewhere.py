@@ -68,7 +68,8 @@ def _decided(decision: Decision, device: Device, site: SiteDescription, operands
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        found = judge(operation, name, of_table(subject, name, device), device, options, tuple(attempts))
+        choice = of_table(subject, name, device, options.objective)
+        found = judge(operation, name, choice, device, options, tuple(attempts))
         if found.verdict == "kept":
             return found
 

@@ -26,6 +26,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
 from autopallas.kernels.implementation import Device
+from autopallas.kernels.interpret import settled
 
 __all__ = ["GENERATIONS", "Compilation", "Compiler", "Generation", "Operation", "compile_for", "lowered_for", "missing"]
 
@@ -180,7 +181,7 @@ def lowered_for(function: Callable[..., Any], arguments: Sequence[Any], generati
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
 
     device = AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+    with target.device.targeted(), settled(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         return compat.exported(flat, types, "tpu")
 
 

@@ -50,11 +50,11 @@ class Choice:
         return self.row is not None and self.source in ("cache", "table", "autotune")
 
 
-def of_table(match: Any, implementation: str, device: Device) -> Choice:
+def of_table(match: Any, implementation: str, device: Device, objective: str = "time") -> Choice:
     """What the tables know of a match (its ``op``, ``spec`` and ``direction``) on a device."""
     tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
-    found = tables.find(match.spec, device, implementation, match.direction)
-    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction)
+    found = tables.find(match.spec, device, implementation, match.direction, objective)
+    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
     return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
 
 
@@ -96,7 +96,7 @@ class Tuner:
                 self.cache_hits += 1
                 if choice.failure or choice.row:
                     return choice
-        tabled = of_table(match, implementation, self._device)
+        tabled = of_table(match, implementation, self._device, self._options.objective)
         if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
             return tabled
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= self._options.tune_seconds:
@@ -119,6 +119,7 @@ class Tuner:
         if entry.outcome == "unfinished":
             return Choice(None, source, note=entry.reason)
         kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+        entry = entry.serving(self._options.objective)
         try:
             sizes = entry.sizes_for(kind)
             fitted = sizes.fitted(match.spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, cast
 
 from autopallas.tuning.key import TuningKey, digest_of
@@ -25,7 +25,7 @@ __all__ = [
     "read_json",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Rises whenever the fields of an entry, or their meaning, change."""
 
 MAXIMUM_BYTES = 128 * 1024
@@ -69,8 +69,10 @@ class Entry:
       key: the description of what was searched for.
       outcome: "tuned": block sizes, and what they cost.  "failed": the implementation does not work there.
         "unfinished": the search came to no result within its seconds.
-      block_sizes: the best, by name; None unless "tuned".
+      block_sizes: the fastest, by name; None unless "tuned".
       row: what kernel and original cost; None unless "tuned".  Its own block sizes are those of the entry.
+      lean: the same of those that need the least memory at a bounded slow-down, where they are others; its row has
+        the block sizes.
       reason: why there is no result.
       rejected: the block sizes that failed, or computed something else.
       seconds: what the search was allowed to take.
@@ -83,6 +85,13 @@ class Entry:
     reason: str = ""
     rejected: tuple[Rejected, ...] = field(default=())
     seconds: float = 0.0
+    lean: Row | None = None
+
+    def serving(self, objective: str) -> Entry:
+        """The entry whose block sizes and row are the best for an objective."""
+        if objective != "memory" or self.lean is None:
+            return self
+        return replace(self, block_sizes=self.lean.block_sizes, row=self.lean)
 
     @property
     def digest(self) -> str:
@@ -90,14 +99,16 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """The entry in JSON's types."""
-        row = self.row
-        figures = {name: getattr(row, name) for name in _ROW_FIELDS} if row is not None else None
+        lean = None
+        if self.lean is not None:
+            lean = {"block_sizes": dict(self.lean.block_sizes), "row": _figures(self.lean)}
         return {
             "format": FORMAT,
             "key": dict(self.key),
             "outcome": self.outcome,
             "block_sizes": None if self.block_sizes is None else dict(self.block_sizes),
-            "row": figures,
+            "row": None if self.row is None else _figures(self.row),
+            "lean": lean,
             "reason": _printable(self.reason),
             "rejected": [
                 {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": _printable(r.error)}
@@ -130,6 +141,10 @@ class Entry:
 
 
 _ROW_FIELDS = ("kernel_us", "original_us", "kernel_bytes", "original_bytes", "evidence", "date", "versions")
+
+
+def _figures(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _ROW_FIELDS}
 
 
 def _printable(text: str) -> str:
@@ -176,7 +191,7 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
     """As :func:`parse`, from parsed JSON."""
     if isinstance(data, dict) and data.get("format") != FORMAT:
         raise EntryError(f"its format is {_short(data.get('format'))}, not {FORMAT}")
-    names = {"format", "key", "outcome", "block_sizes", "row", "reason", "rejected", "seconds"}
+    names = {"format", "key", "outcome", "block_sizes", "row", "lean", "reason", "rejected", "seconds"}
     _object(data, names, "the entry")
     description = _key(data["key"])
     digest = _digest(description)
@@ -185,11 +200,14 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
     outcome = data["outcome"]
     if not isinstance(outcome, str) or outcome not in _OUTCOMES:
         raise EntryError(f"outcome is {_short(outcome)}, not one of {', '.join(_OUTCOMES)}")
-    sizes = row = None
+    sizes = row = lean = None
     if outcome == "tuned":
         sizes = checked_sizes(data["block_sizes"])
         row = _row(data["row"], sizes)
-    elif data["block_sizes"] is not None or data["row"] is not None:
+        if data["lean"] is not None:
+            _object(data["lean"], {"block_sizes", "row"}, "lean")
+            lean = _row(data["lean"]["row"], checked_sizes(data["lean"]["block_sizes"]))
+    elif any(data[name] is not None for name in ("block_sizes", "row", "lean")):
         raise EntryError(f"it has block sizes, although its outcome is {outcome}")
     rejected = data["rejected"]
     if not isinstance(rejected, list) or len(rejected) > _MOST_REJECTED:
@@ -202,6 +220,7 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
         reason=checked_text(data["reason"], "reason"),
         rejected=tuple(_rejected(item) for item in rejected),
         seconds=_number(data["seconds"], "seconds", 0.0, 1e9),
+        lean=lean,
     )
 
 

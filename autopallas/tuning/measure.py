@@ -20,7 +20,7 @@ import numpy as np
 __all__ = ["Clocks", "Difference", "Failure", "Measurement", "Spread", "Stage", "Timing", "measure"]
 
 Stage: TypeAlias = Literal["lower", "compile", "memory", "run", "compare"]
-Clock: TypeAlias = Literal["wall", "cpu"]
+Clock: TypeAlias = Literal["wall", "cpu", "device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,7 @@ class Timing:
     Attributes:
       wall: wall time of each round, in seconds.
       cpu: process CPU time of each round, in seconds.
+      device: how long the device was busy in each round, in seconds, where the profiler gives it: on GPUs and TPUs.
       lower_seconds: tracing and lowering.
       compile_seconds: compiling, after lowering.
       first_step_seconds: from the callable to its first result: lowering, compiling, first run.
@@ -92,6 +93,7 @@ class Timing:
 
     wall: tuple[float, ...] = ()
     cpu: tuple[float, ...] = ()
+    device: tuple[float, ...] = ()
     lower_seconds: float | None = None
     compile_seconds: float | None = None
     first_step_seconds: float | None = None
@@ -102,8 +104,8 @@ class Timing:
     failure: Failure | None = None
 
     def samples(self, clock: Clock = "wall") -> tuple[float, ...]:
-        """The times of all rounds by one of the two clocks."""
-        return self.wall if clock == "wall" else self.cpu
+        """The times of all rounds by one of the clocks."""
+        return {"wall": self.wall, "cpu": self.cpu, "device": self.device}[clock]
 
     def spread(self, clock: Clock = "wall") -> Spread | None:
         """Median and quartiles of the time of one run, or None where no round was completed."""

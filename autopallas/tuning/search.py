@@ -9,18 +9,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.measure import Failure, Measurement, Timing, measure
-from autopallas.tuning.table import Row
+from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
+from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 from autopallas.tuning.trial import Trial
 
-__all__ = ["ORIGINAL", "free_bytes", "search"]
+__all__ = ["ORIGINAL", "Tried", "free_bytes", "search"]
 
 ORIGINAL = "original"
 
@@ -34,6 +34,38 @@ _RUNS_BEFORE = 2
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One candidate, and how far it came.
+
+    Attributes:
+      block_sizes: by name.
+      stage: where it failed; "budget": its turn did not come; an empty string: nowhere.
+      error: how it failed.
+      microseconds: of one run; None where it was not run.
+      temporary_bytes: as the compiler planned them; None where it was not compiled.
+      difference: the greatest from the reference.
+      row: what it cost, and the original, where it was in the race.
+    """
+
+    block_sizes: Mapping[str, Any]
+    stage: str = ""
+    error: str = ""
+    microseconds: float | None = None
+    temporary_bytes: int | None = None
+    difference: float | None = None
+    row: Row | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """A candidate that is right."""
+
+    compiled: Any
+    seconds: float
+    temporary_bytes: int
+
+
 @dataclass
 class _Search:
     """One search while it runs."""
@@ -44,6 +76,8 @@ class _Search:
     clock: Callable[[], float]
     say: Callable[[str], None]
     rejected: list[Rejected] = field(default_factory=list)
+    tried: dict[Any, Tried] = field(default_factory=dict)
+    lean: Row | None = None
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
@@ -71,7 +105,7 @@ class _Search:
         if failure is not None:
             return None, None, f"the original cannot be run on its own: {failure}"
 
-        works: dict[Any, tuple[Any, float]] = {}
+        works: dict[Any, _Works] = {}
         tried = 0
         for number, sizes in enumerate(candidates, 1):
             if self.left(_SCREENING_SHARE) <= 0:
@@ -89,6 +123,11 @@ class _Search:
             return None, None, "" if broken is None else f"the original fails too by now: {broken}"
         self.say("timing")
         return self._raced(works, compiled, original.wall[-1], trial)
+
+    def told(self, candidates: Sequence[Any]) -> list[Tried]:
+        """How far each candidate came."""
+        late = Tried({}, "budget", self._used_up())
+        return [self.tried.get(c) or replace(late, block_sizes=c.to_dict()) for c in candidates]
 
     def _used_up(self) -> str:
         return f"the budget of {self.seconds:g} seconds was used up"
@@ -131,63 +170,98 @@ class _Search:
         )
         return measured["it"]
 
-    def _screened(self, sizes: Any, trial: Trial, reference: Any, original: Timing) -> tuple[Any, float] | None:
-        """(compiled, seconds of a run) of a candidate that works and is right, or None."""
+    def _screened(self, sizes: Any, trial: Trial, reference: Any, original: Timing) -> _Works | None:
+        """A candidate that works and is right, or None."""
         compiled, failure = self._compiled(trial.kernel(self.implementation, sizes), trial)
+        timing = Timing()
         if failure is None:
             timing = self._once(compiled, trial, reference)
             failure = timing.failure
         if failure is None:
             fault = trial.fault(timing.differences, original.differences)
-            if fault is None:
-                return compiled, timing.wall[-1]
-            failure = Failure("compare", fault)
-        if failure.stage == "memory" or any(sign in failure.error for sign in _OUT_OF_MEMORY):
+            failure = None if fault is None else Failure("compare", fault)
+        if failure is not None and (failure.stage == "memory" or any(s in failure.error for s in _OUT_OF_MEMORY)):
             failure = Failure("memory", failure.error)  # which says something of this moment, not of the kernel
+        self.tried[sizes] = Tried(
+            block_sizes=sizes.to_dict(),
+            stage="" if failure is None else failure.stage,
+            error="" if failure is None else failure.error,
+            microseconds=timing.wall[-1] * 1e6 if timing.wall else None,
+            temporary_bytes=timing.temporary_bytes,
+            difference=None if timing.difference is None else timing.difference.maximum,
+        )
+        if failure is None:
+            return _Works(compiled, timing.wall[-1], timing.temporary_bytes or 0)
         self.rejected.append(Rejected(sizes.to_dict(), failure.stage, failure.error))
         return None
 
     # ------------------------------------------------------------------ the race
 
-    def _raced(
-        self, works: Mapping[Any, tuple[Any, float]], original: Any, original_seconds: float, trial: Trial
-    ) -> tuple[Any, Row | None, str]:
+    def _finalists(self, works: Mapping[Any, _Works], original_seconds: float) -> list[Any]:
+        """The few that may be the fastest, and the one that may need the least memory in bearable time."""
         runs = _ROUNDS + _RUNS_BEFORE
         room = self.left() - runs * original_seconds
-        fastest = min(seconds for _, seconds in works.values())
-        finalists: dict[str, Any] = {}
-        for sizes, (_, seconds) in sorted(works.items(), key=lambda item: item[1][1]):
-            room -= runs * seconds
-            if room < 0 or seconds > _CLOSE * fastest or len(finalists) == _FINALISTS:
+        fastest = min(work.seconds for work in works.values())
+        bearable = [s for s, work in works.items() if work.seconds <= _CLOSE * MEMORY_SLOWDOWN * original_seconds]
+        leanest = min(bearable, key=lambda s: (works[s].temporary_bytes, works[s].seconds), default=None)
+        chosen: list[Any] = []
+        for sizes, work in sorted(works.items(), key=lambda item: item[1].seconds):
+            if work.seconds > _CLOSE * fastest or len(chosen) == _FINALISTS or runs * work.seconds > room:
                 break
-            finalists[str(sizes)] = sizes
+            room -= runs * work.seconds
+            chosen.append(sizes)
+        if chosen and leanest is not None and leanest not in chosen and runs * works[leanest].seconds <= room:
+            chosen.append(leanest)
+        return chosen
+
+    def _raced(
+        self, works: Mapping[Any, _Works], original: Any, original_seconds: float, trial: Trial
+    ) -> tuple[Any, Row | None, str]:
+        finalists = {str(sizes): sizes for sizes in self._finalists(works, original_seconds)}
         if not finalists:
             return None, None, self._used_up()
+        fastest = min(work.seconds for work in works.values())
         measured = measure(
-            {ORIGINAL: original, **{name: works[sizes][0] for name, sizes in finalists.items()}},
+            {ORIGINAL: original, **{name: works[sizes].compiled for name, sizes in finalists.items()}},
             trial.arguments,
             baseline=ORIGINAL,
             seconds=max(self.left() - _RUNS_BEFORE * (original_seconds + fastest), 0.0),
             minimum_repetitions=_ROUNDS,
             warm_up=_RUNS_BEFORE - 1,
         )
-        scores = {name: _score(measured[name]) for name in finalists}
-        best = min((name for name in scores if scores[name] is not None), key=lambda n: scores[n] or 0.0, default=None)
-        if best is None or (row := _row(finalists[best], measured, best)) is None:
+        clock: Clock = "device" if all(measured[name].device for name in (ORIGINAL, *finalists)) else "wall"
+        rows: dict[str, Row] = {}
+        for name, sizes in finalists.items():
+            row = _row(sizes, measured, name, clock)
+            if row is not None:
+                rows[name] = row
+                if sizes in self.tried:
+                    self.tried[sizes] = replace(self.tried[sizes], row=row)
+        if not rows:
             return None, None, f"timing failed: {'; '.join(map(str, measured.failures.values()))}"
-        return finalists[best], row, ""
+        best = min(rows, key=lambda name: _score(measured[name], clock) or 0.0)
+        self.lean = _leanest(rows, rows[best])
+        return finalists[best], rows[best], ""
 
 
-def _score(timing: Timing) -> float | None:
+def _leanest(rows: Mapping[str, Row], fastest: Row) -> Row | None:
+    """The row of least memory among those that are not too slow, where it needs less than the fastest."""
+    bearable = [row for row in rows.values() if row.kernel_us <= MEMORY_SLOWDOWN * row.original_us]
+    least = min(bearable, key=lambda row: (row.kernel_bytes, row.kernel_us), default=None)
+    return least if least is not None and least.kernel_bytes < fastest.kernel_bytes else None
+
+
+def _score(timing: Timing, clock: Clock) -> float | None:
     """Mean and spread together, for a candidate that is fast now and then is not a fast one."""
-    if timing.failure is not None or not timing.wall:
+    sample = timing.samples(clock)
+    if timing.failure is not None or not sample:
         return None
-    return statistics.fmean(timing.wall) + statistics.pstdev(timing.wall)
+    return statistics.fmean(sample) + statistics.pstdev(sample)
 
 
-def _row(sizes: Any, measured: Measurement, name: str) -> Row | None:
-    kernel, ratio = measured[name].spread(), measured.ratio(name)
-    own, base = _score(measured[name]), _score(measured[ORIGINAL])
+def _row(sizes: Any, measured: Measurement, name: str, clock: Clock) -> Row | None:
+    kernel, ratio = measured[name].spread(clock), measured.ratio(name, clock=clock)
+    own, base = _score(measured[name], clock), _score(measured[ORIGINAL], clock)
     if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
         return None
     microseconds = kernel.median * 1e6
@@ -223,6 +297,7 @@ def search(
     seconds: float,
     known: Entry | None = None,
     clock: Callable[[], float] = time.monotonic,
+    observe: Callable[[Sequence[Tried]], None] | None = None,
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
@@ -236,6 +311,7 @@ def search(
       seconds: the budget.
       known: an earlier, unfinished result; what was wrong then is not tried again.
       clock: a clock in seconds.
+      observe: called with all candidates and how far each came, those that failed or had no turn included.
 
     Returns:
       The result, with or without block sizes.
@@ -245,18 +321,29 @@ def search(
     wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
     with _progress(match.op) as say:
         run = _Search(match, implementation, seconds, clock, say, list(wrong))
-        candidates = [
+        every = [
             sizes
             for sizes in dict.fromkeys((first, *kind.candidates(spec)))
             if all(sizes.to_dict() != dict(r.block_sizes) for r in wrong)
-            and (run.limit is None or sizes.temporary_bytes(spec, match.direction) <= run.limit)
         ]
-        if not candidates and not wrong:
-            return Entry(key.description, "unfinished", reason="no candidate fits into memory", seconds=seconds)
-        sizes, row, reason = run.run(candidates)
+        candidates = []
+        for sizes in every:
+            estimate = sizes.temporary_bytes(spec, match.direction)
+            if run.limit is None or estimate <= run.limit:
+                candidates.append(sizes)
+            else:
+                error = f"it needs {estimate} bytes by the estimate, and {run.limit} are free"
+                run.tried[sizes] = Tried(sizes.to_dict(), "memory", error)
+        if candidates or wrong:
+            sizes, row, reason = run.run(candidates)
+        else:
+            sizes, row, reason = None, None, "no candidate fits into memory"
+    if observe is not None:
+        observe(run.told(every))
     rejected = tuple(run.rejected)
     if sizes is not None:
-        return Entry(key.description, "tuned", sizes.to_dict(), row, "", rejected, seconds)
+        lean = None if run.lean is None else replace(run.lean, block_sizes=run.lean.block_sizes.to_dict())
+        return Entry(key.description, "tuned", sizes.to_dict(), row, "", rejected, seconds, lean)
     if reason:
         return Entry(key.description, "unfinished", None, None, reason, rejected, seconds)
     reasons = "; ".join(dict.fromkeys(f"{r.stage}: {r.error}".split("\n")[0][:300] for r in rejected))

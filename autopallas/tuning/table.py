@@ -10,11 +10,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["Bucket", "Evidence", "Found", "Key", "Row", "Table", "bucket_of", "lookup"]
+from autopallas.kernels.implementation import Device
+
+__all__ = [
+    "DEVICES",
+    "LEAST_MEMORY",
+    "MEMORY_SLOWDOWN",
+    "Bucket",
+    "Evidence",
+    "Found",
+    "Key",
+    "Row",
+    "Table",
+    "bucket_of",
+    "lookup",
+    "table_device",
+]
 
 Evidence: TypeAlias = Literal["measured", "simulated", "estimated"]
 Key: TypeAlias = tuple[str, str, str, str, str]
 """(implementation, direction, dtype, bucket, invariants)"""
+
+LEAST_MEMORY = ", least memory"
+"""What the invariants of a second row of a key end in: that of the candidate of least memory, where it is another one
+than the fastest, and at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memory" asks for it."""
+
+MEMORY_SLOWDOWN = 1.3
+"""Under objective "memory", the most time that a replacement may cost relative to the original."""
+
+DEVICES = ("cpu", "NVIDIA H100", "NVIDIA", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
+"""The devices that tables know.  "NVIDIA" is any of them that has no rows of its own: its rows are never exact."""
+
+_GENERIC = "NVIDIA"
+_TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
+"""What JAX calls devices that tables call otherwise."""
+
+
+def table_device(device: Device) -> str:
+    """The table's name of a device.  All CPUs share one, and so do all H100s.
+
+    Example:
+      >>> table_device(Device("tpu", "TPU v5 lite")), table_device(Device("gpu", "NVIDIA H100 80GB HBM3"))
+      ('TPU v5e', 'NVIDIA H100')
+    """
+    if device.platform == "cpu":
+        return "cpu"
+    if device.platform == "gpu":
+        words = device.kind.split()
+        return "NVIDIA H100" if "H100" in words else "NVIDIA" if "NVIDIA" in words else device.kind
+    return _TPUS.get(device.kind, device.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +110,28 @@ class Found:
     source: Literal["table", "nearest"]
 
 
-def lookup(
-    table: Table,
-    device: str,
-    key: Key,
-    buckets: Sequence[Bucket],
-) -> Found | None:
+def lookup(table: Table, device: str, key: Key, buckets: Sequence[Bucket], objective: str = "time") -> Found | None:
     """The row of ``key``, else that of the nearest bucket in the order of ``buckets`` with all else equal, else None.
 
     Of two equally near buckets the smaller one, that is, the earlier, is taken.
+
+    Args:
+      table: the rows.
+      device: as :func:`table_device` names it.
+      key: where the table files what is asked for.
+      buckets: in order.
+      objective: under "memory" the row of least memory is taken, where there is one beside that of least time.
     """
-    rows = table.get(device, {})
     implementation, direction, dtype, bucket, invariants = key
-    if key in rows:
-        return Found(rows[key], bucket, "table")
+    endings = (LEAST_MEMORY, "") if objective == "memory" else ("",)
     names = [b.name for b in buckets]
-    if bucket not in names:
-        return None
-    here = names.index(bucket)
-    for name in sorted(names, key=lambda n: (abs(names.index(n) - here), names.index(n))):
-        row = rows.get((implementation, direction, dtype, name, invariants))
-        if row is not None:
-            return Found(row, name, "nearest")
+    here = names.index(bucket) if bucket in names else None
+    order = [bucket] if here is None else sorted(names, key=lambda n: (abs(names.index(n) - here), names.index(n)))
+    for owner in dict.fromkeys((device, _GENERIC) if device.startswith(_GENERIC) else (device,)):
+        rows = table.get(owner, {})
+        for name in order:
+            for ending in endings:
+                row = rows.get((implementation, direction, dtype, name, invariants + ending))
+                if row is not None:
+                    return Found(row, name, "table" if name == bucket and owner != _GENERIC else "nearest")
     return None

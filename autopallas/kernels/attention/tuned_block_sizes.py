@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device
-from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup
+from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
 
@@ -377,11 +378,6 @@ _ROWS: dict[Key, Row] = {
 TABLE: Table = MappingProxyType({"cpu": MappingProxyType(_ROWS)})
 
 
-def table_device(device: Device) -> str:
-    """The table's name of a device: all CPUs share one."""
-    return "cpu" if device.platform == "cpu" else device.kind
-
-
 def table_key(spec: AttentionSpec, implementation: str, direction: str) -> Key:
     """Where the table files a spec; the invariant is its mask class, and whether it reads a T x S side input."""
     bucket = bucket_of({"T": spec.query_length, "S": spec.key_length}, BUCKETS)
@@ -392,16 +388,27 @@ def table_key(spec: AttentionSpec, implementation: str, direction: str) -> Key:
     return implementation, direction, spec.widest_dtype.name, bucket.name, invariants
 
 
-def find(spec: AttentionSpec, device: Device, implementation: str = "xla", direction: str = "forward") -> Found | None:
+def find(
+    spec: AttentionSpec,
+    device: Device,
+    implementation: str | None = None,
+    direction: str = "forward",
+    objective: str = "time",
+) -> Found | None:
     """The table's row for a spec: its own bucket's, else the nearest one's, else None."""
-    return lookup(TABLE, table_device(device), table_key(spec, implementation, direction), BUCKETS)
+    name = implementation or OPERATION.usual(device)
+    return lookup(TABLE, table_device(device), table_key(spec, name, direction), BUCKETS, objective)
 
 
 def infer_block_sizes(
-    spec: AttentionSpec, device: Device, implementation: str = "xla", direction: str = "forward"
+    spec: AttentionSpec,
+    device: Device,
+    implementation: str | None = None,
+    direction: str = "forward",
+    objective: str = "time",
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
-    found = find(spec, device, implementation, direction)
+    found = find(spec, device, implementation, direction, objective)
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.implementation import Device
-from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup
+from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
 
@@ -210,11 +211,6 @@ _ROWS: dict[Key, Row] = {
 TABLE: Table = MappingProxyType({"cpu": MappingProxyType(_ROWS)})
 
 
-def table_device(device: Device) -> str:
-    """The table's name of a device: all CPUs share one."""
-    return "cpu" if device.platform == "cpu" else device.kind
-
-
 def table_key(spec: CrossEntropySpec, implementation: str, direction: str) -> Key:
     """Where the table files a spec; the invariants are statistics that cost more than a logsumexp, and N x V inputs."""
     bucket = bucket_of({"N": spec.rows, "V": spec.vocabulary}, BUCKETS)
@@ -230,17 +226,26 @@ def table_key(spec: CrossEntropySpec, implementation: str, direction: str) -> Ke
 
 
 def find(
-    spec: CrossEntropySpec, device: Device, implementation: str = "xla", direction: str = "forward"
+    spec: CrossEntropySpec,
+    device: Device,
+    implementation: str | None = None,
+    direction: str = "forward",
+    objective: str = "time",
 ) -> Found | None:
     """The table's row for a spec: its own bucket's, else the nearest one's, else None."""
-    return lookup(TABLE, table_device(device), table_key(spec, implementation, direction), BUCKETS)
+    name = implementation or OPERATION.usual(device)
+    return lookup(TABLE, table_device(device), table_key(spec, name, direction), BUCKETS, objective)
 
 
 def infer_block_sizes(
-    spec: CrossEntropySpec, device: Device, implementation: str = "xla", direction: str = "forward"
+    spec: CrossEntropySpec,
+    device: Device,
+    implementation: str | None = None,
+    direction: str = "forward",
+    objective: str = "time",
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
-    found = find(spec, device, implementation, direction)
+    found = find(spec, device, implementation, direction, objective)
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)
