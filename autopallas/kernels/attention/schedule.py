@@ -15,10 +15,21 @@ from jax import lax
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, increasing, simplified, tile_map
+from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, Edges, increasing, simplified, tile_map
 from autopallas.program import Program
 
-__all__ = ["Schedule", "TilePrograms", "Window", "accumulate", "cut", "loop", "schedule", "store"]
+__all__ = [
+    "Schedule",
+    "TilePrograms",
+    "Window",
+    "accumulate",
+    "cut",
+    "edges",
+    "loop",
+    "schedule",
+    "store",
+    "tile_programs",
+]
 
 Carry = TypeVar("Carry")
 Start: TypeAlias = int | jax.Array
@@ -128,28 +139,36 @@ class Schedule:
         return carry
 
 
-def _edges(length: int, block: int) -> tuple[tuple[int, int], ...]:
+def edges(length: int, block: int) -> Edges:
+    """(start, stop) of each block of an axis."""
     return tuple((start, min(start + block, length)) for start in range(0, length, block))
 
 
-@lru_cache(maxsize=256)
-def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
-    """The schedule of an attention; computed once, from positions alone."""
-    blocks = block_sizes.fitted(spec)
-    rows, columns = _edges(spec.query_length, blocks.query_block), _edges(spec.key_length, blocks.key_block)
-    states = tile_map(spec, rows, columns)
+def tile_programs(
+    spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray[Any, np.dtype[Any]]
+) -> tuple[TilePrograms, TilePrograms]:
+    """The programs of any tile, and those of the full ones among the tiles ``rows[i] x columns[j]``."""
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
     full = general
     where = np.argwhere(states == FULL)
     if spec.live is not None and len(where):
-        edges = np.array([(*rows[i], *columns[j]) for i, j in where], np.int64).T
-        ranges = Ranges(*edges)
+        ranges = Ranges(*np.array([(*rows[i], *columns[j]) for i, j in where], np.int64).T)
 
         def resolved(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
             return tuple(Weight(w.kind, simplified(w.program, ranges)) for w in weights)
 
         score = simplified(spec.score, ranges)
         full = TilePrograms(score, resolved(spec.inner_weights), resolved(spec.weights), increasing(score))
+    return general, full
+
+
+@lru_cache(maxsize=256)
+def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
+    """The schedule of an attention; computed once, from positions alone."""
+    blocks = block_sizes.fitted(spec)
+    rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
+    states = tile_map(spec, rows, columns)
+    general, full = tile_programs(spec, rows, columns, states)
     batch_step, head_step = blocks.heads_per_step(spec)
     return Schedule(
         query_block=blocks.query_block,

@@ -19,7 +19,7 @@ from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.program import Constant, Instruction, Program, Score
 
-__all__ = ["DEAD", "FULL", "PARTIAL", "classify", "increasing", "simplified", "tile_map"]
+__all__ = ["DEAD", "FULL", "PARTIAL", "Edges", "classify", "increasing", "simplified", "tile_map"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]

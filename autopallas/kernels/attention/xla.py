@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.contents import Tile, any_kept, logits, narrow, row_maximum, weighted, weighted_vjp
 from autopallas.kernels.attention.schedule import (
     Schedule,
     Start,
@@ -32,7 +33,7 @@ from autopallas.kernels.attention.schedule import (
     schedule,
     store,
 )
-from autopallas.kernels.attention.spec import AttentionSpec, Weight
+from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -130,22 +131,22 @@ def _stream(
 
     def tile(key_start: Start, key_size: int, programs: TilePrograms, carry: _Running) -> _Running:
         columns = (key_start, key_size)
-        here = _Tile.at(spec, place, columns, sides)
+        here = _tile(spec, place, columns, sides)
         score = _scores(spec, place, q, place.columns(key, columns))
-        x = _logits(spec, programs, score, here)
-        maximum = jnp.maximum(carry.maximum, _row_maximum(spec, programs, score, x))
+        x = logits(spec, programs, score, here)
+        maximum = jnp.maximum(carry.maximum, row_maximum(spec, programs, score, x))
         # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
         finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
         shrink = jnp.exp(carry.maximum - finite_maximum)
-        e = _weighted(programs.inner_weights, jnp.exp(x - finite_maximum), here)
+        e = weighted(programs.inner_weights, jnp.exp(x - finite_maximum), here)
         total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
         if value is None:
             return carry._replace(maximum=maximum, total=total)
-        p = _weighted(programs.weights, e, here)
+        p = weighted(programs.weights, e, here)
         accumulator = carry.accumulator * shrink + _times_values(spec, place, p, place.columns(value, columns))
         kept = carry.kept
         if kept is not None:
-            kept = kept | _any_kept(programs.weights, here, p.shape)
+            kept = kept | any_kept(programs.weights, here, p.shape)
         return _Running(maximum, total, accumulator, kept)
 
     return plan.over_columns(place.block, tile, start)
@@ -286,17 +287,17 @@ def _backward_rows(
     ) -> tuple[Array, _Gradients]:
         dq, gradients = carry
         columns = (key_start, key_size)
-        here = _Tile.at(spec, place, columns, sides)
+        here = _tile(spec, place, columns, sides)
         k, v = place.columns(key, columns), place.columns(value, columns)
         score = _scores(spec, place, q, k)
 
-        def logits(score: Array, floating: tuple[Array, ...]) -> Array:
-            return _logits(spec, programs, score, here.with_floating(spec, floating))
+        def from_score(score: Array, floating: tuple[Array, ...]) -> Array:
+            return logits(spec, programs, score, here.with_floating(spec, floating))
 
-        x, logits_vjp = jax.vjp(logits, score, here.floating(spec))
+        x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
         e = jnp.exp(x - shift)
-        p_normal, inner_vjp = _weighted_vjp(spec, programs.inner_weights, e, here)
-        p, outer_vjp = _weighted_vjp(spec, programs.weights, p_normal, here)
+        p_normal, inner_vjp = weighted_vjp(spec, programs.inner_weights, e, here)
+        p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
         dvalue = _rows_by_tile(spec, place, do_transposed, p)
         dp = _rows_by_columns(spec, place, do, v)
         dp_normal, outer_sides = outer_vjp(dp)
@@ -421,6 +422,15 @@ def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Any],
     return carry
 
 
+def _tile(spec: AttentionSpec, place: _Rows, columns: tuple[Start, int], sides: Sequence[Array]) -> Tile:
+    """What the programs read on a tile, with the tile's axes."""
+    query = jnp.asarray(place.query[0], jnp.int32) + np.arange(place.size, dtype=np.int32)
+    key = jnp.asarray(columns[0], jnp.int32) + np.arange(columns[1], dtype=np.int32)
+    tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
+    leading = (1,) * (len(place.shape) - 1)
+    return Tile(query.reshape(*leading, -1, 1), key.reshape(*leading, 1, -1), tuple(tiles))
+
+
 def _reduced(tile: Array, varies: Sequence[bool]) -> Array:
     """The tile summed over the axes along which a side input does not vary."""
     return jnp.sum(tile, axis=tuple(a for a, v in enumerate(varies) if not v), keepdims=True)
@@ -451,75 +461,6 @@ def _add_sides(
     return totals
 
 
-# The contents of a tile.
-
-
-class _Tile(NamedTuple):
-    """Positions and side inputs of one tile, each of a shape that broadcasts against [..., t, s]."""
-
-    query: Array
-    key: Array
-    sides: tuple[Array, ...]
-
-    @staticmethod
-    def at(spec: AttentionSpec, place: _Rows, columns: tuple[Start, int], sides: Sequence[Array]) -> _Tile:
-        query = jnp.asarray(place.query[0], jnp.int32) + np.arange(place.size, dtype=np.int32)
-        key = jnp.asarray(columns[0], jnp.int32) + np.arange(columns[1], dtype=np.int32)
-        tiles = (place.side(x, s.varies, columns) for x, s in zip(sides, spec.sides, strict=True))
-        leading = (1,) * (len(place.shape) - 1)
-        return _Tile(query.reshape(*leading, -1, 1), key.reshape(*leading, 1, -1), tuple(tiles))
-
-    def floating(self, spec: AttentionSpec) -> tuple[Array, ...]:
-        return tuple(x for x, s in zip(self.sides, spec.sides, strict=True) if s.differentiable)
-
-    def with_floating(self, spec: AttentionSpec, floating: tuple[Array, ...]) -> _Tile:
-        values = iter(floating)
-        sides = (next(values) if s.differentiable else x for x, s in zip(self.sides, spec.sides, strict=True))
-        return self._replace(sides=tuple(sides))
-
-
-def _logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: _Tile) -> Array:
-    x = programs.score.evaluate(score, here.query, here.key, here.sides)
-    return jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
-
-
-def _row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array) -> Array:
-    """max over the keys of x.  An increasing function of the score alone is applied to the highest score instead."""
-    if not programs.increasing:
-        return jnp.max(x, axis=-1, keepdims=True)
-    highest = jnp.max(score, axis=-1, keepdims=True)
-    return programs.score.evaluate(highest, None, None, ()).astype(spec.accumulation_dtype)
-
-
-def _weighted(weights: Sequence[Weight], p: Array, here: _Tile) -> Array:
-    for weight in weights:
-        w = weight.program.evaluate(None, here.query, here.key, here.sides)
-        p = jnp.where(w, p, 0) if weight.kind == "where" else p * w.astype(p.dtype)
-    return p
-
-
-def _weighted_vjp(
-    spec: AttentionSpec, weights: Sequence[Weight], p: Array, here: _Tile
-) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
-    """``p`` with its weights, and the map from that result's cotangent to those of ``p`` and the side inputs."""
-    if not weights:
-        return p, lambda cotangent: (cotangent, ())
-
-    def apply(p: Array, floating: tuple[Array, ...]) -> Array:
-        return _weighted(weights, p, here.with_floating(spec, floating))
-
-    result, vjp = jax.vjp(apply, p, here.floating(spec))
-    return result, lambda cotangent: vjp(cotangent)
-
-
-def _any_kept(weights: Sequence[Weight], here: _Tile, shape: tuple[int, ...]) -> Array:
-    kept = jnp.ones((1,) * len(shape), bool)
-    for weight in weights:
-        if weight.kind == "where":
-            kept = kept & weight.program.evaluate(None, here.query, here.key, here.sides)
-    return jnp.any(jnp.broadcast_to(kept, shape), axis=-1, keepdims=True)
-
-
 # The dots of a tile: batched over b and k, the groups merged into the rows.
 
 
@@ -544,21 +485,14 @@ def _scores(spec: AttentionSpec, place: _Rows, q: Array, k: Array) -> Array:
     return place.ungrouped(_dot(spec, q, k, (-1, -1), spec.score_precision)).astype(spec.score_dtype)
 
 
-def _narrow(tile: Array, operand: Array, bounded: bool) -> Array:
-    """The tile in the dtype of its dot.  Rounding to bfloat16 keeps the range; float16 holds only what is below 1."""
-    if operand.dtype == jnp.bfloat16 or (bounded and operand.dtype == jnp.float16):
-        return tile.astype(operand.dtype)
-    return tile
-
-
 def _times_values(spec: AttentionSpec, place: _Rows, p: Array, v: Array) -> Array:
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
-    p = place.grouped(_narrow(p, v, bounded))
+    p = place.grouped(narrow(p, v, bounded))
     return place.ungrouped(_dot(spec, p, v, (-1, -2), spec.value_precision))
 
 
 def _times_keys(spec: AttentionSpec, place: _Rows, ds: Array, k: Array) -> Array:
-    ds = place.grouped(_narrow(ds, k, False))
+    ds = place.grouped(narrow(ds, k, False))
     return place.ungrouped(_dot(spec, ds, k, (-1, -2), spec.score_precision))
 
 
@@ -567,5 +501,5 @@ def _rows_by_columns(spec: AttentionSpec, place: _Rows, do: Array, v: Array) -> 
 
 
 def _rows_by_tile(spec: AttentionSpec, place: _Rows, rows_transposed: Array, tile: Array) -> Array:
-    tile = place.grouped(_narrow(tile, rows_transposed, False))
+    tile = place.grouped(narrow(tile, rows_transposed, False))
     return _dot(spec, rows_transposed, tile, (-1, -2), spec.score_precision)

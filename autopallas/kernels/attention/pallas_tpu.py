@@ -1,0 +1,60 @@
+"""Attention in Pallas for Mosaic TPU: no T x S array in main memory, in either direction.
+
+The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Keys and values are never repeated for
+the query heads that share them, the score program is evaluated tile by tile, and tiles that positions alone prove dead
+are not visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+
+from autopallas.kernels.attention import tpu_backward, tpu_forward
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.tpu import reason_against
+
+__all__ = ["backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
+    """What Mosaic has the primitives and the dtypes for; on other devices only when interpreted."""
+    programs = [spec.score, *(w.program for w in spec.inner_weights + spec.weights)]
+    dtypes = [spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.score_dtype, spec.result_dtype]
+    dtypes += [side.dtype for side in spec.sides]
+    return reason_against(device, programs, dtypes) or Supported()
+
+
+def forward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array] = (),
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """Arguments and results as in ``xla.forward``."""
+    return tpu_forward.forward(spec, block_sizes, query, key, value, sides, sink)
+
+
+def backward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
+    """Arguments and results as in ``xla.backward``."""
+    return tpu_backward.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)

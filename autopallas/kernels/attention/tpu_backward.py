@@ -1,0 +1,330 @@
+"""The backward of attention on a TPU: each tile is computed again, from the logsumexp.
+
+One kernel per set of gradients that sum over the same tiles: that of the queries over the columns of a block of rows,
+those of keys and values over the rows of a block of columns and the query heads, that of a side input over whatever it
+does not vary over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from autopallas.kernels import tpu
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.contents import Tile, logits, narrow, weighted
+from autopallas.kernels.attention.schedule import TilePrograms
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.kernels.attention.tpu_forward import (
+    contract,
+    kept_rows,
+    sides_at,
+    statistics,
+    valid_columns,
+    visit,
+    when,
+)
+from autopallas.kernels.attention.tpu_grid import Axis, Geometry, Grid, Group, Place, as_operands, geometry
+from autopallas.kernels.attention.tpu_operands import (
+    Block,
+    as_column,
+    as_row,
+    columns_block,
+    from_rows,
+    merged,
+    number_block,
+    per_row,
+    rows_block,
+    side_block,
+    side_operand,
+    stored,
+    with_rows,
+    within,
+    without_rows,
+)
+
+__all__ = ["backward"]
+
+Array: TypeAlias = jax.Array
+F32 = np.dtype(np.float32)
+
+_LARGE_LOGSUMEXP = 256.0
+"""Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are computed anew."""
+
+
+def backward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
+    """Gradients of the forward's first result; see ``pallas_tpu.backward``."""
+    shape = geometry(spec, block_sizes)
+    shift, factor = _normalizers(spec, block_sizes, query, key, sides, sink, logsumexp)
+    delta = jnp.sum(dout.astype(F32) * out.astype(F32), axis=-1) * factor
+    every = (True,) * 5
+    operands = _operands(shape, query, key, value, sides, dout, shift, factor, delta)
+
+    dq_block = rows_block(shape, spec.head_size, query.dtype)
+    (dquery,) = _call(shape, "query", ("B", "K", "G"), "row", operands, [_Output("query", dq_block)])
+    dk_block = columns_block(shape, spec.head_size, key.dtype)
+    dv_block = columns_block(shape, spec.value_head_size, value.dtype)
+    outputs = [_Output("key", dk_block), _Output("value", dv_block)]
+    dkey, dvalue = _call(shape, "key_value", ("B", "K"), "column", operands, outputs)
+    dsides: list[Array | None] = []
+    for number, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
+        dsides.append(_side_gradient(shape, number, side, operands).astype(x.dtype) if side.differentiable else None)
+    dsink = None
+    if sink is not None and spec.sink is not None:
+        weight = jnp.exp(sink.astype(F32) - shift[..., None])
+        summed = tuple(axis for axis, varies in enumerate(spec.sink) if not varies)
+        dsink = jnp.sum(-weight * delta[..., None], axis=summed, keepdims=True).astype(sink.dtype)
+    return without_rows(shape, dquery, every), dkey, dvalue, tuple(dsides), dsink
+
+
+def _normalizers(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    logsumexp: Array,
+) -> tuple[Array, Array]:
+    """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
+
+    The logsumexp serves where it can.  Its rounding error, about 1e-7 of its size, is the probabilities' relative
+    error; and where weights enter the sum it may not be a logarithm at all.
+    """
+
+    def anew() -> tuple[Array, Array]:
+        maximum, total = statistics(spec, block_sizes, query, key, sides, sink)
+        return maximum, 1 / total
+
+    if spec.inner_weights:
+        return anew()
+    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
+    shift, factor = lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    return shift, factor
+
+
+def _operands(
+    shape: Geometry,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    dout: Array,
+    shift: Array,
+    factor: Array,
+    delta: Array,
+) -> list[tuple[Block, Array]]:
+    """What every kernel of the backward reads."""
+    spec, every = shape.spec, (True,) * 5
+    numbers = number_block(shape, F32)
+    return [
+        (rows_block(shape, spec.head_size, query.dtype), with_rows(shape, query, every)),
+        (columns_block(shape, spec.head_size, key.dtype), key),
+        (columns_block(shape, spec.value_head_size, value.dtype), value),
+        (rows_block(shape, spec.value_head_size, dout.dtype), with_rows(shape, dout, every)),
+        *((numbers, per_row(shape, with_rows(shape, x, every))) for x in (shift, factor, delta)),
+        *((side_block(shape, s, stored(s)), side_operand(shape, s, x)) for s, x in zip(spec.sides, sides, strict=True)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A gradient: of "query", "key", "value", or of the side input with this number."""
+
+    of: str | int
+    block: Block
+    transposed: bool = False
+    """Whether it is one number per row, which lie along the lanes."""
+
+    def accumulator(self, shape: Geometry) -> tuple[int, int]:
+        rows, columns = self.block.tile
+        return (shape.query_block, 1) if self.transposed else (rows, columns)
+
+
+def _side_gradient(shape: Geometry, number: int, side: SideSpec, operands: list[tuple[Block, Array]]) -> Array:
+    """[B|1, K|1, G|1, T|1, S|1], of size 1 where the side input does not vary."""
+    b, k, g, t, s = merged(shape, side.varies)
+    outer: list[Axis] = [axis for axis, varies in zip(("B", "K", "G"), (b, k, g), strict=True) if varies]  # type: ignore[misc]
+    group: Group = "tile" if t and s else "row" if t else "column" if s else "all"
+    output = _Output(number, side_block(shape, side, F32), t and not s)
+    (found,) = _call(shape, f"side{number}", outer, group, operands, [output])
+    if output.transposed:
+        found = from_rows(shape, found)[..., None]
+    return without_rows(shape, found, side.varies)
+
+
+def _call(
+    shape: Geometry,
+    name: str,
+    outer: Sequence[Axis],
+    group: Group,
+    operands: list[tuple[Block, Array]],
+    outputs: Sequence[_Output],
+) -> Sequence[Array]:
+    grid = Grid.of(shape, outer, group)
+    chosen = [o.of for o in outputs]
+
+    def kernel(*refs: Any) -> None:
+        tables, refs = refs[: 3 * (grid.tables is not None)], refs[3 * (grid.tables is not None) :]
+        place = grid.place([pl.program_id(n) for n in range(len(grid.dimensions))], tables)
+        given, refs = refs[: len(operands)], refs[len(operands) :]
+        results, accumulators = refs[: len(outputs)], refs[len(outputs) :]
+
+        @when(place.first)
+        def _() -> None:
+            for ref in accumulators:
+                ref[...] = jnp.zeros(ref.shape, F32)
+
+        def tile(programs: TilePrograms, general: bool) -> None:
+            found = _contributions(shape, programs, place, general, given, chosen)
+            for ref, contribution in zip(accumulators, found, strict=True):
+                ref[...] += contribution
+
+        visit(shape, place, tile)
+
+        @when(place.last)
+        def _() -> None:
+            for output, ref, accumulator in zip(outputs, results, accumulators, strict=True):
+                total = accumulator[...]
+                total = as_row(total, shape.row_lanes) if output.transposed else total
+                ref[...] = total.astype(ref.dtype)
+
+    types = [jax.ShapeDtypeStruct(b.tile, b.dtype) for b, _ in operands[:4]]
+    live = int((shape.states > 0).sum()) * shape.spec.batch * shape.spec.key_heads * shape.groups
+    found: Sequence[Array] = tpu.call(
+        kernel,
+        name=f"autopallas_attention_tpu_backward_{name}",
+        grid=[extent for _, extent, _ in grid.dimensions],
+        semantics=[order for _, _, order in grid.dimensions],
+        in_specs=[b.spec(grid) for b, _ in operands],
+        out_specs=[o.block.spec(grid) for o in outputs],
+        out_shape=[o.block.type for o in outputs],
+        scratch_shapes=[pltpu.VMEM(o.accumulator(shape), F32) for o in outputs],
+        cost=tpu.cost_of(
+            lambda q, k, v, do: _priced(q, k, v, do, chosen),
+            *types,
+            times=live,
+            arrays=[*(b.type for b, _ in operands), *(o.block.type for o in outputs)],
+        ),
+        prefetched=0 if grid.tables is None else 3,
+    )(*as_operands(grid.tables), *(x for _, x in operands))
+    return found
+
+
+def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]) -> Any:
+    """What a tile costs, the programs aside."""
+    p = jnp.exp(contract(q, k, (1, 1), None))
+    ds = p * contract(do, v, (1, 1), None)
+    parts = {"query": lambda: contract(ds, k, (1, 0), None), "key": lambda: contract(ds.T, q, (1, 0), None),
+             "value": lambda: contract(p.T, do, (1, 0), None)}  # fmt: skip
+    return [parts[c]() if isinstance(c, str) else jnp.sum(ds) for c in chosen]
+
+
+def _contributions(
+    shape: Geometry,
+    programs: TilePrograms,
+    place: Place,
+    general: bool,
+    given: Sequence[Any],
+    chosen: Sequence[str | int],
+) -> list[Array]:
+    """What one tile adds to each of the chosen gradients.
+
+    With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v, and for any weights, with or without a sink,
+    dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
+    """
+    spec = shape.spec
+    q, k, v, do = (ref[...] for ref in given[:4])
+    shift, factor, delta = (as_column(ref[...], shape.query_block) for ref in given[4:7])
+    here = sides_at(shape, place, [ref[...] for ref in given[7:]])
+    valid = _valid(shape, place) if general else None
+    if valid is not None:
+        columns = valid_columns(shape, place, 0)
+        k, v = kept_rows(columns, k), kept_rows(columns, v)
+        rows = _valid_rows(shape, place)
+        q, do = kept_rows(rows, q), kept_rows(rows, do)
+    # Everything below is linear in the cotangent, so that the factor of P goes there, where it costs least.
+    do = (do * factor).astype(do.dtype)
+
+    numbers = [c for c in chosen if isinstance(c, int)]
+    tile_shape = (shape.query_block, shape.key_block)
+    varied = tuple(jnp.broadcast_to(here.sides[n], tile_shape) for n in numbers)
+
+    def with_varied(varied: tuple[Array, ...]) -> Tile:
+        sides = list(here.sides)
+        for n, x in zip(numbers, varied, strict=True):
+            sides[n] = x
+        return here._replace(sides=tuple(sides))
+
+    def weighting(weights: tuple[Weight, ...]) -> Any:
+        return lambda p, varied: weighted(weights, p, with_varied(varied))
+
+    def from_score(score: Array, varied: tuple[Array, ...]) -> Array:
+        return logits(spec, programs, score, with_varied(varied))
+
+    def existing(x: Array) -> Array:
+        return x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
+
+    score = contract(q, k, (1, 1), spec.score_precision).astype(spec.score_dtype)
+    x, pull_score = jax.vjp(from_score, score, varied)
+    e = existing(jnp.exp(x - shift))
+    p_normal, pull_inner = jax.vjp(weighting(programs.inner_weights), e, varied)
+    p, pull_outer = jax.vjp(weighting(programs.weights), existing(p_normal), varied)
+    found: dict[str | int, Array] = {}
+    if "value" in chosen:
+        found["value"] = contract(narrow(existing(p), do, False), do, (0, 0), spec.value_precision)
+    if chosen == ["value"]:
+        return [found["value"]]
+    dp_normal, outer_sides = pull_outer(contract(do, v, (1, 1), spec.value_precision))
+    # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
+    if programs.inner_weights:
+        de, inner_sides = pull_inner(dp_normal - delta)
+        dx = e * de
+    else:
+        dx, inner_sides = p_normal * (dp_normal - delta), None
+    dscore, score_sides = pull_score(existing(dx).astype(x.dtype))
+    dscore = existing(dscore)
+    if "query" in chosen:
+        found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision)
+    if "key" in chosen:
+        found["key"] = contract(narrow(dscore, q, False), q, (0, 0), spec.score_precision)
+    for position, n in enumerate(numbers):
+        parts = [part[position].astype(F32) for part in (score_sides, inner_sides, outer_sides) if part is not None]
+        total = existing(sum(parts[1:], parts[0]))
+        *_, t, s = merged(shape, spec.sides[n].varies)
+        total = total if s else jnp.sum(total, axis=1, keepdims=True)
+        found[n] = total if t else jnp.sum(total, axis=0, keepdims=True)
+    return [found[c] for c in chosen]
+
+
+def _valid_rows(shape: Geometry, place: Place) -> Array | None:
+    if not shape.ragged_rows:
+        return None
+    return within(place.row * shape.query_block, shape.query_block, shape.rows, 0)
+
+
+def _valid(shape: Geometry, place: Place) -> Array | None:
+    """Which elements of a tile exist; None where all do."""
+    rows, columns = _valid_rows(shape, place), valid_columns(shape, place, 1)
+    if rows is None or columns is None:
+        return columns if rows is None else rows
+    return rows & columns

@@ -1,0 +1,238 @@
+"""The grid of the TPU kernels: blocks, the order in which tiles are visited, and what is known about each.
+
+A tile belongs to a block of rows and a block of columns.  Where a key has several query heads and there are few
+queries, as in decoding, the heads are further rows: row ``r`` is then query ``r % T`` of head ``r // T``.
+
+The grid visits live tiles only.  Where all are live it has a dimension for the rows and one for the columns; else one
+dimension runs through a list of tiles, which is prefetched as scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
+from autopallas.kernels.tpu import LANES, Semantics, rounded
+
+__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry"]
+
+Array: TypeAlias = jax.Array
+Axis: TypeAlias = Literal["B", "K", "G"]
+Group: TypeAlias = Literal["row", "column", "tile", "all"]
+"""What the tiles that one output block sums over have in common: the rows, the columns, both, or nothing."""
+
+_ROW_MULTIPLE = 16
+"""Rows of a tile of 16-bit elements; a multiple of those of 32 bits."""
+_FEW_QUERIES = 64
+_FIRST, _LAST = 4, 8
+"""Flags of a listed tile, beside its state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Geometry:
+    """Blocks of one attention, and what is known of its tiles.
+
+    Attributes:
+      spec: the attention.
+      merged: whether the query heads of a key head are further rows.
+      groups: query heads per key head that are a dimension of the grid: 1 where they are rows.
+      rows: T, or G T where the heads are rows.
+      query_block, key_block: sizes of a tile.
+      states: [row blocks, column blocks] of DEAD, PARTIAL, FULL.
+      general, full: the programs of any tile, and of full ones.
+    """
+
+    spec: AttentionSpec
+    merged: bool
+    groups: int
+    rows: int
+    query_block: int
+    key_block: int
+    states: np.ndarray[Any, np.dtype[Any]]
+    general: TilePrograms
+    full: TilePrograms
+
+    @property
+    def row_blocks(self) -> int:
+        return int(self.states.shape[0])
+
+    @property
+    def column_blocks(self) -> int:
+        return int(self.states.shape[1])
+
+    @property
+    def row_lanes(self) -> int:
+        """Lanes of a block of numbers per row."""
+        return rounded(self.query_block, LANES)
+
+    @property
+    def ragged_rows(self) -> bool:
+        """Whether the last block of rows is not whole."""
+        return self.rows % self.query_block != 0
+
+    @property
+    def ragged_columns(self) -> bool:
+        return self.spec.key_length % self.key_block != 0
+
+    def extent(self, axis: Axis) -> int:
+        return {"B": self.spec.batch, "K": self.spec.key_heads, "G": self.groups}[axis]
+
+
+@lru_cache(maxsize=256)
+def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
+    """The blocks of an attention: those asked for, made valid for Mosaic; longer than an axis rather than not whole."""
+    merged = spec.groups > 1 and spec.query_length < _FEW_QUERIES
+    rows = spec.query_length * (spec.groups if merged else 1)
+    query_block = min(rounded(block_sizes.query_block, _ROW_MULTIPLE), rounded(rows, _ROW_MULTIPLE))
+    key_block = min(rounded(block_sizes.key_block, LANES), rounded(spec.key_length, LANES))
+    columns = edges(spec.key_length, key_block)
+    of_queries = edges(spec.query_length, spec.query_length if merged else query_block)
+    found = tile_map(spec, of_queries, columns)
+    general, full = tile_programs(spec, of_queries, columns, found)
+    states = np.repeat(found, len(edges(rows, query_block)), axis=0) if merged else found.copy()
+    ragged = np.zeros(states.shape, bool)
+    ragged[-1:, :] |= bool(rows % query_block)
+    ragged[:, -1:] |= bool(spec.key_length % key_block)
+    states[ragged & (states == FULL)] = PARTIAL
+    states.setflags(write=False)
+    return Geometry(spec, merged, 1 if merged else spec.groups, rows, query_block, key_block, states, general, full)
+
+
+class Place(NamedTuple):
+    """Where one step of a grid is."""
+
+    batch: Any
+    head: Any
+    group: Any
+    row: Any
+    column: Any
+    state: Any
+    """DEAD, PARTIAL or FULL, known or not."""
+    first: Any
+    """Whether the step is the first one, and the last one, of its output block."""
+    last: Any
+
+
+Tables: TypeAlias = tuple[Any, Any, Any]
+"""Row, column, and flags of each listed tile."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The steps of one kernel: axes whose output blocks differ, the tiles, axes that are summed over.
+
+    Attributes:
+      geometry: the blocks.
+      outer: axes of the output.
+      inner: those of B, K, G that it is summed over.
+      group: what tiles of one output block have in common.
+      tables: the list of tiles, or None where the grid runs through all.
+      listed: how many there are.
+    """
+
+    geometry: Geometry
+    outer: tuple[Axis, ...]
+    inner: tuple[Axis, ...]
+    group: Group
+    tables: Tables | None
+    listed: int
+
+    @staticmethod
+    def of(geometry: Geometry, outer: Sequence[Axis], group: Group) -> Grid:
+        """The grid of an output that varies over ``outer``, with one block per row, column, tile, or one in all."""
+        inner: tuple[Axis, ...] = tuple(a for a in ("B", "K", "G") if a not in outer)  # type: ignore[misc]
+        plain = Grid(geometry, tuple(outer), inner, group, None, 0)
+        if np.all(geometry.states == FULL) or (geometry.states.size == 1 and geometry.states[0, 0] != DEAD):
+            return plain
+        tables = _listed(geometry.states, group)
+        return replace(plain, tables=tables, listed=len(tables[0]))
+
+    # ------------------------------------------------------------------ as pallas_call wants it
+
+    @property
+    def _tiles(self) -> tuple[tuple[str, int, Semantics], ...]:
+        if self.tables is not None:
+            return (("tile", self.listed, "arbitrary"),)
+        row = ("row", self.geometry.row_blocks)
+        column = ("column", self.geometry.column_blocks)
+        if self.group == "column":
+            return (*column, "parallel"), (*row, "arbitrary")
+        row_order: Semantics = "arbitrary" if self.group == "all" else "parallel"
+        return (*row, row_order), (*column, "parallel" if self.group == "tile" else "arbitrary")
+
+    @property
+    def dimensions(self) -> tuple[tuple[str, int, Semantics], ...]:
+        """(name, extent, semantics) of each dimension, the innermost last."""
+        outer = tuple((a, self.geometry.extent(a), "parallel") for a in self.outer)
+        inner = tuple((a, self.geometry.extent(a), "arbitrary") for a in self.inner)
+        return (*outer, *self._tiles, *inner)  # type: ignore[return-value]
+
+    def _at(self, ids: Sequence[Any], tables: Sequence[Any]) -> dict[str, Any]:
+        """What the program ids and the list say of each axis, rows and columns included."""
+        at = {name: i for (name, _, _), i in zip(self.dimensions, ids, strict=True)}
+        if self.tables is not None:
+            at |= {"row": tables[0][at["tile"]], "column": tables[1][at["tile"]]}
+        return at
+
+    def place(self, ids: Sequence[Any], tables: Sequence[Any]) -> Place:
+        """Where the step with these program ids is; ``tables`` are the prefetched references."""
+        at = self._at(ids, tables)
+        if self.tables is not None:
+            flags = tables[2][at["tile"]]
+            state, first, last = flags & 3, (flags & _FIRST) != 0, (flags & _LAST) != 0
+        else:
+            state, first, last = int(self.geometry.states.flat[0]), True, True
+            rows, columns = ("row", self.geometry.row_blocks), ("column", self.geometry.column_blocks)
+            for name, extent in {"row": [columns], "column": [rows], "tile": [], "all": [rows, columns]}[self.group]:
+                first, last = _ends(first, last, at[name], extent)
+        for axis in self.inner:
+            first, last = _ends(first, last, at[axis], self.geometry.extent(axis))
+        return Place(at["B"], at["K"], at["G"], at["row"], at["column"], state, first, last)
+
+    def index_map(self, index: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """The index map of a block: ``index`` tells it from the positions on the axes B, K, G, row and column."""
+        count = len(self.dimensions)
+
+        def of(*arguments: Any) -> tuple[Any, ...]:
+            return index(self._at(arguments[:count], arguments[count:]))
+
+        return of
+
+
+def _ends(first: Any, last: Any, position: Any, extent: int) -> tuple[Any, Any]:
+    """Whether a step is the first, and the last, also along one more axis."""
+    if extent == 1:
+        return first, last
+    here = position == 0, position == extent - 1
+    return tuple(h if known is True else known & h for known, h in zip((first, last), here, strict=True))  # type: ignore[return-value]
+
+
+def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
+    """The tiles to visit; those that are one output block each are visited dead or alive, to be written."""
+    visited = np.argwhere(states >= 0) if group == "tile" else np.argwhere(states != DEAD)
+    if group == "column":
+        visited = visited[np.argsort(visited[:, 1], kind="stable")]
+    flags = states[visited[:, 0], visited[:, 1]].astype(np.int32)
+    if group == "tile":
+        flags |= _FIRST | _LAST
+    else:
+        common = {"row": visited[:, 0], "column": visited[:, 1], "all": np.zeros(len(visited), int)}[group]
+        changes = common[1:] != common[:-1]
+        flags[np.concatenate([[True], changes])] |= _FIRST
+        flags[np.concatenate([changes, [True]])] |= _LAST
+    return visited[:, 0].astype(np.int32), visited[:, 1].astype(np.int32), flags
+
+
+def as_operands(tables: Tables | None) -> tuple[Array, ...]:
+    """The list of tiles as operands of the call."""
+    return () if tables is None else tuple(jnp.asarray(t, jnp.int32) for t in tables)
