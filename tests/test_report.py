@@ -181,9 +181,9 @@ def test_html_escapes_every_text_and_loads_nothing():
         platform=hostile,
         versions={hostile: hostile},
     ).to_html()
-    assert "<script" not in page
+    assert page.count("<script") == 1, "the page's own, which a policy names by its hash"
     assert "&lt;script&gt;" in page
-    assert "http" not in page
+    assert "://" not in page
 
 
 PROGRAM = """

@@ -39,11 +39,19 @@ def _describe(match: Any, decision: Any) -> Site:
         measured=None if decision.evidence is None else _row(decision.evidence),
         attempts=decision.attempts,
         assumptions=spec.assumptions(),
-        spec=spec.to_dict(),
+        spec=_spec(spec, sizes),
         spec_line=str(spec),
         original=str(match.original),
         replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
     )
+
+
+def _spec(spec: Any, sizes: Any) -> dict[str, Any]:
+    """The fields of a specification, and the picture of its tiles where the operation has one."""
+    fields: dict[str, Any] = spec.to_dict()
+    if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
+        fields["tiles"] = spec.tiles(sizes)
+    return fields
 
 
 def _row(row: Any) -> dict[str, Any]:

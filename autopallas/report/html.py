@@ -1,22 +1,32 @@
-"""The report for a browser: one self-contained page, without scripts or requests."""
+"""The report for a browser: one self-contained page that requests nothing, and folds without scripts too.
+
+Whatever comes from the program reported on is escaped.  As a second line of defence the page's policy lets no script
+run but its own, by hash, and no resource load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import base64
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from html import escape
+from importlib import resources
 
-from autopallas.report import text
-from autopallas.report.records import Report, Site
+from autopallas.report import pictures, terminal, text
+from autopallas.report.hints import hint
+from autopallas.report.records import Failure, NearMiss, Report, Site
 
-__all__ = ["page"]
+__all__ = ["frame", "page"]
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-section { border-left: 4px solid #999; padding: .1rem 1rem; margin: 1.5rem 0; }
-section.applied { border-color: #2a7d46; } section.kept { border-color: #b8860b; }
-dl { display: grid; grid-template-columns: 9rem 1fr; gap: .1rem 1rem; } dt { color: #666; } dd { margin: 0; }
-dd, h3, li { overflow-wrap: anywhere; } pre { overflow: auto; background: #f5f5f5; padding: .6rem; font-size: 13px; }
-"""
+_PLACE = re.compile(r"(?P<file>.*):(?P<line>\d+) \((?P<function>.*)\)", re.DOTALL)
+_AROUND = 2
+_LARGEST_SOURCE = 4 * 2**20
+_OPEN_AT_FIRST = 3
+_KINDS = {"applied": "Replaced", "kept": "Kept", "miss": "Near misses", "failure": "Failures"}
 
 
 def page(reports: Iterable[tuple[str, Report]]) -> str:
@@ -26,46 +36,272 @@ def page(reports: Iterable[tuple[str, Report]]) -> str:
       reports: (title, report) pairs; the title may be empty.
 
     Returns:
-      The document.  Everything that comes from the program reported on is escaped.
+      The document.
 
     Example:
       >>> page([("loss", Report())]).startswith("<!doctype html>")
       True
     """
-    body = "\n".join(part for title, report in reports for part in _report(title, report))
+    entries = list(reports)
+    body = "\n".join([*_top(entries), *(part for title, report in entries for part in _report(title, report))])
+    script, style = _resource("page.js"), _resource("page.css")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>autopallas report</title>\n'
-        f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>autopallas report</h1>\n{body}\n</body>\n</html>\n"
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>autopallas report</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n<script>{script}</script>\n</body>\n</html>\n"
     )
 
 
+def frame(report: Report) -> str:
+    """The page inside a frame of its own, for notebooks: its style and script touch nothing around it."""
+    height = min(760, 260 + 60 * (len(report.sites) + len(report.near_misses)))
+    return (
+        f'<iframe title="autopallas report" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0" '
+        f'srcdoc="{escape(page([("", report)]))}"></iframe>'
+    )
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- summary
+
+
+def _top(entries: Sequence[tuple[str, Report]]) -> Iterator[str]:
+    sites = [site for _, report in entries for site in report.sites]
+    misses = [miss for _, report in entries for miss in report.near_misses]
+    failures = [failure for _, report in entries for failure in report.failures]
+    yield "<header><h1>autopallas report</h1>"
+    if len(entries) == 1:
+        title, report = entries[0]
+        yield f'<p class="headline">{escape(f"{title}: " if title else "")}{escape(text.headline(report))}</p>'
+    else:
+        whole = Report(sites=tuple(sites), near_misses=tuple(misses), failures=tuple(failures), platform="all")
+        several = f"{len(entries)} function{'s' * (len(entries) != 1)}"
+        yield f'<p class="headline">{several}: {escape(text.headline(whole))}</p>'
+    places = dict.fromkeys(text.where(report) for _, report in entries)
+    yield f'<p class="soft">{"<br>".join(escape(f"on {where}") for where in places)}</p></header>'
+    operations = dict.fromkeys([*(site.op for site in sites), *(miss.op for miss in misses)])
+    if operations:
+        yield '<div class="operations">'
+        for op in operations:
+            yield _operation(op, [s for s in sites if s.op == op], sum(miss.op == op for miss in misses))
+        yield "</div>"
+        counts = Counter(site.verdict for site in sites) | Counter({"miss": len(misses), "failure": len(failures)})
+        yield _filters(list(operations), {kind: counts[kind] for kind in _KINDS if counts[kind]})
+
+
+def _operation(op: str, sites: Sequence[Site], misses: int) -> str:
+    """One operation at a glance."""
+    applied = [site for site in sites if site.verdict == "applied"]
+    kept = len(sites) - len(applied)
+    parts = [f"{len(applied)} replaced"] * bool(applied) + [f"{kept} kept"] * bool(kept)
+    parts += [f"{misses} near miss{'es' * (misses > 1)}"] * bool(misses)
+    total = max(len(sites) + misses, 1)
+    bars, start = [], 0.0
+    for kind, count in (("replaced", len(applied)), ("kept", kept), ("miss", misses)):
+        width = 100 * count / total
+        bars.append(f'<rect class="{kind}" x="{start:.2f}" width="{width:.2f}" height="6"/>')
+        start += width
+    measured = [found for site in applied for found in pictures.compared(site) if found[0] == "time"]
+    gain = ""
+    if measured:
+        factor = sum(original for _, original, *_ in measured) / sum(kernel for _, _, kernel, *_ in measured)
+        gain = f'<div class="gain">{factor:.2f}× <small>as fast</small></div>'
+    share = f'<svg viewBox="0 0 100 6" preserveAspectRatio="none" aria-hidden="true">{"".join(bars)}</svg>'
+    return (
+        f'<div class="operation"><strong>{escape(op)}</strong>{gain}<div class="share">{share}</div>'
+        f'<span class="soft">{", ".join(parts)}</span></div>'
+    )
+
+
+def _filters(operations: Sequence[str], counts: dict[str, int]) -> str:
+    def button(group: str, value: str, label: str) -> str:
+        return (
+            f'<button type="button" data-filter="{group}" data-value="{escape(value)}" aria-pressed="false">'
+            f"{escape(label)}</button>"
+        )
+
+    kinds = "".join(button("kind", kind, f"{_KINDS[kind]} {count}") for kind, count in counts.items())
+    ops = "".join(button("op", op, op) for op in operations) if len(operations) > 1 else ""
+    gap = '<span class="gap"></span>' if ops else ""
+    return (
+        f'<div class="filters" hidden>{kinds}{gap}{ops}<input type="search" placeholder="Search" '
+        'aria-label="Search in sites and near misses"><button type="button" class="fold">Unfold all</button></div>'
+        '<p class="nothing nothing-matches" hidden>Nothing matches these filters.</p>'
+    )
+
+
+# ---------------------------------------------------------------------- one report
+
+
 def _report(title: str, report: Report) -> Iterator[str]:
-    yield f"<h2>{escape(f'{title}: ' if title else '')}{escape(text.headline(report))}</h2>"
-    yield f"<p>on {escape(text.where(report))}</p>"
-    for site in report.sites:
-        yield from _site(site)
+    yield "<section>"
+    if title:
+        yield f"<h2>{escape(title)}</h2>"
+        yield f'<p class="soft">{escape(text.headline(report))}</p>'
+    if tuned := text.tuning(report):
+        yield f'<p class="soft">{escape(tuned)}</p>'
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, site in enumerate(report.sites, 1):
+        key = (site.op, site.location, site.verdict, *text.site_rows(site))
+        groups.setdefault(key, []).append(number)
+    for position, numbers in enumerate(groups.values()):
+        yield from _site(report.sites[numbers[0] - 1], numbers, position < _OPEN_AT_FIRST and len(groups) <= 8)
     if report.near_misses:
-        yield "<h3>Near misses</h3><p>Close to a known computation; left as they are.</p><ul>"
-        for miss in report.near_misses:
-            yield f"<li>{escape(miss.op)} at <code>{escape(miss.location)}</code>: {escape(miss.reason)}</li>"
-        yield "</ul>"
+        yield '<h3 data-kind="miss">Near misses: close to a known computation, left as they are</h3>'
+        for miss, count in Counter(report.near_misses).items():
+            yield from _near_miss(miss, count)
     if report.failures:
-        yield "<h3>Failures inside autopallas</h3><p>The program runs on without the rewrite concerned.</p><ul>"
+        yield '<h3 data-kind="failure">Failures inside autopallas: the program runs on without the rewrite</h3>'
         for failure in report.failures:
-            place = " ".join(part for part in (failure.stage, failure.op, failure.location) if part)
-            yield f"<li>{escape(place)}: {escape(failure.error)}</li>"
-        yield "</ul>"
+            yield _failure(failure)
     if not (report.sites or report.near_misses or report.failures):
-        yield f"<p>{escape(text.nothing_found(report))}</p>"
+        yield f'<p class="nothing">{escape(text.nothing_found(report))}</p>'
+    yield "</section>"
 
 
-def _site(site: Site) -> Iterator[str]:
-    yield f'<section class="{escape(site.verdict)}">'
-    yield f"<h3>{escape(site.op)} at <code>{escape(site.location)}</code></h3>\n<dl>"
-    for label, value in text.site_rows(site):
+def _item(kind: str, op: str, opened: bool, head: Iterable[str], body: Iterable[str]) -> str:
+    return (
+        f'<details class="item {kind}" data-kind="{kind}" data-op="{escape(op)}"{" open" * opened}>'
+        f'<summary>{"".join(head)}</summary><div class="body">{"".join(body)}</div></details>'
+    )
+
+
+def _head(pill: str, op: str, location: str, times: int, gain: str = "") -> Iterator[str]:
+    yield f'<span class="pill">{pill}</span><strong>{escape(op)}</strong>'
+    if times > 1:
+        yield f'<span class="times">×{times}</span>'
+    yield f'<span class="place">{escape(terminal.relative(location))}</span>'
+    if gain:
+        yield f'<span class="gain">{gain}</span>'
+
+
+def _site(site: Site, numbers: Sequence[int], opened: bool) -> Iterator[str]:
+    measured = pictures.compared(site)
+    time, memory = text.gains(site)
+    gain = (
+        f"{time.replace('x', '×')} as fast, {memory.replace('x', '×')} memory" if measured and time and memory else ""
+    )
+    if gain and site.verdict == "kept":
+        gain = f"kernel: {gain}"
+    pill = "Replaced" if site.verdict == "applied" else "Kept"
+    yield _item(
+        site.verdict,
+        site.op,
+        opened,
+        _head(pill, site.op, site.location, len(numbers), gain),
+        _site_body(site, numbers),
+    )
+
+
+def _site_body(site: Site, numbers: Sequence[int]) -> Iterator[str]:
+    yield f'<p class="why">{escape(_in_words(site))}</p><div class="columns"><dl>'
+    rows = [(label, value) for label, value in text.site_rows(site) if label not in ("verdict", "reason")]
+    if len(numbers) > 1:
+        rows.append(("sites", text.ranges(list(numbers))))
+    if site.measured:
+        known = [str(site.measured[name]) for name in ("evidence", "date", "versions") if site.measured.get(name)]
+        rows += [("evidence", ", ".join(known))] if known else []
+    for label, value in rows:
         yield f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>"
     yield "</dl>"
-    for label, equations in (("original", site.original), ("replacement", site.replacement)):
-        if equations:
-            yield f"<details><summary>{label}</summary><pre>{escape(equations)}</pre></details>"
-    yield "</section>"
+    yield from _mask(site)
+    yield "</div>"
+    measured = pictures.compared(site)
+    if measured:
+        yield '<div class="measured">'
+        for label, original, kernel, *shown in measured:
+            yield f"<div><h4>{label}</h4>{pictures.bars(original, kernel, (shown[0], shown[1]))}</div>"
+        yield "</div>"
+    yield from _source(site.location)
+    equations = [("before", site.original), ("after", site.replacement)]
+    if any(printed for _, printed in equations):
+        yield '<details class="more"><summary>Equations</summary><div class="equations">'
+        for label, printed in equations:
+            if printed:
+                yield f"<div><h4>{label}</h4><pre>{escape(printed)}</pre></div>"
+        yield "</div></details>"
+
+
+def _in_words(site: Site) -> str:
+    direction = "forward and backward" if site.direction == "forward+backward" else "the forward"
+    if site.verdict == "applied":
+        return f"A kernel runs here in place of {direction}: {_sentence(site.reason)}"
+    return f"Recognised, {direction}, but the original code runs: {_sentence(site.reason)}"
+
+
+def _sentence(reason: str) -> str:
+    return f"{terminal.relative(reason).rstrip('.')}."
+
+
+def _mask(site: Site) -> Iterator[str]:
+    picture = site.spec.get("tiles") if isinstance(site.spec, dict) else None
+    drawn = pictures.tiles(picture) if isinstance(picture, dict) else ""
+    if not drawn or not isinstance(picture, dict):
+        return
+    counts = pictures.tile_counts(picture)
+    total = sum(counts.values()) or 1
+    note = f"{counts['skipped'] / total:.0%} of the tiles are never computed." if counts["skipped"] else ""
+    if site.spec.get("mask_class") == "dynamic":
+        note = "The mask is data: known only when the program runs, so every tile is computed."
+    yield (
+        f'<figure><div class="drawing"><span class="down">queries</span>{drawn}<span class="across">keys</span></div>'
+        '<div class="legend">'
+    )
+    names = {"full": "computed", "partial": "computed under the mask", "skipped": "skipped"}
+    for name, count in counts.items():
+        if count:
+            key = f'<svg class="tiles" viewBox="0 0 1 1"><rect class="{name}" width="1" height="1"/></svg>'
+            yield f"<span>{key}{names[name]} {count}</span>"
+    yield f"</div>{f'<div>{note}</div>' if note else ''}</figure>"
+
+
+def _near_miss(miss: NearMiss, count: int) -> Iterator[str]:
+    advice = hint(miss.reason)
+    yield _item(
+        "miss",
+        miss.op,
+        True,
+        _head("Near miss", miss.op, miss.location, count),
+        [
+            f'<p class="why">Left as it is: {escape(_sentence(miss.reason))}</p>',
+            f'<p class="hint">{escape(advice)}</p>' if advice else "",
+            *_source(miss.location),
+        ],
+    )
+
+
+def _failure(failure: Failure) -> str:
+    head = _head("Failure", failure.op or failure.stage, failure.location or failure.stage, 1)
+    return _item("failure", failure.op, False, head, [f'<p class="why">{escape(failure.error)}</p>'])
+
+
+def _source(location: str) -> Iterator[str]:
+    """The line of the user's code with its neighbours, where the file is at hand."""
+    found = _PLACE.fullmatch(location)
+    if found is None or not found["file"].endswith(".py"):
+        return
+    try:
+        if not os.path.isfile(found["file"]) or os.path.getsize(found["file"]) > _LARGEST_SOURCE:
+            return
+        with open(found["file"], encoding="utf-8", errors="replace") as file:
+            lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return
+    at = int(found["line"]) if len(found["line"]) < 9 else 0
+    if not 1 <= at <= len(lines):
+        return
+    numbers = list(range(max(1, at - _AROUND), min(len(lines), at + _AROUND) + 1))
+    while numbers[-1] > at and not lines[numbers[-1] - 1].strip():
+        numbers.pop()
+    shown = [
+        f"<span{' class=here' if number == at else ''}><i>{number}</i>{escape(lines[number - 1])}</span>"
+        for number in numbers
+    ]
+    yield f'<pre class="source">{"".join(shown)}</pre>'

@@ -159,6 +159,12 @@ class Report:
 
         return html.page([("", self)])
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the page in a frame of its own."""
+        from autopallas.report import html
+
+        return html.frame(self)
+
     def __str__(self) -> str:
         from autopallas.report import text
 

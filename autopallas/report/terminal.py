@@ -78,16 +78,13 @@ def _console(stream: TextIO) -> Any:
     return Console(file=stream, soft_wrap=True, highlight=False)
 
 
-def relative(location: str) -> str:
-    """A place with its file as seen from the current folder, if it lies in there."""
-    found = _PLACE.fullmatch(location)
-    if found is None or not os.path.isabs(found["file"]):
-        return location
+def relative(words: str) -> str:
+    """A text with the places in it as seen from the current folder, where they lie in there."""
     try:
-        near = os.path.relpath(found["file"])
-    except (ValueError, OSError):  # another drive; a folder that is gone
-        return location
-    return location if near.startswith("..") else f"{near}:{found['line']} ({found['function']})"
+        here = os.getcwd() + os.sep
+    except OSError:  # a folder that is gone
+        return words
+    return words.replace(here, "") if here != os.sep else words
 
 
 # ---------------------------------------------------------------------- lines with their style
@@ -114,13 +111,14 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
     for group in groups:
         if group.site.verdict == "kept":
             kept.setdefault(group.site.reason, []).extend(group.numbers)
-    lines += _listed("Kept:", [f"{text.ranges(sorted(numbers))}: {reason}" for reason, numbers in kept.items()])
+    told = [f"{text.ranges(sorted(numbers))}: {relative(reason)}" for reason, numbers in kept.items()]
+    lines += _listed("Kept:", told)
     misses: dict[tuple[str, str], list[str]] = {}
     for miss in report.near_misses:
         places = misses.setdefault((miss.op, miss.reason), [])
         if relative(miss.location) not in places:
             places.append(relative(miss.location))
-    lines += _listed("Near misses:", [f"{op}: {why}, at {', '.join(at)}" for (op, why), at in misses.items()])
+    lines += _listed("Near misses:", [f"{op} at {', '.join(at)}: {relative(why)}" for (op, why), at in misses.items()])
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
     lines += _listed("Failures inside autopallas:", failures)
     if not (groups or misses or failures):
@@ -152,6 +150,7 @@ def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
         widths[column] = max(min(widths[column], least), widths[column] - max(excess, 0))
 
     def line(cells: Sequence[str]) -> str:
+        cells = [_without_function(cell, widths[2]) if i == 2 else cell for i, cell in enumerate(cells)]
         shown = [_shortened(cell, width, i == 2) for i, (cell, width) in enumerate(zip(cells, widths, strict=True))]
         aligned = [c.rjust(w) if i > 4 else c.ljust(w) for i, (c, w) in enumerate(zip(shown, widths, strict=True))]
         return "  ".join(aligned).rstrip()
@@ -167,6 +166,12 @@ def _cells(site: Site) -> tuple[str, ...]:
     time, memory = text.gains(site) if replaced else ("", "")
     place = _printable(relative(site.location))
     return _printable(site.op), place, "replaced" if replaced else "kept", runs, time, memory
+
+
+def _without_function(place: str, width: int) -> str:
+    """ "file:line" alone where "file:line (function)" is too long."""
+    found = _PLACE.fullmatch(place)
+    return place if found is None or len(place) <= width else f"{found['file']}:{found['line']}"
 
 
 def _shortened(cell: str, width: int, from_the_left: bool) -> str:

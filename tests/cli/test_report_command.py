@@ -49,7 +49,9 @@ def test_it_prints_a_table_of_80_columns_with_places_as_seen_from_here(command):
 def test_a_near_miss_is_told_with_its_reason(command):
     status, out, _ = command("report", "reportable:leaky", "--shapes", SHAPES)
     assert status == 0
-    assert "also returned, at reportable.py:11 (leaky)" in " ".join(out.split())
+    assert "attention at reportable.py:11 (leaky): the scores or probabilities are also returned" in " ".join(
+        out.split()
+    )
 
 
 def test_json_is_a_report(command):

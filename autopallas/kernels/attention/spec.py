@@ -112,6 +112,12 @@ class AttentionSpec:
             return ("values at keys without any weight are finite (assume_finite)",)
         return ()
 
+    def tiles(self, block_sizes: Any) -> dict[str, Any]:
+        """Which tiles of the scores are computed, for a picture; see :func:`tiles.picture`."""
+        from autopallas.kernels.attention.tiles import picture
+
+        return picture(self, block_sizes.query_block, block_sizes.key_block)
+
     def programs(self) -> str:
         """The program that kernels evaluate on a tile of scores."""
         return str(self.score)

@@ -19,7 +19,7 @@ from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.program import Constant, Instruction, Program, Score
 
-__all__ = ["DEAD", "FULL", "PARTIAL", "Edges", "classify", "increasing", "simplified", "tile_map"]
+__all__ = ["DEAD", "FULL", "PARTIAL", "Edges", "classify", "increasing", "picture", "simplified", "tile_map"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
@@ -83,6 +83,21 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
             states[i] = np.where(states[i] == DEAD, PARTIAL, states[i])
     states.setflags(write=False)  # it is cached
     return states
+
+
+def picture(spec: AttentionSpec, query_block: int, key_block: int, most: int = 32) -> dict[str, Any]:
+    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL) for each tile, one string per row of tiles.
+
+    Blocks are drawn several together where there would be more than ``most`` along an axis.
+    """
+
+    def edges(length: int, block: int) -> Edges:
+        step = block * -(-length // (block * most))
+        return tuple((start, min(start + step, length)) for start in range(0, length, step))
+
+    rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
+    states = ["".join(map(str, row)) for row in tile_map(spec, rows, columns).tolist()]
+    return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
 
 def _rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:

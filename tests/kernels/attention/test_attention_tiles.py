@@ -234,3 +234,14 @@ def test_a_schedule_visits_every_live_tile_once():
         elif not case.live.sides:
             mask = exact(case.live, *visited.shape)
             assert visited[mask].min() == 1
+
+
+def test_the_picture_of_a_long_mask_has_few_tiles_and_the_same_kinds():
+    from autopallas.kernels.attention.tiles import picture
+
+    live = traced(lambda i, j: i >= j, QUERY, KEY)
+    small, large = spec_of(live, 1024, 1024), spec_of(live, 2**16, 2**16)
+    assert picture(small, 256, 256) == {"rows": 256, "columns": 256, "states": ["1000", "2100", "2210", "2221"]}
+    shown = picture(large, 256, 256, most=4)
+    assert shown["states"] == ["1000", "2100", "2210", "2221"]
+    assert (shown["rows"], shown["columns"]) == (16384, 16384)
