@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -75,11 +76,13 @@ __all__ = [
     "bodies",
     "dce_jaxpr",
     "distributed_store",
+    "exported",
     "extended_scan",
     "has_input_effects",
     "has_side_effects",
     "inlined_equation",
     "is_jaxpr",
+    "is_outermost",
     "is_plain_jit",
     "is_tracer",
     "is_transposed",
@@ -367,6 +370,27 @@ def lowering_device(context: Any) -> Any | None:
     """The first device that a module is being lowered for, or None where only its platform is known."""
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     return devices[0] if devices else None
+
+
+def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
+    """A function lowered for a platform, as bytes that another process of this version can compile."""
+    from jax import export
+
+    names = {"gpu": "rocm" if "rocm" in getattr(jax.devices()[0].client, "platform_version", "") else "cuda"}
+    name = names.get(platform, platform)
+    traced = jax.jit(function).trace(*types)
+    # Kernels are custom calls, of which no stability is promised; none is needed within one version.
+    calls = set(re.findall(r'custom_call @"?([^"(]+)"?\(', traced.lower(lowering_platforms=(name,)).as_text()))
+    unchecked = [export.DisabledSafetyCheck.custom_call(call) for call in sorted(calls)]
+    made = export.export(jax.jit(function), platforms=[name], disabled_checks=unchecked)
+    return bytes(made(*types).serialize())
+
+
+def is_outermost() -> bool:
+    """Whether nothing is being traced around this call."""
+    from jax._src.core import trace_state_clean
+
+    return bool(trace_state_clean())
 
 
 def is_tracer(x: object) -> bool:

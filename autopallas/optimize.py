@@ -6,13 +6,13 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
-from autopallas import compat
+from autopallas import compat, recovery
 from autopallas.arguments import Static, Untraceable, join, split, traceable
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
 from autopallas.graph import Graph, flatten
@@ -23,8 +23,8 @@ from autopallas.plan import plan
 from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
-from autopallas.rewrite import splice
 from autopallas.tuning.choose import Tuner
+from autopallas.tuning.probe import Prober
 from autopallas.verification import first_call
 
 __all__ = ["Optimized", "explain", "inside", "optimize", "rewrite"]
@@ -39,10 +39,11 @@ _MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
 """Errors that are answers to the user, not failures inside."""
 
 
-def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
+def rewrite(program: Any, options: Options, probes: bool = True) -> tuple[Any, Report]:
     """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
-    The program comes back as it is where nothing was replaced or where something in here failed.
+    The program comes back as it is where nothing was replaced or where something in here failed.  ``probes`` says
+    whether kernels may be compiled for it.
     """
     device = Device.current()
     tuner = Tuner(device, options)
@@ -56,17 +57,20 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
         stage = "patterns"
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
-        decisions = plan(matches, device, options, tuner)
-        sites = describe(matches, decisions)
+        with Prober(device, options, probes) as prober:
+            decisions = recovery.narrowed(matches, plan(matches, device, options, tuner, prober), device)
         stage = "rewrite"
-        if any(decision.verdict == "applied" for decision in decisions):
-            result = splice(graph, matches, decisions)
+        result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
+        sites = describe(matches, decisions)
+        failures = _failures(sites)
+        for match, *failed in prober.found:
+            recovery.warn_of(match.op, match.location, *failed)
     except _MEANT:
         raise
     except Exception as error:
         if options.strict:
             raise
-        sites, failures = (), [Failure(stage, f"{type(error).__name__}: {error}")]
+        result, sites, failures = program, (), [Failure(stage, f"{type(error).__name__}: {error}")]
         _warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
@@ -79,6 +83,16 @@ def rewrite(program: Any, options: Options) -> tuple[Any, Report]:
     )
     _require(report, options)
     return result, report
+
+
+def _failures(sites: Sequence[Site]) -> list[Failure]:
+    """The implementations that should have worked and did not, once for each operation and reason."""
+    found: dict[tuple[str, str, str], Failure] = {}
+    for site in sites:
+        for _, stage, error in site.attempts:
+            if stage not in ("supports", "tune"):
+                found.setdefault((site.op, stage, error), Failure(stage, error, site.op, site.location))
+    return list(found.values())
 
 
 def _require(report: Report, options: Options) -> None:
@@ -113,6 +127,8 @@ class Optimized(Generic[P, R]):
         self._fixed: Any = jax.jit(self._traced_fixed, static_argnums=0)
         self._run: Callable[..., Any] = self._jit
         self._as_it_is: Exception | None = None
+        self._replaced = False
+        self._dry = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:  # a call that needs nothing special pays for no more than this frame
@@ -120,11 +136,14 @@ class Optimized(Generic[P, R]):
             return result
         except first_call.FirstCall:
             pass
-        except _RETRIED as error:
-            if self._run is not self._jit or not self._may_be_ours(error, args, kwargs):
+        except Exception as error:
+            if self._run is self._jit and isinstance(error, _RETRIED) and self._may_be_ours(error, args, kwargs):
+                self._run = functools.partial(self._plain_call, _call)
+                return self(*args, **kwargs)
+            recovered = self._recovered(error, args, kwargs)
+            if recovered is None:
                 raise
-            self._run = functools.partial(self._plain_call, _call)
-            return self(*args, **kwargs)
+            return recovered[0]
         first_call.checked(self, args, kwargs, resolve(self._explicit).strict)
         with first_call.unchecked():
             return self(*args, **kwargs)
@@ -166,7 +185,7 @@ class Optimized(Generic[P, R]):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
-        if options.disabled or inside.value:
+        if options.disabled or inside.value or recovery.nothing_allowed():
             return self._inner(*args, **kwargs)
         if options.verify:
             first_call.demand()
@@ -179,9 +198,13 @@ class Optimized(Generic[P, R]):
                 raise Untraceable("it returns something that is neither an array nor a number")
             return result
 
-        with inside(True):
-            program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
-        rewritten, report = rewrite(program, options)
+        try:
+            with inside(True):
+                program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+        except Exception as error:
+            recovery.mark_theirs(error)
+            raise
+        rewritten, report = rewrite(program, options, probes=not self._dry)
         self._publish(report)
         return jax.tree.unflatten(jax.tree.structure(shapes), self._emit(rewritten, program, arrays, options.strict))
 
@@ -204,9 +227,43 @@ class Optimized(Generic[P, R]):
         return self._traced(*args, **kwargs)
 
     def _publish(self, report: Report) -> None:
+        if recovery.in_search():
+            return
+        self._replaced = self._replaced or bool(report.counts())
         with self._lock:
             self._report = report
         at_exit.record(getattr(self._function, "__qualname__", repr(self._function)), report)
+
+    # ------------------------------------------------------------------ failures
+
+    def _recovered(self, error: Exception, args: Any, kwargs: Any) -> tuple[R] | None:
+        """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
+        if not self._replaced or self._as_it_is or isinstance(error, _MEANT) or recovery.theirs(error):
+            return None
+        options = resolve(self._explicit)
+        leaves = jax.tree.leaves((args, kwargs))
+        if options.strict or isinstance(options.implementation, str) or jax.process_count() > 1:
+            return None  # a process that ran another program than the others would hang them all
+        call = _Repeated(self, args, kwargs)
+        if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
+            return None
+        if call.spent():
+            error.add_note("autopallas cannot repeat this call as it is written: donated arguments are gone.")
+            return None
+        with first_call.unchecked():
+            found = recovery.recovered(call, error)
+            if found is None:
+                return None
+            result, blamed = found
+            if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
+                return None
+            recovery.condemn(blamed)
+            self.clear_cache()
+            call.trace()  # the next call needs it, and it says in the report what holds from now on
+        passing = [Failure(b.stage, b.error) for b in blamed if b.suspect is None]
+        if passing:
+            self._publish(replace(self._report, failures=(*self._report.failures, *passing)))
+        return (result,)
 
     # ------------------------------------------------------------------ plain functions
 
@@ -250,6 +307,31 @@ _CONCRETE = (
 """What jit raises where a function looks at the value of an argument."""
 
 _RETRIED = (*_CONCRETE, TypeError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A call of an optimized function, to be done again."""
+
+    function: Optimized[Any, Any]
+    args: Any
+    kwargs: Any
+
+    def _use(self, use: Callable[..., Any]) -> Any:
+        function = self.function
+        if function._run is function._jit:
+            return use(function._jit, *self.args, **self.kwargs)
+        return function._plain_call(use, *self.args, **self.kwargs)
+
+    def __call__(self) -> Any:
+        return jax.block_until_ready(self._use(_call))
+
+    def trace(self) -> Any:
+        return self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
+
+    def spent(self) -> bool:
+        leaves = jax.tree.leaves((self.args, self.kwargs))
+        return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
 
 
 def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -327,6 +409,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     function, explicit = (fn._function, fn._explicit) if isinstance(fn, Optimized) else (fn, {})
     fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
+    fresh._dry = True
     if fresh._plain:
         fresh._plain_call(_only_trace, *args, **kwargs)
     else:

@@ -11,11 +11,12 @@ import jax
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.implementation import HOME, Device, Operation, Unsupported
 from autopallas.kernels.interpret import interpretation, settled
-from autopallas.kernels.run import kernel_forward
+from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.probe import Prober
 from autopallas.tuning.table import MEMORY_SLOWDOWN
 
 __all__ = ["Decision", "judge", "plan"]
@@ -43,9 +44,13 @@ class Decision:
     direction: Literal["forward", "forward+backward"] = "forward"
     options: Options | None = field(default=None, repr=False)
     """What was asked for, should the program be lowered for another platform; None: there the original runs."""
+    must: bool = False
+    """Whether a failure of it is raised, in place of a fallback."""
 
 
-def plan(matches: Sequence[Match], device: Device, options: Options, tuner: Tuner) -> list[Decision]:
+def plan(
+    matches: Sequence[Match], device: Device, options: Options, tuner: Tuner, prober: Prober | None = None
+) -> list[Decision]:
     """A decision for each match.  Equal sites share theirs; at most ``options.fuel`` are applied.
 
     Args:
@@ -53,22 +58,32 @@ def plan(matches: Sequence[Match], device: Device, options: Options, tuner: Tune
       device: where the program will run.
       options: the options in force.
       tuner: gives the block sizes, and counts what it cost to find them.
+      prober: knows which kernels fail; None: nothing is known, and nothing is tried.
 
     Raises:
       UnsupportedError: the options name a single implementation, which does not support some site.
       OptionError: the options name a lockfile that cannot be read.
     """
     lock = None if options.lock is None else lockfile.read(options.lock)
+    prober = prober or Prober(device, options, runs=False)
     known: dict[Any, Decision] = {}
     decisions: list[Decision] = []
     applied = 0
     for match in matches:
         key = (match.op, tuple(part.site for part in match.passes), match.direction)
         if key not in known:
-            if lock is not None and options.implementation_for(match.op) is None:
-                known[key] = _locked(match, device, options, lock)
-            else:
-                known[key] = _decide(match, device, options, tuner)
+            try:
+                if lock is not None and options.implementation_for(match.op) is None:
+                    known[key] = _locked(match, device, options, lock, prober)
+                else:
+                    known[key] = _decide(match, device, options, tuner, prober)
+            except Exception as error:
+                if options.strict or isinstance(options.implementation_for(match.op), str):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                prober.found.append((match, "any implementation", "plan", reason))
+                attempts = (("", "plan", reason),)
+                known[key] = Decision("kept", f"planning failed: {reason}", device.platform, attempts=attempts)
         decision = known[key]
         if decision.verdict == "applied":
             applied += 1
@@ -78,8 +93,8 @@ def plan(matches: Sequence[Match], device: Device, options: Options, tuner: Tune
     return decisions
 
 
-def _decide(match: Match, device: Device, options: Options, tuner: Tuner) -> Decision:
-    """The first requested implementation that supports the site and can be traced for it, judged."""
+def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
+    """The first requested implementation that supports the site and works for it, judged."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
     # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
@@ -98,23 +113,30 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner) -> Dec
         decision = judge(operation, name, choice, device, options, tuple(attempts))
         if decision.verdict == "kept":
             return decision
-        try:
-            with device.targeted(), settled():
-                for part in match.passes:
-                    _check_types(part, decision)
-        except Exception as error:
-            if options.strict or isinstance(wanted, str):
-                raise
-            attempts.append((name, "trace", f"{type(error).__name__}: {error}"))
-            continue
-        return replace(decision, kind=device.kind, direction=match.direction, options=options)
+        sizes = decision.block_sizes
+        found_now = choice.source == "autotune"
+        objection: tuple[str, str] | None = None
+        if not foreign:
+            objection = prober.objection(match, name, sizes, again=isinstance(wanted, str), measured=found_now)
+        if objection is None:
+            try:
+                with device.targeted(), settled():
+                    for part in match.passes:
+                        _check_types(part, decision)
+                return replace(decision, kind=device.kind, direction=match.direction, options=options)
+            except Exception as error:
+                if options.strict or isinstance(wanted, str):
+                    raise
+                objection = "trace", f"{type(error).__name__}: {error}"
+                prober.condemn(match, name, sizes, *objection)
+        attempts.append((name, *objection))
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
 
 
-def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock) -> Decision:
+def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober) -> Decision:
     """What the lockfile says; where it says nothing, the original stays, so that every process runs the same."""
 
     def kept(reason: str, *attempt: str) -> Decision:
@@ -136,7 +158,19 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock)
         given = site.sizes_for(match.op)
         sizes = given.fitted(match.spec)
         reason = f"{site.reason} (lockfile {options.lock})"
-        decision = Decision("applied", reason, device.platform, site.implementation, sizes, "explicit", site.row(given))
+        decision = Decision(
+            "applied",
+            reason,
+            device.platform,
+            site.implementation,
+            sizes,
+            "explicit",
+            site.row(given),
+            must=options.strict,
+        )
+        objection = prober.objection(match, site.implementation, sizes, again=False, measured=False)
+        if objection is not None:
+            return kept(f"{site.implementation} failed", site.implementation, *objection)
         for part in match.passes:
             _check_types(part, decision)
     except Exception as error:
@@ -149,12 +183,21 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock)
 
 
 def _check_types(match: Match, decision: Decision) -> None:
-    """Traces the kernel: it must give what the original gives."""
-    kernel = kernel_forward(match.site, decision.implementation or "", decision.block_sizes)
-    results, residuals = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
-    for given, wanted in zip(
-        (*results, *residuals), (*match.original.out_avals, *match.site.residual_types()), strict=True
-    ):
+    """Traces the kernels: they must give what the original and its derivative give."""
+    name, sizes = decision.implementation or "", decision.block_sizes
+    operands, cotangents = [list(map(_shape, avals)) for avals in (match.original.in_avals, match.original.out_avals)]
+    results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
+    _same((*results, *residuals), (*cotangents, *match.site.residual_types()))
+    if not match.site.has_backward:
+        return
+    for active in {tuple(position for position, _ in backward.gradients) for backward in match.backwards}:
+        backward = kernel_backward(match.site, name, sizes, active)
+        gradients = jax.eval_shape(backward, operands, list(results), list(residuals), cotangents)
+        _same(gradients, [operands[position] for position in active])
+
+
+def _same(found: Sequence[Any], types: Sequence[Any]) -> None:
+    for given, wanted in zip(found, types, strict=True):
         if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
             raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
 
@@ -175,7 +218,8 @@ def judge(
     row = choice.row
 
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
-        return Decision(verdict, reason, device.platform, name, choice.block_sizes, choice.source, row, attempts)
+        must = options.strict or isinstance(options.implementation_for(operation.name), str)
+        return Decision(verdict, reason, device.platform, name, choice.block_sizes, choice.source, row, attempts, must)
 
     if options.implementation_for(operation.name) is not None:
         return decision("applied", "the implementation was asked for by name")

@@ -25,6 +25,7 @@ from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
 from autopallas.plan import Decision, elsewhere
+from autopallas.tuning.cache import WARNED
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -99,16 +100,33 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             return decision
         return elsewhere(decision, device, params["site"], params["original"], params.get("active"))
 
+    def attempt(kernel: bool, *operands: Any, decision: Decision, **params: Any) -> Any:
+        """The kernel, or the original where that cannot be traced.
+
+        A kernel is traced for the program before it gets here, but not for what transformations around the program
+        make of it.  A forward that hands residuals to a backward kernel has no other way.
+        """
+        if kernel:
+            try:
+                return compute(True, *operands, decision=decision, **params)
+            except Exception as error:
+                if decision.must or params.get("residuals"):
+                    raise
+                reason = f"{name} of {decision.implementation} failed with {type(error).__name__}: {error}"
+                reason = reason.split("\n")[0]
+                WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
+        return compute(False, *operands, decision=decision, **params)
+
     def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
         decision = decided(decision, Device.current(), params)
-        return compute(decision.verdict == "applied", *operands, decision=decision, **params)
+        return attempt(decision.verdict == "applied", *operands, decision=decision, **params)
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(types)
     for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
 
         def lowered(*operands: Any, runs: bool, **params: Any) -> Any:
-            return compute(runs, *operands, **params)
+            return attempt(runs, *operands, **params)
 
         rule: Any = mlir.lower_fun(lowered, multiple_results=True)
 

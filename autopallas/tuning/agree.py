@@ -7,6 +7,7 @@ that is then the first value, or another one is; in both cases every process rea
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -22,6 +23,9 @@ PATIENCE_SECONDS = 30.0
 """How long a process waits for the answer of process 0, the first time."""
 _IMPATIENCE_SECONDS = 1.0
 """The same after it waited in vain once: process 0 does something else, and each further site would cost as much."""
+
+PROBE_SECONDS = 240.0
+"""How long process 0 waits for what the others found out about a kernel, each of which has to compile it."""
 
 _NOTHING = "-"
 _LOCAL = ("kernel_version", "platform", "device_kind", "runtime", "versions", "flags")
@@ -45,6 +49,7 @@ class Agreement:
 
     def __init__(self, store: Store, process: int, cache: Callable[[], Cache], patience: float = PATIENCE_SECONDS):
         self.store = store
+        self._process = process
         self._leads = process == 0
         self._cache = cache
         self._patience = patience
@@ -65,8 +70,7 @@ class Agreement:
             # What is left to do is for a program that may search, and these may not.
             return _NOTHING if found is None or found.outcome == "unfinished" else found.to_json()
 
-        shared = {name: value for name, value in key.description.items() if name not in _LOCAL}
-        text = self._agreed(digest_of(shared), own)
+        text = self._agreed(self._shared(key), own)
         if text == _NOTHING:
             return None
         try:
@@ -74,6 +78,49 @@ class Agreement:
         except EntryError as error:
             WARNED.once("agree", f"autopallas ignores a tuning result of process 0: {error}")
             return None
+
+    def unanimous(
+        self, key: TuningKey, fault: tuple[str, str] | None, processes: int, patience: float = PROBE_SECONDS
+    ) -> tuple[str, str] | None:
+        """None where a kernel works in every process; else the fault that one of them found, the same in all.
+
+        Args:
+          key: of the kernel.
+          fault: what this process found: (stage, error).
+          processes: how many there are.
+          patience: the seconds within which all have to answer; who does not counts as a fault.
+        """
+        name = f"autopallas/verdicts/{self._shared(key)}"
+
+        def everybodys() -> str:
+            found = [self._read(f"{name}/{process}", patience) for process in range(processes)]
+            return next((answer for answer in found if answer != _NOTHING), _NOTHING)
+
+        with self._lock:
+            if name not in self._known:
+                self._known[name] = json.dumps(["probe", "the processes could not agree on whether it works"])
+                try:
+                    self._offer(f"{name}/{self._process}", json.dumps(fault) if fault else _NOTHING)
+                    try:
+                        if self._leads:
+                            self._offer(name, everybodys())
+                        self._known[name] = self._read(name, (processes + 1) * patience)
+                    except Exception as error:
+                        if "DEADLINE_EXCEEDED" not in str(error):
+                            raise
+                        self._offer(name, json.dumps(["probe", "a process did not answer whether it works"]))
+                        self._known[name] = self._read(name, PATIENCE_SECONDS)
+                except Exception as error:
+                    WARNED.once("agree", f"autopallas could not agree on a kernel with other processes: {error}")
+            answer = self._known[name]
+        if answer == _NOTHING:
+            return None
+        stage, error_text = json.loads(answer)
+        return str(stage), str(error_text)
+
+    def _shared(self, key: TuningKey) -> str:
+        """A name that processes on machines of different makes have in common."""
+        return digest_of({name: value for name, value in key.description.items() if name not in _LOCAL})
 
     def _agreed(self, name: str, own: Callable[[], str]) -> str:
         with self._lock:

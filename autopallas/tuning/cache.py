@@ -18,13 +18,26 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from autopallas import environment
 from autopallas.errors import AutopallasWarning
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, parse
 from autopallas.tuning.key import TuningKey
 
-__all__ = ["Cache", "directory"]
+__all__ = ["Cache", "Folder", "Kept", "directory"]
+
+
+class Kept(Protocol):
+    """What a folder keeps: data that knows its own key and its own text."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+K = TypeVar("K", bound=Kept)
 
 _MOST_ENTRIES = 4096
 _MOST_BYTES = 64 * 2**20
@@ -72,33 +85,32 @@ class _Warned:
 WARNED = _Warned()
 
 
-class Cache:
-    """The tuning results in one folder.
+class Folder(Generic[K]):
+    """Entries of one kind in one folder.
 
     Attributes:
-      folder: where the files are; None: results are kept in this process alone.
+      folder: where the files are; None: entries are kept in this process alone.
     """
 
-    def __init__(self, base: Path | None):
+    def __init__(self, base: Path | None, name: str):
         self._base = base
-        self.folder = None if base is None else base / "tuning"
-        self._unwritten: dict[str, Entry] = {}  # so that a disk that takes nothing costs one search, not one per trace
+        self.folder = None if base is None else base / name
+        self._unwritten: dict[str, K] = {}  # so that a disk that takes nothing costs one search, not one per trace
 
-    @staticmethod
-    def current() -> Cache:
-        """The cache that the environment asks for now."""
-        return _at(directory())
+    def parse(self, text: str | bytes, digest: str) -> K:
+        """The entry in a file; EntryError where there is something else in it."""
+        raise NotImplementedError
 
-    def get(self, key: TuningKey) -> Entry | None:
+    def get(self, key: TuningKey) -> K | None:
         """The entry of a key, or None."""
         if key.digest in self._unwritten:
             return self._unwritten[key.digest]
         if not self.usable():
             return None
         assert self.folder is not None
-        return _read(self.folder / f"{key.digest}.json", key.digest)
+        return self._read(self.folder / f"{key.digest}.json", key.digest)
 
-    def put(self, entry: Entry) -> bool:
+    def put(self, entry: K) -> bool:
         """Keeps an entry in the place of the one of the same key; False where the disk did not take it."""
         try:
             self._write(entry)
@@ -113,11 +125,11 @@ class Cache:
             WARNED.once("write", f"autopallas cannot remove old tuning results from {self.folder}: {error}")
         return True
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[K]:
         """All valid entries on disk, by digest."""
         for name in sorted(file.name for file in self._files(_ENTRY)):
             assert self.folder is not None
-            entry = _read(self.folder / name, name.removesuffix(".json"))
+            entry = self._read(self.folder / name, name.removesuffix(".json"))
             if entry is not None:
                 yield entry
 
@@ -158,7 +170,21 @@ class Cache:
             WARNED.once("read", f"autopallas cannot read {self.folder}: {error}")
             return []
 
-    def _write(self, entry: Entry) -> None:
+    def _read(self, path: Path, digest: str) -> K | None:
+        """The entry in a file, or None, with a warning where there is something else in it."""
+        try:
+            return self.parse(_bytes(path), digest)
+        except FileNotFoundError:
+            return None
+        except (OSError, EntryError) as error:
+            WARNED.once(
+                "read",
+                f"autopallas ignores the tuning result {path}: {error}; "
+                "`python -m autopallas cache clear` removes what cannot be used",
+            )
+            return None
+
+    def _write(self, entry: K) -> None:
         if self._base is None or self.folder is None:
             raise OSError("there is no folder for caches")
         content = entry.to_json().encode()
@@ -202,6 +228,21 @@ class Cache:
                 continue
 
 
+class Cache(Folder[Entry]):
+    """The tuning results in one folder."""
+
+    def __init__(self, base: Path | None):
+        super().__init__(base, "tuning")
+
+    @staticmethod
+    def current() -> Cache:
+        """The cache that the environment asks for now."""
+        return _at(directory())
+
+    def parse(self, text: str | bytes, digest: str) -> Entry:
+        return parse(text, digest)
+
+
 @functools.lru_cache(maxsize=16)
 def _at(base: Path | None) -> Cache:
     return Cache(base)
@@ -213,21 +254,6 @@ def _removed(path: str | Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _read(path: Path, digest: str) -> Entry | None:
-    """The entry in a file, or None, with a warning where there is something else in it."""
-    try:
-        return parse(_bytes(path), digest)
-    except FileNotFoundError:
-        return None
-    except (OSError, EntryError) as error:
-        WARNED.once(
-            "read",
-            f"autopallas ignores the tuning result {path}: {error}; "
-            "`python -m autopallas cache clear` removes what cannot be used",
-        )
-        return None
 
 
 def _bytes(path: Path) -> bytes:

@@ -22,6 +22,7 @@ __all__ = [
     "checked_text",
     "from_data",
     "parse",
+    "printable",
     "read_json",
 ]
 
@@ -109,9 +110,9 @@ class Entry:
             "block_sizes": None if self.block_sizes is None else dict(self.block_sizes),
             "row": None if self.row is None else _figures(self.row),
             "lean": lean,
-            "reason": _printable(self.reason),
+            "reason": printable(self.reason),
             "rejected": [
-                {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": _printable(r.error)}
+                {"block_sizes": dict(r.block_sizes), "stage": r.stage, "error": printable(r.error)}
                 for r in self.rejected[:_MOST_REJECTED]
             ],
             "seconds": self.seconds,
@@ -147,7 +148,7 @@ def _figures(row: Row) -> dict[str, Any]:
     return {name: getattr(row, name) for name in _ROW_FIELDS}
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """One line of printable characters: what is printed on terminals must not steer them."""
     return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST_TEXT]
 

@@ -15,13 +15,18 @@ __all__ = ["isolated"]
 T = TypeVar("T")
 
 
-def isolated(work: Callable[[], T]) -> T:
+def isolated(work: Callable[[], T], seconds: float | None = None) -> T:
     """The result of ``work()``, called in a thread of its own.
 
     What JAX traces, the mesh it is in, and options in force belong to a thread, so that the new one is free of them.
     The settings on which numbers depend are handed over.
 
+    Args:
+      work: what to do.
+      seconds: how long to wait.  A thread cannot be ended: what takes longer is left to itself.
+
     Raises:
+      TimeoutError: ``work`` took longer than that.
       Exception: what ``work`` raises.
 
     Example:
@@ -42,7 +47,9 @@ def isolated(work: Callable[[], T]) -> T:
     # A daemon, so that a program that is interrupted here can end.
     thread = threading.Thread(target=body, name="autopallas-tuning", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no result after {seconds:g} seconds")
     if errors:
         raise errors[0]
     return results[0]
