@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import jax
 import pytest
-from cross_entropy_cases import BF16, LOSS, Case
-from cross_entropy_implementation import BY_NAME, CrossEntropyImplementation
+from cross_entropy_cases import BF16, F32, LOSS, Case
+from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
-from autopallas.kernels.cross_entropy import tiles
+from autopallas.kernels.cross_entropy import contraction, tiles
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 
 
@@ -29,6 +29,24 @@ class TestXla(CrossEntropyImplementation):
 
         temporary = jax.jit(gradients).lower(x, w).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 1024 * 4 / 2
+
+    @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+    @pytest.mark.parametrize("name", ["plain", "odd embedding table"])
+    def test_the_gradient_of_the_weight_grows_part_by_part(self, module, monkeypatch, name, dtype):
+        """The last part is the shorter one."""
+        case = BY_NAME[name]
+        monkeypatch.setattr(contraction, "_PART", 5 * case.hidden)
+        assert case.vocabulary % 5
+        for sizes in (SIZES["rows stream"], SIZES["tiles"]):
+            self.check_products(module, case, "finish", sizes, dtype)
+
+    def test_rows_stream_past_a_large_weight_in_less_than_its_size(self, module):
+        """What each block of rows adds to the gradient is never all there at once."""
+        case = Case("wide", rows=64, hidden=512, vocabulary=8192, labels=(0, 8192), kinds=LOSS)
+        spec = case.with_products(case.spec(), "finish")
+        x, w, sides, _ = case.operands()
+        run = jax.jit(lambda x, w: module.forward(spec, BlockSizes(8, 8192), x, w, sides))
+        assert run.lower(x, w).compile().memory_analysis().temp_size_in_bytes < w.nbytes / 2
 
     def test_products_with_native_16_bit_dots(self, module, monkeypatch):
         """As on processors that have them; what the dots give is then rounded once more."""
