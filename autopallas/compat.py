@@ -327,14 +327,6 @@ def distributed_store() -> tuple[Any, int] | None:
     return None if state.client is None else (state.client, int(state.process_id))
 
 
-def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
-    """A function lowered for a platform that need not be there, serialized, as this version of JAX would run it."""
-    from jax import export
-
-    with config.export_ignore_forward_compatibility(True):
-        return bytes(export.export(jax.jit(function), platforms=[platform])(*types).serialize())
-
-
 def versions() -> dict[str, str]:
     """Versions that a measurement or a report depends on."""
     import platform
@@ -373,7 +365,7 @@ def lowering_device(context: Any) -> Any | None:
 
 
 def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
-    """A function lowered for a platform, as bytes that another process of this version can compile."""
+    """A function lowered for a platform, be it here or not, as bytes that another process of this version can use."""
     from jax import export
 
     names = {"gpu": "rocm" if "rocm" in getattr(jax.devices()[0].client, "platform_version", "") else "cuda"}
@@ -382,8 +374,9 @@ def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) 
     # Kernels are custom calls, of which no stability is promised; none is needed within one version.
     calls = set(re.findall(r'custom_call @"?([^"(]+)"?\(', traced.lower(lowering_platforms=(name,)).as_text()))
     unchecked = [export.DisabledSafetyCheck.custom_call(call) for call in sorted(calls)]
-    made = export.export(jax.jit(function), platforms=[name], disabled_checks=unchecked)
-    return bytes(made(*types).serialize())
+    with config.export_ignore_forward_compatibility(True):
+        made = export.export(jax.jit(function), platforms=[name], disabled_checks=unchecked)
+        return bytes(made(*types).serialize())
 
 
 def is_outermost() -> bool:

@@ -17,7 +17,8 @@ from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
-from autopallas.graph.labels import ELEMENTWISE, is_product
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.labels import is_product
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle

@@ -17,7 +17,8 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
-from autopallas.graph.labels import ELEMENTWISE, Atom, is_product
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.experts_choice import Choice, Choices, is_relu
