@@ -253,7 +253,7 @@ STAGES = {
     "graph": "autopallas.optimize.Graph",
     "patterns": "autopallas.optimize.find",
     "plan": "autopallas.optimize.plan",
-    "rewrite": "autopallas.optimize.splice",
+    "rewrite": "autopallas.recovery.splice",
 }
 
 
@@ -263,8 +263,8 @@ def _break(monkeypatch, stage):
     def broken(*args, **kwargs):
         raise ZeroDivisionError(f"broken {stage}")
 
-    name = STAGES[stage].rsplit(".", 1)[1]
-    monkeypatch.setattr(sys.modules["autopallas.optimize"], name, broken)
+    module, name = STAGES[stage].rsplit(".", 1)
+    monkeypatch.setattr(sys.modules[module], name, broken)
 
 
 @pytest.mark.parametrize("stage", STAGES)
