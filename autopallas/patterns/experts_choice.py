@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,16 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
-from autopallas.graph import Node, Ref
+from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope
 
 __all__ = ["Choice", "Choices", "is_relu"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
+_LAYOUT = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "expand_dims", "slice"}
+)
 _DEPTH = 60
 
 
@@ -44,6 +48,7 @@ class Choices:
     def __init__(self, scope: Scope, summed: Sequence[Atom]):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.summed = frozenset(summed)
+        self.sources = _from_choices(self.graph)
         self.expert: tuple[Atom, ...] = ()
         self.found: list[Choice] = []
         self.obstacle = ""
@@ -64,9 +69,13 @@ class Choices:
             ref = self.space.canonical(ref)
             key = self._key(ref)
             node = self.scope.node(ref)
-            if key in seen or node is None or not self.summed & self.space.atoms(ref):
+            if node is None or ref.value not in self.sources:
                 continue
-            seen.add(key)
+            # What is summed inside has new labels each time, and says nothing of experts.
+            place = ref.value, tuple(tuple(x for x in atoms if x in self.summed) for _, atoms in key[1])
+            if place in seen or not any(place[1]):
+                continue
+            seen.add(place)
             choice = self._one_hot(ref, node, several) or self._scattered(ref, node, several)
             if choice is not None:
                 self._at[key] = choice
@@ -265,6 +274,24 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda a: a,
     "stop_gradient": lambda a: a,
 }
+
+
+_KNOWN: WeakKeyDictionary[Graph, frozenset[int]] = WeakKeyDictionary()
+
+
+def _from_choices(graph: Graph) -> frozenset[int]:
+    """The values that are computed from a comparison with positions, or from what is scattered."""
+    if graph not in _KNOWN:
+        positions: set[int] = set()
+        found: set[int] = set()
+        for node in graph.nodes:
+            if node.name == "iota" or node.name in _LAYOUT and node.inputs[0] in positions:
+                positions.update(node.outputs)
+            compares = node.name == "eq" and not positions.isdisjoint(node.inputs)
+            if compares or node.name in ("scatter", "scatter-add") or not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        _KNOWN[graph] = frozenset(found)
+    return _KNOWN[graph]
 
 
 def is_relu(node: Node) -> bool:
