@@ -109,7 +109,7 @@ __all__ = [
 
 
 def is_jaxpr(x: object) -> bool:
-    return hasattr(x, "eqns") or hasattr(getattr(x, "jaxpr", None), "eqns")
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
 
 
 def opened(body: Any) -> tuple[Jaxpr, list[Any]]:

@@ -71,8 +71,8 @@ class Constant:
     def __hash__(self) -> int:
         return hash(self._identity())
 
-    def _identity(self) -> tuple[bytes, str]:
-        return np.asarray(self.value, self.dtype).tobytes(), str(self.dtype)
+    def _identity(self) -> tuple[bytes, np.dtype[Any]]:
+        return np.asarray(self.value, self.dtype).tobytes(), self.dtype
 
 
 Input: TypeAlias = Score | Index | Side | Constant

@@ -7,6 +7,7 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from autopallas.patterns.attention_draft import AttentionDraft, Escape
 from autopallas.patterns.backward import Lookup, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term, keeps_value
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
@@ -37,6 +39,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     matches: dict[int, Match] = {}
     drafts: dict[int, AttentionDraft] = {}
     misses: dict[int, NearMiss] = {}
+    sums: set[int] = set()
+
+    def missed(score: int, node: Node, location: str, reason: str) -> None:
+        """The first miss counts, but that of a contraction before that of a sum, which may be the normaliser's."""
+        if score not in misses or (score in sums and node.name != "reduce_sum"):
+            misses[score] = NearMiss("attention", location, reason, score)
+            (sums.add if node.name == "reduce_sum" else sums.discard)(score)
+
     for node in graph.nodes:
         if node.name not in ("dot_general", "reduce_sum"):
             continue
@@ -54,12 +64,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 assert draft is not None
                 assert score is not None
                 drafts.setdefault(score, draft)
-                misses.setdefault(score, NearMiss("attention", draft.location, escape.reason, score))
+                missed(score, node, draft.location, escape.reason)
             except Mismatch as mismatch:
                 score = attempt.scope.score
                 if score is not None and not _in_backward(node):
-                    where = compat.location(node.equation)
-                    misses.setdefault(score, NearMiss("attention", where, mismatch.reason, score))
+                    missed(score, node, compat.location(node.equation), mismatch.reason)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
@@ -103,7 +112,7 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
         elif node.name in ELEMENTWISE or node.name in _THROUGH or is_product(node):
             contraction = any(reach[i][0] for i in node.inputs)
             exponential = any(reach[i][1] for i in node.inputs)
-            starts = node.name in ("exp", "exp2") or _holds_softmax(node)
+            starts = node.name in ("exp", "exp2", "pow") or _holds_softmax(node)
             found = (contraction, exponential or contraction and starts)
         if node.name == "reduce_sum" and not found[0] and _sums_product(graph, node):
             found = (True, False)
@@ -164,6 +173,8 @@ class _Attempt:
         """Scores of which the outcome is known already: what else is computed from them is their backward."""
         self.scope = Scope(graph)
         self.query_first = True
+        self._chosen: int | None = None  # of several contractions under the exponential, the one to be the scores
+        self._others: list[int] = []
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
         """A proved site, or None where there is not even a product of queries and keys.
@@ -171,6 +182,19 @@ class _Attempt:
         Raises:
           Mismatch: it looks like an attention and is not, or cannot be proved to be.
         """
+        try:
+            return self._with_division(node, side)
+        except Mismatch as mismatch:
+            first = self.scope
+            for other in self._others:
+                self._chosen = other
+                self.scope = Scope(self.graph)
+                with contextlib.suppress(Mismatch):
+                    return self._with_division(node, side)
+            self.scope = first
+            raise mismatch from None
+
+    def _with_division(self, node: Node, side: int) -> AttentionDraft | None:
         try:
             return self._match(node, side, node.outputs[0], ())
         except NoNormaliser:
@@ -249,7 +273,7 @@ class _Attempt:
         found = softmax.exponential(weights)
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
-        normaliser, rest = self._prove(softmax, found)
+        normaliser, rest, row = self._prove(softmax, found)
         draft = AttentionDraft(
             softmax=softmax,
             second=node,
@@ -266,6 +290,7 @@ class _Attempt:
             found=found,
             normaliser=normaliser,
             rest=rest,
+            row=row,
             alive=self.alive,
             assume_finite=self.assume_finite,
         )
@@ -281,7 +306,7 @@ class _Attempt:
         """The contraction that gives the scores: (scores, queries, keys, contracted).
 
         It lies under the exponential (a product of probabilities with something else is a backward's); of several, the
-        one that sums over most is it.
+        one that sums over most is tried first.
         """
         space = self.scope.space
         axis = set(space.resolve(softmax.axis))
@@ -309,7 +334,7 @@ class _Attempt:
                 elif under:
                     obstacle = ref.value, "the probabilities are contracted over an axis that queries and keys share"
                 continue
-            under = under or self.scope.name(ref) in ("exp", "exp2")
+            under = under or self.scope.exponential(ref) is not None
             operands, node = space.operands(ref), self.scope.node(ref)
             if obstacle is None and operands is None and node is not None and node.name not in _REDUCTIONS:
                 if under or _holds_softmax(node):
@@ -321,12 +346,32 @@ class _Attempt:
             raise Mismatch(reason)
         if not found:
             return None
-        _, _, ref, query, keys, contracted = max(found, key=lambda f: f[:2])
+        found.sort(key=lambda f: f[:2], reverse=True)
+        if self._chosen is None:
+            self._others = list(dict.fromkeys(f[2].value for f in found[1:]))
+        _, _, ref, query, keys, contracted = next((f for f in found if f[2].value == self._chosen), found[0])
         self.query_first = first[ref.value]
         return space.canonical(ref), query, keys, contracted
 
-    def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
-        """The normaliser, and the terms beside it, none of which depends on the scores."""
+    def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:
+        """The normaliser, the terms beside it, none of which depends on the scores, and what else multiplies a row."""
+        try:
+            exact = self._prove_exact(softmax, found)
+            if not found.guarded:
+                return *exact, None
+            factor = row_factor(softmax, found)
+            assert factor is not None
+        except Mismatch as mismatch:
+            try:
+                factor = None if found.guarded else row_factor(softmax, found)
+            except Mismatch:
+                factor = None
+            if factor is None:
+                raise mismatch from None
+        return factor.normaliser, [], factor
+
+    def _prove_exact(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
+        """The normaliser, and the terms beside it, of weights that are a softmax and nothing else."""
         terms = softmax.combine(found.rows)
         normalisers = [t for t in terms if t.kind == "logsumexp" and softmax.depends(t)]
         if not normalisers:

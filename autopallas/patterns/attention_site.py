@@ -14,14 +14,15 @@ from jax import lax
 from autopallas import compat
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
-from autopallas.kernels.attention.site import AttentionSite, RowTerm
+from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.program import Constant
+from autopallas.program import Constant, Program
 
 __all__ = ["ProvedAttention"]
 
@@ -52,6 +53,8 @@ class ProvedAttention:
     normaliser: LogSumExp
     rest: list[Term]
     """The terms beside the normaliser, none of which depends on the scores."""
+    row: RowFactor | None
+    """What the result is multiplied by, if by a function of the scores of the row."""
     alive: Set[int]
     """The values that the program computes for a reader."""
     assume_finite: bool
@@ -139,9 +142,10 @@ class ProvedAttention:
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
             raise Mismatch(f"the argument of the exponential has dtype {score.dtype}")
+        rows = None if self.row is None else self.row.program(carrier, lambda w: self._weight(carrier, w))
         live = self._live(argument)
         live_program = None
-        if live:
+        if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, Program))):
             live_program = ProgramBuilder(carrier).conjunction(live)
         finished = [self._weight(carrier, w) for w in weights]
         inner = [self._weight(carrier, w) for w in inner_weights]
@@ -152,6 +156,8 @@ class ProvedAttention:
                 raise Mismatch("a factor of the result enters with a fractional power")
         for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
             self._no_dropout(carrier, sides)
+        if further and rows is not None and rows.follows_maximum:
+            raise Mismatch("a gradient runs through the maximum of a row, which does not cancel")
         first = graph.definitions[self.score.value]
         labels = Labels(space)
         site = AttentionSite(
@@ -179,6 +185,7 @@ class ProvedAttention:
             weights=tuple(finished),
             sinks=tuple(tuple(labels.term(t) for t in terms) for terms in sinks),
             factors=tuple(labels.term(t) for t in factors),
+            row_program=None if rows is None else labels.rows(rows),
             live=live_program,
             score_precision=precision_of(graph, first),
             value_precision=precision_of(graph, self.second),
@@ -330,6 +337,10 @@ class Labels:
 
     def term(self, term: RowTerm) -> RowTerm:
         return term if term.source is None else replace(term, source=self.source(term.source))
+
+    def rows(self, rows: RowProgram) -> RowProgram:
+        inputs = (x if isinstance(x, RowStatistic) else self.source(x) for x in rows.inputs)
+        return replace(rows, inputs=tuple(inputs))
 
     def sizes(self) -> tuple[int, ...]:
         return tuple(self._space.sizes[a] for a in self._number)

@@ -335,13 +335,13 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
     chosen = list(searches)
     left = incomplete(chosen)
-    if left:
+    if any(search.others for search in left):
         for search in left:
             search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
         left = incomplete(chosen)
     while left:
         chosen = [s for s in chosen if s not in left]
-        left = incomplete(chosen)
+        left = incomplete(chosen) if chosen else []
     return chosen
 
 

@@ -118,6 +118,17 @@ class Scope:
     def dtype(self, expression: Expression) -> Dtype:
         return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
 
+    def exponential(self, ref: Ref) -> tuple[Ref, float] | None:
+        """(x, c) if a value is ``exp(c x)`` with a positive constant c."""
+        name = self.name(ref)
+        operands = self.space.operands(ref) if name in ("exp", "exp2", "pow") else None
+        if operands is None:
+            return None
+        if name == "pow":
+            base = self.number(operands[0])
+            return None if base is None or not 1 < base < math.inf else (operands[1], math.log(base))
+        return operands[0], 1.0 if name == "exp" else math.log(2)
+
     def number(self, ref: Ref) -> float | None:
         """The value of a scalar that is known when tracing (arithmetic on literals included), or None."""
         return self._fold(self.space.canonical(ref).value, depth=0)

@@ -62,6 +62,8 @@ class Exponential:
     argument: Expression
     weights: list[Factor] = field(default_factory=list)
     rows: list[Term] = field(default_factory=list)
+    guarded: bool = False
+    """Whether what is not a number, as in a row without any key, is replaced by 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +97,19 @@ class Softmax:
             raise Mismatch(f"the probabilities pass through {name or 'something that is not computed here'}")
         if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
             return self.exponential(operands[0])
-        if name in ("exp", "exp2"):
-            if not self.carries_axis(operands[0]):
+        if (power := self.scope.exponential(ref)) is not None:
+            exponent, scale = power
+            if not self.carries_axis(exponent):
                 raise Mismatch("the exponential does not carry the key axis")
-            argument, rows = self.strip(operands[0], outermost=True)
-            if name == "exp2":
+            argument, rows = self.strip(exponent, outermost=scale >= math.log(2))
+            if scale != 1:
                 own = self.scope.graph.dtype(ref.value)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
                 if own != dtype:
                     argument = Apply(lax.convert_element_type_p, conversion_params(dtype), (argument,), dtype)
-                factor = Constant(math.log(2), dtype)
+                factor = Constant(scale, dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
-                rows = [t.scaled(math.log(2)) for t in rows]
+                rows = [t.scaled(scale) for t in rows]
             return Exponential(argument, [], rows)
         if name in ("mul", "div"):
             a, b = operands
@@ -128,13 +131,34 @@ class Softmax:
             for position in (0, 1):
                 if self.scope.number(cases[position]) == 0:
                     if self.scope.depends(mask.value):
-                        raise Mismatch("a mask on the probabilities depends on the scores")
+                        if position == 0 or not self._is_nan(mask, cases[0]):
+                            raise Mismatch("a mask on the probabilities depends on the scores")
+                        return self._guarded(cases[0])
                     found = self.exponential(cases[1 - position])
                     found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
                     return found
+            if self._is_infinite(mask):  # which no probability is
+                return self._guarded(cases[0])
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax")
         raise Mismatch(f"the probabilities pass through {name}")
+
+    def _guarded(self, ref: Ref) -> Exponential:
+        """Probabilities of which those that are not numbers are replaced: whole rows, if nothing weighs them."""
+        found = self.exponential(ref)
+        if found.weights:
+            raise Mismatch("weighted probabilities are replaced where they are not numbers")
+        found.guarded = True
+        return found
+
+    def _is_nan(self, mask: Ref, ref: Ref) -> bool:
+        """Whether a mask says where a value is not a number."""
+        operands = self.space.operands(mask) if self.scope.name(mask) == "ne" else None
+        return bool(operands) and all(self.space.same(o, self.space.canonical(ref)) for o in operands or ())
+
+    def _is_infinite(self, mask: Ref) -> bool:
+        operands = self.space.operands(mask) if self.scope.name(mask) == "eq" else None
+        return bool(operands) and any(self.scope.number(o) in (math.inf, -math.inf) for o in operands or ())
 
     def _keeps_value(self, result: Ref, operand: Ref) -> bool:
         return keeps_value(self.scope.graph, self.scope.graph.definitions[result.value])
@@ -148,7 +172,7 @@ class Softmax:
             if at.value in seen or not self.scope.depends(at.value) or not self.carries_axis(at):
                 continue
             seen.add(at.value)
-            if self.scope.name(at) in ("exp", "exp2"):
+            if self.scope.exponential(at) is not None:
                 return True
             todo += self.space.operands(at) or []
         return False
@@ -265,6 +289,9 @@ class Softmax:
                 return self.log(operands[0]) + [t.scaled(1 if name == "mul" else -1) for t in self.log(operands[1])]
             if name == "integer_pow":
                 return [t.scaled(node.params["y"]) for t in self.log(operands[0])]
+            if name in ("add", "add_any", "max"):
+                if (found := self._unchanged(name, operands)) is not None:
+                    return found
             if name in ("add", "add_any"):
                 try:
                     return self._log_of_sum([self.log(o) for o in operands])
@@ -282,13 +309,49 @@ class Softmax:
                 return found
         return [Term(1.0, "log", ref)]
 
+    def _unchanged(self, name: str, operands: Sequence[Ref]) -> list[Term] | None:
+        """The logarithm of a sum of exponentials beside a number that is too small to make a difference.
+
+        One of the exponentials is 1 where the maximum is subtracted.  Then less than half a unit in the last place of 1
+        is added without effect, and a floor below 1 has none.
+        """
+        for ref, other in (operands, operands[::-1]):
+            number = self.scope.number(other)
+            double = self.scope.dtype(ref) == np.float64
+            if number is None or not 0 <= number < (1.0 if name == "max" else 2.0 ** (-54 if double else -25)):
+                continue
+            terms = self.log(ref)
+            shift = [t for t in terms if t.kind != "logsumexp"]
+            if len(shift) == 1 and len(terms) == 2 and shift[0].kind == "value" and shift[0].coefficient == -1:
+                (inner,) = (t.expression for t in terms if t.kind == "logsumexp")
+                if not inner.weights and not inner.extras and self._is_maximum(shift[0].expression, inner.argument):
+                    return terms
+        return None
+
+    def _is_maximum(self, row: Ref, argument: Expression) -> bool:
+        """Whether a value of the row is the greatest of some values over the keys."""
+        row = self.space.canonical(row)
+        while self.scope.name(row) in ("stop_gradient", "convert_element_type"):
+            (row,) = self.space.operands(row) or (row,)
+        if self.scope.name(row) != "reduce_max":
+            return False
+        try:
+            return bool(self.scope.key(self.reduced(row)) == self.scope.key(argument))
+        except Mismatch:
+            return False
+
     def _log_of_sum(self, summands: Sequence[list[Term]]) -> list[Term]:
         """log(a + b) where one summand is a normaliser and the others do not depend on the scores relative to it."""
         normalisers = [
             i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
         ]
-        if len(normalisers) != 1:
-            raise Mismatch("the softmax spans several score blocks, or a sum lacks a normaliser")
+        if len(normalisers) > 1:
+            raise Mismatch(
+                "the softmax runs over several blocks of scores, each with values of its own: "
+                "concatenated keys and values would be one attention"
+            )
+        if not normalisers:
+            raise Mismatch("a sum in the denominator lacks a normaliser")
         terms = summands[normalisers[0]]
         found = [t for t in terms if t.kind == "logsumexp"]
         if len(found) != 1 or found[0].coefficient != 1:
@@ -307,6 +370,20 @@ class Softmax:
         inner: LogSumExp = found[0].expression
         merged = LogSumExp(inner.argument, inner.weights, (*inner.extras, *extras))
         return [*shift, Term(1.0, "logsumexp", merged)]
+
+    def reduced(self, ref: Ref) -> Ref:
+        """What a reduction over exactly the keys reduces."""
+        node = self.scope.node(ref)
+        assert node is not None
+        axes, source = node.params["axes"], node.inputs[0]
+        shape, labels = self.scope.graph.shape(source), self.space.resolve(self.axis)
+        sizes = [shape[d] for d in axes]
+        groups = self.space.cut(labels, [n for n in sizes if n != 1])
+        if groups is None or math.prod(sizes) != self.space.extent(labels):
+            raise Mismatch("a maximum is taken over more or less than the keys")
+        left, kept = iter(groups), iter(ref.view)
+        axis = {d: (0, ()) if shape[d] == 1 else next(left) for d in axes}
+        return Ref(source, tuple(axis[d] if d in axis else next(kept) for d in range(len(shape))))
 
     def _log_of_reduction(self, ref: Ref) -> list[Term]:
         """log of a sum over the keys, or over the keys and sink columns beside them."""
@@ -467,7 +544,7 @@ def _positive(term: Term) -> bool:
 
 
 def _normalised(found: Exponential) -> bool:
-    return any(t.kind == "logsumexp" for t in found.rows)
+    return any(t.kind in ("logsumexp", "log") for t in found.rows)
 
 
 _EXP_IS_ZERO = {False: -200.0, True: -800.0}

@@ -369,6 +369,12 @@ def powers_of_two(sizes, q, k, v):
 
 
 @spelling()
+def powers_of_a_number(sizes, q, k, v):
+    e = jnp.e ** (q @ k.mT * 0.3)
+    return e @ v / e.sum(-1, keepdims=True)
+
+
+@spelling()
 def softmax_in_float32(sizes, q, k, v):
     return softmax((q @ k.mT).astype(jnp.float32)).astype(q.dtype) @ v
 
@@ -464,3 +470,143 @@ def one_added_to_the_denominator_beside_a_maximum(sizes, q, k, v):
     m = s.max(-1, keepdims=True)
     e = jnp.exp(s - m)
     return (e / (jnp.exp(-m) + e.sum(-1, keepdims=True))) @ v
+
+
+# --- A factor of the row besides one over its sum --------------------------------------------------------------------
+
+
+def shifted(s):
+    return jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True)))
+
+
+@spelling()
+def epsilon_in_the_denominator(sizes, q, k, v):
+    e = shifted(q @ k.mT)
+    return (e / (e.sum(-1, keepdims=True) + 1e-6)) @ v
+
+
+@spelling()
+def large_epsilon_after_the_second_dot(sizes, q, k, v):
+    e = shifted(q @ k.mT)
+    return (e @ v) / (0.3 + e.sum(-1, keepdims=True))
+
+
+@spelling()
+def epsilon_that_makes_no_difference(sizes, q, k, v):
+    s = q @ k.mT
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return (e / (e.sum(-1, keepdims=True) + 1e-9)) @ v
+
+
+@spelling()
+def floor_under_the_denominator(sizes, q, k, v):
+    e = shifted(q @ k.mT)
+    return (e / jnp.maximum(e.sum(-1, keepdims=True), 3.0)) @ v
+
+
+@spelling()
+def floor_under_a_denominator_without_a_maximum(sizes, q, k, v):
+    e = jnp.exp(q @ k.mT * 0.3)
+    return (e / jnp.clip(e.sum(-1, keepdims=True), 30.0)) @ v
+
+
+@spelling()
+def one_added_beside_a_stopped_maximum(sizes, q, k, v):
+    e = shifted(q @ k.mT)
+    return (e / (1 + e.sum(-1, keepdims=True))) @ v
+
+
+@spelling()
+def one_added_beside_a_maximum_with_a_gradient(sizes, q, k, v):
+    s = q @ k.mT
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return (e / (1 + e.sum(-1, keepdims=True))) @ v
+
+
+@spelling(extra=lambda sizes, dtype: [array(sizes.heads, dtype=dtype)])
+def learned_epsilon(sizes, q, k, v, epsilon):
+    e = shifted(q @ k.mT)
+    return (e / (e.sum(-1, keepdims=True) + jnp.exp(epsilon)[:, None, None])) @ v
+
+
+@spelling(extra=with_an_empty_row)
+def masked_exponentials_and_an_epsilon(sizes, q, k, v, mask):
+    e = jnp.where(mask, shifted(q @ k.mT), 0)
+    return (e / (e.sum(-1, keepdims=True) + 1e-3)) @ v
+
+
+@spelling(extra=with_an_empty_row)
+def mask_that_multiplies_exponentials_and_an_epsilon(sizes, q, k, v, mask):
+    e = shifted(q @ k.mT) * mask
+    return (e / (e.sum(-1, keepdims=True) + 1e-3)) @ v
+
+
+@spelling(extra=with_an_empty_row)
+def guarded_maximum_and_sum(sizes, q, k, v, mask):
+    s = jnp.where(mask, q @ k.mT, -jnp.inf)
+    m = lax.stop_gradient(s.max(-1, keepdims=True))
+    e = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0))
+    total = e.sum(-1, keepdims=True)
+    return (e @ v) / jnp.where(total == 0, 1.0, total)
+
+
+@spelling(extra=with_an_empty_row)
+def mask_again_after_an_epsilon(sizes, q, k, v, mask):
+    e = shifted(jnp.where(mask, q @ k.mT, -jnp.inf))
+    return jnp.where(mask, e / (e.sum(-1, keepdims=True) + 0.1), 0) @ v
+
+
+@spelling()
+def probabilities_renormalised_with_an_epsilon(sizes, q, k, v):
+    p = softmax(q @ k.mT)
+    return (p / (p.sum(-1, keepdims=True) + 0.1)) @ v
+
+
+@spelling()
+def logsumexp_by_hand_with_an_epsilon(sizes, q, k, v):
+    s = q @ k.mT
+    m = lax.stop_gradient(s.max(-1, keepdims=True))
+    return jnp.exp(s - m - jnp.log(jnp.exp(s - m).sum(-1, keepdims=True) + 0.5)) @ v
+
+
+@spelling()
+def normaliser_squared(sizes, q, k, v):
+    e = jnp.exp(q @ k.mT * 0.3)
+    return (e / e.sum(-1, keepdims=True) ** 2) @ v
+
+
+@spelling()
+def gradient_stopped_at_the_normaliser(sizes, q, k, v):
+    e = jnp.exp(q @ k.mT * 0.3)
+    return (e / lax.stop_gradient(e.sum(-1, keepdims=True))) @ v
+
+
+@spelling(extra=lambda sizes, dtype: [array(sizes.heads, dtype=dtype)])
+def sink_and_an_epsilon(sizes, q, k, v, sink):
+    column = jnp.broadcast_to(sink[:, None, None], (*q.shape[:-1], 1))
+    e = jnp.exp(jnp.concatenate([q @ k.mT * 0.3, column], -1))
+    m = lax.stop_gradient((q @ k.mT * 0.3).max(-1, keepdims=True))
+    return (e / jnp.exp(m) / (e.sum(-1, keepdims=True) / jnp.exp(m) + 0.1))[..., :-1] @ v
+
+
+@spelling(extra=lambda sizes, dtype: [jnp.asarray(np.tri(sizes.queries, sizes.keys, 1, dtype=bool))])
+def guard_of_probabilities_that_are_no_numbers(sizes, q, k, v, mask):
+    p = softmax(jnp.where(mask, q @ k.mT, -jnp.inf))
+    return jnp.where(jnp.isnan(p), 0.0, p) @ v
+
+
+@spelling(extra=with_an_empty_row, gradients=False)
+def guard_of_rows_that_are_no_numbers(sizes, q, k, v, mask):
+    return jnp.nan_to_num(softmax(jnp.where(mask, q @ k.mT, -jnp.inf))) @ v
+
+
+@spelling(extra=with_an_empty_row)
+def masked_probabilities_renormalised_with_an_epsilon(sizes, q, k, v, mask):
+    p = softmax(q @ k.mT) * mask
+    return (p / (p.sum(-1, keepdims=True) + 1e-3)) @ v
+
+
+@spelling(extra=lambda sizes, dtype: [array(sizes.queries, sizes.keys, dtype=dtype)])
+def weighted_probabilities_renormalised_with_an_epsilon(sizes, q, k, v, weights):
+    p = jnp.where(triangle(sizes), softmax(q @ k.mT), 0) * jnp.exp(weights)
+    return (p / (p.sum(-1, keepdims=True) + 0.1)) @ v

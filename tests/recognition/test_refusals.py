@@ -130,10 +130,10 @@ def normaliser_of_half_the_scores(q, k, v):
     return (e / e[..., ::2].sum(-1, keepdims=True)) @ v
 
 
-@refused("the normaliser enters with another power")
-def normaliser_squared(q, k, v):
+@refused("")
+def normaliser_under_a_root(q, k, v):
     e = jnp.exp(q @ k.mT)
-    return (e / e.sum(-1, keepdims=True) ** 2) @ v
+    return (e / jnp.sqrt(e.sum(-1, keepdims=True) * e.mean((-1, -2), keepdims=True))) @ v
 
 
 @refused("")
@@ -200,12 +200,6 @@ def values_contracted_over_heads_too(q, k, v):
 @refused("")
 def gradient_stopped_at_the_probabilities(q, k, v):
     return lax.stop_gradient(softmax(q @ k.mT)) @ v
-
-
-@refused("")
-def gradient_stopped_at_the_normaliser(q, k, v):
-    e = jnp.exp(q @ k.mT * 0.3)
-    return (e / lax.stop_gradient(e.sum(-1, keepdims=True))) @ v
 
 
 @refused("")

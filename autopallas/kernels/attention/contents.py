@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
+from autopallas.program import Program
 
-__all__ = ["Tile", "any_kept", "logits", "narrow", "row_maximum", "weighted", "weighted_vjp"]
+__all__ = ["Tile", "any_kept", "greatest", "logits", "narrow", "row_maximum", "weighted", "weighted_vjp"]
 
 Array: TypeAlias = jax.Array
 
@@ -47,6 +48,12 @@ def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Ar
         return jnp.max(x, axis=-1, keepdims=True)
     highest = jnp.max(score, axis=-1, keepdims=True)
     return programs.score.evaluate(highest, None, None, ()).astype(spec.accumulation_dtype)
+
+
+def greatest(spec: AttentionSpec, program: Program, score: Array, here: Tile) -> Array:
+    """max over the keys of a program like the score's."""
+    y = program.evaluate(score, here.query, here.key, here.sides)
+    return jnp.max(jnp.broadcast_to(y, score.shape).astype(spec.accumulation_dtype), axis=-1, keepdims=True)
 
 
 def weighted(weights: Sequence[Weight], p: Array, here: Tile) -> Array:

@@ -25,6 +25,8 @@ Array: TypeAlias = jax.Array
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     """What Mosaic has the primitives and the dtypes for; on other devices only when interpreted."""
+    if spec.statistics is not None:
+        return Unsupported("it has a row program, and the statistics that this reads are not computed yet")
     programs = [spec.score, *(w.program for w in spec.inner_weights + spec.weights)]
     dtypes = [spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.score_dtype, spec.result_dtype]
     dtypes += [side.dtype for side in spec.sides]

@@ -34,7 +34,7 @@ def forward(
     value: Array,
     sides: Sequence[Array] = (),
     sink: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Any, ...]:
     """The formula of :class:`AttentionSpec`, line by line.  Arguments and results as in ``xla.forward``."""
     dtype = spec.accumulation_dtype
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
@@ -52,14 +52,29 @@ def forward(
     if sink is not None:
         maximum = jnp.maximum(maximum, sink.astype(dtype))
     maximum = lax.stop_gradient(maximum)
+    if spec.statistics is not None:
+        maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
     e = weighted(jnp.exp(x - maximum), spec.inner_weights)
     total = jnp.sum(e, axis=-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink.astype(dtype) - maximum)
-    p = weighted(e / total, spec.weights)
-    out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision)
-    logsumexp = jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))
-    return out.astype(spec.result_dtype), logsumexp[..., 0]
+    p = weighted(e / total if spec.statistics is None else e, spec.weights)
+    out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
+    if spec.statistics is None:
+        return out, jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))[..., 0]
+    further = (
+        jnp.sum(weighted(e, y), -1)
+        if isinstance(y, tuple)
+        else jnp.broadcast_to(y.evaluate(score, t, s, sides), score.shape).max(-1)
+        for y in spec.statistics
+    )
+    kept = (jnp.any(weighted(jnp.ones_like(e), masks) != 0, -1),) if (masks := _masks(spec)) else ()
+    statistics = (total[..., 0], maximum[..., 0], *further, *kept)
+    return out, *(statistic.astype(dtype) for statistic in statistics)
+
+
+def _masks(spec: AttentionSpec) -> list[Weight]:
+    return [weight for weight in spec.weights if weight.kind == "where"]
 
 
 def backward(
@@ -73,18 +88,23 @@ def backward(
     out: Array,
     logsumexp: Array,
     dout: Array,
+    dsums: Sequence[Array] | None = None,
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
     differentiable = [n for n, side in enumerate(spec.sides) if side.differentiable]
 
-    def result(query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None) -> Array:
+    def results(query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None) -> Any:
         merged = list(sides)
         for n, side in zip(differentiable, floating, strict=True):
             merged[n] = side
-        return forward(spec, block_sizes, query, key, value, merged, sink)[0]
+        out, *rows = forward(spec, block_sizes, query, key, value, merged, sink)
+        if spec.statistics is None:
+            return out
+        further = zip(spec.statistics, rows[2:], strict=False)
+        return out, [rows[0], *(row for statistic, row in further if isinstance(statistic, tuple))]
 
-    _, vjp = jax.vjp(result, query, key, value, [sides[n] for n in differentiable], sink)
-    dquery, dkey, dvalue, dfloating, dsink = vjp(dout)
+    _, vjp = jax.vjp(results, query, key, value, [sides[n] for n in differentiable], sink)
+    dquery, dkey, dvalue, dfloating, dsink = vjp(dout if dsums is None else (dout, list(dsums)))
     dsides: list[Array | None] = [None] * len(sides)
     for n, gradient in zip(differentiable, dfloating, strict=True):
         dsides[n] = gradient

@@ -39,6 +39,54 @@ class RowTerm:
         return self if self.source is None else replace(self, source=self.source.batched(axes, label))
 
 
+@dataclass(frozen=True, slots=True)
+class RowStatistic:
+    """What the kernel finds out about each row, as an input of a row program.
+
+    ``sum``: of the exponentials.  ``shift``: what was subtracted in them.  ``further``: the spec's statistic
+    ``position``.
+    """
+
+    kind: Literal["sum", "shift", "further"]
+    position: int = 0
+
+    @property
+    def place(self) -> int:
+        """Which of the kernel's further results it is."""
+        return {"sum": 0, "shift": 1, "further": 2 + self.position}[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class RowProgram:
+    """A factor of each row, computed outside the kernel: side input n of the program is input n here.
+
+    Attributes:
+      program: gives the factor.
+      inputs: what it reads.
+      statistics: what else the kernel is to find out about each row.
+      follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not follow.
+    """
+
+    program: Program
+    inputs: tuple[Operand | Positions | RowStatistic, ...]
+    statistics: tuple[Program | tuple[Weight, ...], ...]
+    follows_maximum: bool
+
+    @property
+    def sources(self) -> tuple[Operand | Positions, ...]:
+        return tuple(x for x in self.inputs if not isinstance(x, RowStatistic))
+
+    @property
+    def sums(self) -> list[int]:
+        """The places, among the kernel's further results, of the statistics that are sums."""
+        return [2 + i for i, statistic in enumerate(self.statistics) if isinstance(statistic, tuple)]
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> RowProgram:
+        return replace(
+            self, inputs=tuple(x if isinstance(x, RowStatistic) else x.batched(axes, label) for x in self.inputs)
+        )
+
+
 @dataclass(frozen=True)
 class AttentionSite:
     """One attention of a program.
@@ -52,6 +100,7 @@ class AttentionSite:
       sides: the side inputs of the programs, in order.
       sinks: further terms of the normaliser, each the logarithm of a term, as a sum of row terms.
       factors: the result is multiplied by ``exp`` of the sum of these row terms.
+      row_program: the result is multiplied by this, if by anything that depends on the scores of the row.
       result: the view of the result.
       rows: the view of an array with one value per row, as the residuals are.
       types: dtypes of all operands.
@@ -76,6 +125,7 @@ class AttentionSite:
     weights: tuple[Weight, ...] = ()
     sinks: tuple[tuple[RowTerm, ...], ...] = ()
     factors: tuple[RowTerm, ...] = ()
+    row_program: RowProgram | None = None
     live: Program | None = None
     score_precision: str | None = None
     value_precision: str | None = None
@@ -87,7 +137,12 @@ class AttentionSite:
 
     @property
     def has_backward(self) -> bool:
-        return True
+        return self.row_program is None or not self.row_program.follows_maximum
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the kernel's result is multiplied by something to give the program's."""
+        return bool(self.factors) or self.row_program is not None
 
     # ------------------------------------------------------------------ canonical axes
 
@@ -102,6 +157,7 @@ class AttentionSite:
         # Two axes for the batch labels, such that side inputs vary over whole axes if they can: labels that the same
         # side inputs have belong together.  Where that does not decide, the last label counts the heads.
         readers = [*self.sides, *(t.source for s in (*self.sinks, self.factors) for t in s if t.source is not None)]
+        readers += [] if self.row_program is None else self.row_program.sources
         kinds: dict[tuple[bool, ...], list[Label]] = {}
         for label in batch:
             kinds.setdefault(tuple(label in r.labels for r in readers), []).append(label)
@@ -145,13 +201,14 @@ class AttentionSite:
             key_dtype=self.types[self.key.position],
             value_dtype=self.types[self.value.position],
             score_dtype=self.score_dtype,
-            result_dtype=wide if self.factors else self.result_dtype,
+            result_dtype=wide if self.finishes else self.result_dtype,
             score=self.score,
             sides=sides,
             inner_weights=self.inner_weights,
             weights=self.weights,
             sink=sink,
             live=self.live,
+            statistics=None if self.row_program is None else self.row_program.statistics,
             score_precision=self.score_precision,
             value_precision=self.value_precision,
             assume_finite=self.assume_finite,
@@ -202,10 +259,27 @@ class AttentionSite:
                 product = product * row if term.coefficient == 1 else product * row ** int(term.coefficient)
         return product
 
-    def _finish(self, out: jax.Array, operands: Sequence[jax.Array]) -> jax.Array:
+    def _row_factor(self, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
+        """What the row program gives, [B|1, K|1, G|1, T|1, 1]."""
+        assert self.row_program is not None
+        inputs = [
+            statistics[source.place][..., None]
+            if isinstance(source, RowStatistic)
+            else read(source, operands, self.sizes, self.axes)
+            for source in self.row_program.inputs
+        ]
+        factor = self.row_program.program.evaluate(None, None, None, inputs)
+        if self.spec.keeps:  # without any key kept, nothing was multiplied, whatever the factor
+            factor = jnp.where(statistics[-1][..., None] != 0, factor, 0)
+        return factor.astype(self.spec.accumulation_dtype)
+
+    def _finish(self, out: jax.Array, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
         """From the kernel's result [B, K, G, T, Dv] to the program's."""
         if self.factors:
             out = out * self._factor(operands)
+        if self.row_program is not None:
+            factor = self._row_factor(statistics, operands)
+            out = jnp.where(factor == 0, 0, out * factor)  # what is replaced by 0 may be no number
         b, k, g, t, _ = self.axes
         return write(out.astype(self.result_dtype), self.result, self.sizes, (b, k, g, t, self.value_labels))
 
@@ -214,14 +288,14 @@ class AttentionSite:
     def forward(
         self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(results, residuals): the program's result; and the logsumexp of each row, with the kernel's own result where
-        that cannot be read off the program's."""
+        """(results, residuals): the program's result; and the logsumexp of each row, or statistics for a row program,
+        with the kernel's own result where that cannot be read off the program's."""
         q, k, v, sides, sink = self._canonical(operands)
-        out, logsumexp = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
-        residuals: tuple[jax.Array, ...] = (write(logsumexp, self.rows, self.sizes, self.axes[:4]),)
-        if self.factors:
+        out, *rows = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
+        residuals = tuple(write(x, self.rows, self.sizes, self.axes[:4]) for x in rows)
+        if self.finishes:
             residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
-        return (self._finish(out, operands),), residuals
+        return (self._finish(out, rows, operands),), residuals
 
     @property
     def _inner_result(self) -> View:
@@ -231,10 +305,10 @@ class AttentionSite:
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the residuals."""
         rows = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.rows)
-        logsumexp = jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype)
-        if not self.factors:
-            return (logsumexp,)
-        return logsumexp, jax.ShapeDtypeStruct((*rows, self.spec.value_head_size), self.spec.result_dtype)
+        found = (jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype),) * self.spec.row_results
+        if not self.finishes:
+            return found
+        return *found, jax.ShapeDtypeStruct((*rows, self.spec.value_head_size), self.spec.result_dtype)
 
     def backward(
         self,
@@ -262,17 +336,28 @@ class AttentionSite:
 
         _, pull, (q, k, v, sides, sink) = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
         axes = (*self.axes[:4], self.value_labels)
-        logsumexp = read(Operand(0, self.rows), (residuals[0],), self.sizes, axes[:4])
-        if self.factors:
-            out = read(Operand(0, self._inner_result), (residuals[1],), self.sizes, axes)
-            _, pull_finish = jax.vjp(
-                lambda out, *chosen: self._finish(out, rebuild(chosen)), out, *(operands[i] for i in active)
-            )
-            dout, *outside = pull_finish(cotangents[0])
+        count = self.spec.row_results
+        rows = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
+        logsumexp, further = rows[0], []
+        if self.finishes:
+            out = read(Operand(0, self._inner_result), (residuals[count],), self.sizes, axes)
+
+            sums = [] if self.row_program is None else [0, *self.row_program.sums]
+
+            def finish(out: jax.Array, moved: Sequence[jax.Array], *chosen: jax.Array) -> jax.Array:
+                given = dict(zip(sums, moved, strict=True))
+                return self._finish(out, [given.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
+
+            _, pull_finish = jax.vjp(finish, out, [rows[i] for i in sums], *(operands[i] for i in active))
+            dout, dsums, *outside = pull_finish(cotangents[0])
+            if sums:
+                logsumexp, further = rows[1], [dsums]
         else:
             out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
             outside = []
-        dq, dk, dv, dsides, dsink = kernel.backward(self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout)
+        dq, dk, dv, dsides, dsink = kernel.backward(
+            self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout, *further
+        )
         floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
         inside = pull((dq, dk, dv, floating, dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
@@ -296,6 +381,7 @@ class AttentionSite:
             sides=tuple(s.batched(axes, label) for s in self.sides),
             sinks=tuple(tuple(t.batched(axes, label) for t in terms) for terms in self.sinks),
             factors=tuple(t.batched(axes, label) for t in self.factors),
+            row_program=None if self.row_program is None else self.row_program.batched(axes, label),
             result=((0, label), *self.result),
             rows=((0, label), *self.rows),
         )

@@ -57,6 +57,11 @@ class AttentionSpec:
     A row whose every x is -inf has the result NaN, as ``0 / 0`` in the original, except where a ``where`` weight has
     turned each of its probabilities into 0.
 
+    With ``statistics`` nothing is divided by the sum, and the maximum is taken to be 0 where it is -inf, so that rows
+    without any key give 0.  Instead of the logsumexp the results are, each [B, K, G, T] in its dtype: the sum; the
+    maximum; of each statistic, the greatest value of a program like ``score``, or the sum of e with further weights;
+    and, if there is a ``where`` weight, whether it keeps any key (1 or 0).
+
     Operands: q [B, K, G, T, D], k [B, K, S, D], v [B, K, S, Dv]; side inputs [B|1, K|1, G|1, T|1, S|1]; the sink, a
     logit without a value, [B|1, K|1, G|1, T|1, 1].
     """
@@ -82,6 +87,9 @@ class AttentionSpec:
     live: Program | None = None
     """A boolean program over positions and sides; where it is False the weight is exactly 0 in the original's own
     precision, provided that the row has a live key at all.  None: every key may have weight."""
+    statistics: tuple[Program | tuple[Weight, ...], ...] | None = None
+    """Not None: numerator, sum and these are wanted apart.  Where keys that are not ``live`` count in one of them,
+    ``live`` is None."""
     score_precision: str | None = None
     """``lax.Precision`` of the original's first dot: None (default), "HIGH" or "HIGHEST"."""
     value_precision: str | None = None
@@ -98,6 +106,21 @@ class AttentionSpec:
     def widest_dtype(self) -> Dtype:
         """The dtype under which tables file this attention."""
         return max((self.query_dtype, self.key_dtype, self.value_dtype), key=lambda d: d.itemsize)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether some weight may turn all probabilities of a row into 0."""
+        return any(weight.kind == "where" for weight in self.weights)
+
+    @property
+    def row_results(self) -> int:
+        """How many results there are with a number per row: the logsumexp, or the statistics."""
+        return 1 if self.statistics is None else 2 + len(self.statistics) + self.keeps
+
+    @property
+    def sums(self) -> tuple[tuple[Weight, ...], ...]:
+        """The weights of the statistics that are sums."""
+        return tuple(statistic for statistic in self.statistics or () if isinstance(statistic, tuple))
 
     @cached_property
     def mask_class(self) -> str:
@@ -128,6 +151,7 @@ class AttentionSpec:
         extras = [f"{len(self.sides)} side input{'s' * (len(self.sides) > 1)}"] if self.sides else []
         extras += ["sink"] if self.sink else []
         extras += [f"{w.kind} weight" for w in self.inner_weights + self.weights]
+        extras += ["row program"] if self.statistics is not None else []
         return (
             f"attention B={self.batch} {heads} T={self.query_length} S={self.key_length} D={self.head_size}{value} "
             f"{self.widest_dtype}, {self.mask_class} mask" + "".join(f", {e}" for e in extras)

@@ -21,7 +21,16 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, any_kept, logits, narrow, row_maximum, weighted, weighted_vjp
+from autopallas.kernels.attention.contents import (
+    Tile,
+    any_kept,
+    greatest,
+    logits,
+    narrow,
+    row_maximum,
+    weighted,
+    weighted_vjp,
+)
 from autopallas.kernels.attention.schedule import (
     Schedule,
     Start,
@@ -33,8 +42,9 @@ from autopallas.kernels.attention.schedule import (
     schedule,
     store,
 )
-from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.program import Program
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -53,6 +63,7 @@ class _Running(NamedTuple):
     total: Array  # [..., t, 1]
     accumulator: Array  # [..., t, Dv]
     kept: Array | None  # [..., t, 1]: whether a `where` weight is True anywhere; None without such weights
+    statistics: tuple[Array, ...] = ()  # [..., t, 1] each
 
 
 def forward(
@@ -63,7 +74,7 @@ def forward(
     value: Array,
     sides: Sequence[Array] = (),
     sink: Array | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Attention.
 
     Args:
@@ -76,28 +87,30 @@ def forward(
       sink: [B|1, K|1, G|1, T|1, 1], or None.
 
     Returns:
-      The result [B, K, G, T, Dv] and the logsumexp of each row [B, K, G, T].
+      The result [B, K, G, T, Dv] and the logsumexp of each row [B, K, G, T], or instead of it the statistics.
     """
     plan = schedule(spec, block_sizes)
     shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
     out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
-    logsumexp = jnp.zeros(shape, spec.accumulation_dtype)
+    statistics = (jnp.zeros(shape, spec.accumulation_dtype),) * spec.row_results
 
-    def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, logsumexp = carry
+    def rows(place: _Rows, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         running = _stream(spec, plan, place, query, key, value, sides, sink)
-        result = running.accumulator / running.total
-        if running.kept is not None:
-            result = jnp.where(running.kept, result, 0)
-        statistic = running.maximum + jnp.log(running.total)
-        return (
-            store(out, place.window("BKGT-"), place.restored(result)),
-            store(logsumexp, place.window("BKGT"), place.restored(statistic)[..., 0]),
-        )
+        if spec.statistics is None:
+            result = running.accumulator / running.total
+            if running.kept is not None:
+                result = jnp.where(running.kept, result, 0)
+            found = [running.maximum + jnp.log(running.total)]
+        else:
+            result, shift = running.accumulator, jnp.where(running.maximum == -jnp.inf, 0, running.maximum)
+            found = [running.total, shift, *running.statistics, *(() if running.kept is None else (running.kept,))]
+        window = place.window("BKGT")
+        stored = (store(c, window, place.restored(x)[..., 0]) for c, x in zip(carry[1:], found, strict=True))
+        return store(carry[0], place.window("BKGT-"), place.restored(result)), *stored
 
     with jax.named_scope("autopallas_attention_xla"):
-        out, logsumexp = _over_rows(plan, spec, rows, (out, logsumexp))
-    return out, logsumexp
+        results: tuple[Array, ...] = _over_rows(plan, spec, rows, (out, *statistics))
+    return results
 
 
 def _stream(
@@ -113,7 +126,7 @@ def _stream(
     """One block of rows over all its live tiles.  Without values: the row statistics alone."""
     q = place.rows(query)
     shape = place.shape
-    where_weights = any(w.kind == "where" for w in spec.weights) and value is not None
+    where_weights = spec.keeps and value is not None
     if sink is None:
         maximum = jnp.full((*shape, 1), -jnp.inf, spec.accumulation_dtype)
         total = jnp.zeros_like(maximum)
@@ -127,6 +140,10 @@ def _stream(
         total,
         jnp.zeros((*shape, width), spec.accumulation_dtype),
         jnp.zeros((*shape, 1), bool) if where_weights else None,
+        tuple(
+            jnp.full((*shape, 1), 0 if isinstance(s, tuple) else -jnp.inf, spec.accumulation_dtype)
+            for s in spec.statistics or ()
+        ),
     )
 
     def tile(key_start: Start, key_size: int, programs: TilePrograms, carry: _Running) -> _Running:
@@ -147,7 +164,16 @@ def _stream(
         kept = carry.kept
         if kept is not None:
             kept = kept | any_kept(programs.weights, here, p.shape)
-        return _Running(maximum, total, accumulator, kept)
+
+        def statistic(wanted: Program | tuple[Weight, ...], before: Array) -> Array:
+            if isinstance(wanted, tuple):
+                return before * shrink + jnp.sum(weighted(wanted, e, here), axis=-1, keepdims=True)
+            if wanted == spec.score and sink is None:
+                return maximum
+            return jnp.maximum(before, greatest(spec, wanted, score, here))
+
+        statistics = tuple(map(statistic, spec.statistics or (), carry.statistics))
+        return _Running(maximum, total, accumulator, kept, statistics)
 
     return plan.over_columns(place.block, tile, start)
 
@@ -163,8 +189,12 @@ def backward(
     out: Array,
     logsumexp: Array,
     dout: Array,
+    dsums: Sequence[Array] | None = None,
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Gradients of :func:`forward`'s first result, from its operands and results and the cotangent ``dout``.
+
+    With ``spec.statistics``, ``logsumexp`` is the maximum among the results, and ``dsums`` are the cotangents of the
+    sum and of further sums.
 
     Returns:
       dquery, dkey, dvalue, the gradients of the side inputs (None for integers and booleans), dsink (None without a
@@ -174,10 +204,13 @@ def backward(
     gradients = _Gradients.zeros(spec, query, key, value, sides, sink)
 
     def rows(place: _Rows, carry: _Gradients) -> _Gradients:
-        return _backward_rows(spec, plan, place, carry, query, key, value, sides, sink, out, normalizers, dout)
+        operands = (query, key, value, sides, sink)
+        return _backward_rows(spec, plan, place, carry, *operands, out, normalizers, dout, dsums)
 
     with jax.named_scope("autopallas_attention_xla_backward"):
-        normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp)
+        normalizers = logsumexp, jnp.ones_like(logsumexp)
+        if spec.statistics is None:
+            normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp)
         found = _over_rows(plan, spec, rows, gradients)
     dsides = iter(found.sides)
     return (
@@ -266,21 +299,27 @@ def _backward_rows(
     out: Array,
     normalizers: tuple[Array, Array],
     dout: Array,
+    dsums: Sequence[Array] | None,
 ) -> _Gradients:
     """The contributions of one block of rows.
 
     With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v, and for any weights, with or without a sink,
-    dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
+    dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).  Of numerator and sum apart, P is e and delta
+    the sum's negative cotangent.
     """
     dtype = spec.accumulation_dtype
     shift, factor = (place.rows(x[..., None]) for x in normalizers)
-    q, do, result = place.rows(query), place.rows(dout), place.rows(out)
-    delta = jnp.sum(do.astype(dtype) * result.astype(dtype), axis=-1, keepdims=True)
+    q, do = place.rows(query), place.rows(dout)
+    if dsums is None:
+        delta = jnp.sum(do.astype(dtype) * place.rows(out).astype(dtype), axis=-1, keepdims=True)
+    else:
+        delta = -place.rows(dsums[0][..., None])
     # Everything below is linear in the cotangent, so that the factor of P goes there, where it costs nothing.
     do, delta = (do * factor).astype(do.dtype), delta * factor
     # The barrier keeps XLA from folding the transposition back into the dots.
     q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
     shift, delta = place.ungrouped(shift), place.ungrouped(delta)
+    further = [place.ungrouped(place.rows(dsum[..., None])) for dsum in (dsums or ())[1:]]
 
     def tile(
         key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
@@ -300,7 +339,11 @@ def _backward_rows(
         p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
         dvalue = _rows_by_tile(spec, place, do_transposed, p)
         dp = _rows_by_columns(spec, place, do, v)
-        dp_normal, outer_sides = outer_vjp(dp)
+        dp_normal, *outer_sides = outer_vjp(dp)
+        for weights, dsum in zip(spec.sums, further, strict=True):
+            _, sum_vjp = weighted_vjp(spec, weights, p_normal, here)
+            de, sum_sides = sum_vjp(jnp.broadcast_to(dsum, p_normal.shape))
+            dp_normal, outer_sides = dp_normal + de, [*outer_sides, sum_sides]
         # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
         if spec.inner_weights:
             de, inner_sides = inner_vjp(dp_normal - delta)
@@ -314,7 +357,7 @@ def _backward_rows(
         updates = gradients._replace(
             key=accumulate(gradients.key, window, place.unmerged(dkey)),
             value=accumulate(gradients.value, window, place.unmerged(dvalue)),
-            sides=_add_sides(spec, place, columns, gradients.sides, (score_sides, inner_sides, outer_sides)),
+            sides=_add_sides(spec, place, columns, gradients.sides, (score_sides, inner_sides, *outer_sides)),
         )
         return dq, updates
 

@@ -228,6 +228,9 @@ def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
         score=promoted(spec.score), inner_weights=weights(spec.inner_weights), weights=weights(spec.weights),
         sides=tuple(replace(s, dtype=double) if s.differentiable else s for s in spec.sides),
         live=None if spec.live is None else promoted(spec.live),
+        statistics=None
+        if spec.statistics is None
+        else tuple(weights(s) if isinstance(s, tuple) else promoted(s) for s in spec.statistics),
     )  # fmt: skip
 
 
@@ -274,4 +277,17 @@ def errors(found: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     return float(difference.max() / largest), float(difference.mean() / largest)
 
 
-__all__ = ["CASES", "SCORE", "Case", "causal", "errors", "named", "oracle", "promoted", "promoted_spec", "side"]
+__all__ = [
+    "CASES",
+    "KEY",
+    "QUERY",
+    "SCORE",
+    "Case",
+    "causal",
+    "errors",
+    "named",
+    "oracle",
+    "promoted",
+    "promoted_spec",
+    "side",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -9,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, SCORE, Case, errors, named, oracle, promoted_spec
+from attention_cases import CASES, KEY, QUERY, SCORE, Case, errors, named, oracle, promoted_spec
 
 from autopallas.kernels.attention import OPERATION, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import traced
+from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.implementation import Device, Unsupported
 
 TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
@@ -104,6 +106,49 @@ class AttentionImplementation:
         spec = case.spec(assume_finite=False)
         out, _ = module.forward(spec, self.sizes, query, key, value)
         assert jnp.all(jnp.isnan(out))
+
+    @pytest.mark.parametrize(
+        "name",
+        ["causal", "rows without keys, fill -inf", "sink", "probabilities masked again", "weights inside the sum"],
+    )
+    def test_row_statistics(self, module, name):
+        """Numerator, sum, maxima, and the gradients of the first two."""
+        case = BY_NAME[name]
+        far, scaled = (
+            traced(lambda i, j: i > j + 2, QUERY, KEY),
+            traced(lambda j: j.astype(np.float32) * np.float32(0.1) - np.float32(1), KEY),
+        )
+        statistics = (
+            (Weight("where", far), Weight("multiply", scaled)),
+            case.spec().score,
+            traced(lambda s: s * np.float32(-2), SCORE),
+        )
+        spec = replace(case.spec(), statistics=statistics, live=None)  # the last one is over all keys
+        answer = module.supports(spec, Device.current())
+        if isinstance(answer, Unsupported):
+            pytest.skip(f"{self.name}: {answer.reason}")
+        query, key, value, sides, sink, dout = case.operands()
+
+        def run(module, spec, sizes, dout, *operands):
+            out, *rows = module.forward(spec, sizes, *operands)
+            return (
+                out,
+                *rows,
+                *module.backward(spec, sizes, *operands, out, rows[1], dout, (jnp.sin(rows[0]), jnp.cos(rows[2]))),
+            )
+
+        found = run(module, spec, self.sizes, dout, query, key, value, sides, sink)
+        with jax.enable_x64(True):
+
+            def wide(x: Any) -> Any:
+                return jnp.asarray(np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x)
+
+            operands = jax.tree.map(wide, (dout, query, key, value, sides, sink))
+            wanted = run(reference, promoted_spec(spec), None, *operands)
+        assert len(found) == len(wanted) == 1 + spec.row_results + 5
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            largest, mean = errors(np.asarray(a, np.float64), np.asarray(b))
+            assert largest <= 5e-5, f"max error {largest:.2e}, mean {mean:.2e}"
 
     def test_works_under_vmap_and_scan(self, module):
         case = BY_NAME["causal"]

@@ -1,0 +1,231 @@
+"""What multiplies the rows of an attention where that is not one over their sums alone, such as with an epsilon.
+
+The weights are ``exp(x)`` times a factor of the row.  Where this factor is an elementwise function of sums and maxima
+over the keys, and of values that do not depend on the scores, a kernel can give the sums and maxima, and the factor is
+computed of them outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.graph import Ref
+from autopallas.kernels.attention.site import RowProgram, RowStatistic
+from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.layout import Operand, Positions
+from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, conversion_params, operation
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.program import Constant, Program, Side
+
+__all__ = ["RowFactor", "row_factor"]
+
+_LONGEST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RowFactor:
+    """``out = (exp(x - shift) of the normaliser's argument x) times values, times the expression``."""
+
+    normaliser: LogSumExp
+    expression: Expression
+    further: tuple[tuple[Factor, ...], ...] = ()
+    """Per sum besides the normaliser: the weights that only it has."""
+
+    def program(self, carrier: Carrier, weight: Callable[[Factor], Weight]) -> RowProgram:
+        """The program, with what it reads."""
+        sums = [tuple(map(weight, factors)) for factors in self.further]
+        builder = _RowBuilder(carrier, sums)
+        program = builder.build(self.expression)
+        return RowProgram(program, tuple(builder.inputs), tuple(builder.statistics), _follows_maximum(self.expression))
+
+
+def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
+    """The factor of the rows of proved exponentials; None where no sum of them takes part.
+
+    Raises:
+      Mismatch: the factor is something else than a function of sums, maxima and independent values.
+    """
+    reader = _Reader(softmax, found)
+    expression = reader.product(softmax.combine(found.rows), [Computed("shift", found.argument, reader.wide)])
+    if not reader.sums:
+        return None
+    normaliser, further = reader.told_apart()
+    if found.guarded:
+        total, nothing = Computed("sum 0", found.argument, reader.wide), Constant(0.0, reader.wide)
+        some = Apply(lax.gt_p, {}, (total, nothing), np.dtype(bool))
+        expression = Apply(lax.select_n_p, {}, (some, nothing, expression), reader.wide)
+    return RowFactor(normaliser, expression, further)
+
+
+class _Reader:
+    """Terms and values of a row as expressions of what a kernel gives."""
+
+    def __init__(self, softmax: Softmax, found: Exponential):
+        self.softmax, self.scope, self.space = softmax, softmax.scope, softmax.space
+        self.argument = found.argument
+        self.sums: list[LogSumExp] = []
+        self.length = 0
+        assert self.scope.score is not None
+        double = self.scope.graph.dtype(self.scope.score) == np.float64
+        self.wide: Dtype = np.dtype(np.float64 if double else np.float32)
+
+    def product(self, terms: Sequence[Term], exponents: Sequence[Expression] = ()) -> Expression:
+        """The exponential of a sum of terms and of further exponents."""
+        exponents = list(exponents)
+        factors: list[tuple[Expression, float]] = []
+        for term in terms:
+            if term.kind == "constant":
+                exponents.append(Constant(term.coefficient, self.wide))
+            elif term.kind == "logsumexp":
+                factors.append((self._sum(term.expression), term.coefficient))
+                exponents.append(self._times(Computed("shift", self.argument, self.wide), term.coefficient))
+            elif term.kind == "log":
+                factors.append((self._convert(self._row(term.expression), self.wide), term.coefficient))
+            else:
+                exponents.append(self._times(self._convert(self._row(term.expression), self.wide), term.coefficient))
+        result: Expression = Constant(1.0, self.wide)
+        if exponents:
+            total = exponents[0]
+            for exponent in exponents[1:]:
+                total = Apply(lax.add_p, {}, (total, exponent), self.wide)
+            result = Apply(lax.exp_p, {"accuracy": None}, (total,), self.wide)
+        for factor, power in factors:
+            if power != int(power):
+                raise Mismatch("a factor of the row enters with a fractional power")
+            for _ in range(abs(int(power))):
+                divided = Apply(lax.div_p, {}, (result, factor), self.wide)
+                result = self._multiply(result, factor) if power > 0 else divided
+        return result
+
+    def _sum(self, inner: LogSumExp) -> Computed:
+        """A sum of the exponentials, relative to the kernel's shift."""
+        if self.scope.key(inner.argument) != self.scope.key(self.argument):
+            raise Mismatch("the normaliser sums something else than the numerator")
+        keys = [self.softmax.term_key(Term(1.0, "logsumexp", x)) for x in (*self.sums, inner)]
+        position = keys.index(keys[-1])
+        if position == len(self.sums):
+            self.sums.append(inner)
+        return Computed(f"sum {position}", self.argument, self.wide)
+
+    def told_apart(self) -> tuple[LogSumExp, tuple[tuple[Factor, ...], ...]]:
+        """The first sum, and the weights that each of the others has besides that one's."""
+        first, *others = self.sums
+        if others and any(x.extras for x in self.sums):
+            raise Mismatch("the factor of the row holds several sums, and a sink")
+        further = []
+        for other in others:
+            left = list(other.weights)
+            for factor in first.weights:
+                same = [w for w in left if self.softmax.factor_key(w) == self.softmax.factor_key(factor)]
+                if not same:
+                    raise Mismatch("the factor of the row holds sums with different masks")
+                left.remove(same[0])
+            further.append(tuple(left))
+        return first, tuple(further)
+
+    def _row(self, ref: Ref) -> Expression:
+        """A value of the row."""
+        ref = self.space.canonical(ref)
+        node, name = self.scope.node(ref), self.scope.name(ref)
+        if node is None or not self.scope.depends(ref.value):
+            return ref
+        self.length += 1
+        if self.length > _LONGEST or self.softmax.carries_axis(ref):
+            raise Mismatch("a factor of the row is computed from single scores")
+        dtype = self.scope.dtype(ref)
+        if name == "reduce_max":
+            return self._convert(self._greatest(ref), dtype)
+        if name in ("reduce_sum", "dot_general"):
+            terms = self.softmax.log(ref)
+            if not any(t.kind == "logsumexp" for t in terms):
+                raise Mismatch(self.softmax.note or "a factor of the row sums something else than exponentials")
+            return self._convert(self.product(self.softmax.combine(terms)), dtype)
+        operands = self.space.operands(ref)
+        if operands is None:
+            raise Mismatch(f"a factor of the row passes through {name}")
+        arguments = tuple(self._row(operand) for operand in operands)
+        if node.name == "dot_general":  # without contraction: a product
+            return self._multiply(*(self._convert(a, dtype) for a in arguments))
+        return Apply(*operation(node), arguments, dtype)
+
+    def _greatest(self, ref: Ref) -> Expression:
+        """A maximum over the keys, without what is the same for all of them."""
+        tile, rows = self.softmax.strip(self.softmax.reduced(ref))
+        found: Expression = Computed("greatest", tile, self.wide)
+        for term in self.softmax.combine(rows):
+            if term.kind != "value":
+                raise Mismatch("a maximum over the keys is taken of more than scores and maxima")
+            value = self._convert(self._row(term.expression), self.wide)
+            found = Apply(lax.add_p, {}, (found, self._times(value, term.coefficient)), self.wide)
+        return found
+
+    # ------------------------------------------------------------------ arithmetic
+
+    def _convert(self, expression: Expression, dtype: Dtype) -> Expression:
+        if self.scope.dtype(expression) == dtype:
+            return expression
+        return Apply(lax.convert_element_type_p, conversion_params(dtype), (expression,), dtype)
+
+    def _multiply(self, a: Expression, b: Expression) -> Expression:
+        return Apply(lax.mul_p, compat.multiplication_params(), (a, b), self.scope.dtype(a))
+
+    def _times(self, expression: Expression, coefficient: float) -> Expression:
+        if coefficient == 1:
+            return expression
+        return self._multiply(Constant(coefficient, self.wide), expression)
+
+
+class _RowBuilder(ProgramBuilder):
+    """Programs of numbers per row: the side inputs are statistics, and values that do not depend on the scores."""
+
+    def __init__(self, carrier: Carrier, sums: Sequence[tuple[Weight, ...]]):
+        super().__init__(carrier)
+        self.inputs: list[Operand | Positions | RowStatistic] = []
+        self.statistics: list[Program | tuple[Weight, ...]] = list(sums)
+
+    def _register(self, expression: Expression) -> Any:
+        source: Operand | Positions | RowStatistic
+        match expression:
+            case Computed(kind="greatest"):
+                program = ProgramBuilder(self.carrier).build(expression.argument)
+                if program not in self.statistics:
+                    self.statistics.append(program)
+                source = RowStatistic("further", self.statistics.index(program))
+            case Computed(kind="sum 0"):
+                source = RowStatistic("sum")
+            case Computed(kind="shift"):
+                source = RowStatistic("shift")
+            case Computed():
+                source = RowStatistic("further", int(expression.kind.removeprefix("sum ")) - 1)
+            case Ref() if self.scope.number(expression) is None:
+                dtype = self.scope.dtype(expression)
+                if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
+                    raise Mismatch(f"a side input has the dtype {dtype}")
+                source = self.carrier.source(expression)
+            case _:
+                return super()._register(expression)
+        if source not in self.inputs:
+            self.inputs.append(source)
+        return self._input(Side(self.inputs.index(source), self.scope.dtype(expression)))
+
+
+def _follows_maximum(expression: Expression) -> bool:
+    """Whether a derivative could run through a maximum over the keys."""
+    match expression:
+        case Computed():
+            return expression.kind == "greatest"
+        case Apply():
+            if expression.primitive.name == "stop_gradient" or not jnp.issubdtype(expression.dtype, jnp.floating):
+                return False
+            return any(map(_follows_maximum, expression.arguments))
+        case _:
+            return False
