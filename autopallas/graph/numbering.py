@@ -21,6 +21,7 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body, Child
+from autopallas.graph.loops import Loop, Loops, loops
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
@@ -86,6 +87,7 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
+        self._loops = Loops(self._read, lambda body, position: _is_transparent(body.equations[position]))
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
@@ -220,6 +222,12 @@ class Graph:
             return found if same_rule(self.definitions[found[0]].equation, equation) else None
         return found
 
+    def _read(self, atom: Literal | JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+        if not isinstance(atom, Literal):
+            return None if compat.has_side_effects(atom) else self.find(atom, operands, frame)
+        number = self.find_literal(atom)
+        return None if number is None else [number]
+
     def find_literal(self, literal: Literal) -> int | None:
         """The number of a literal, if the program has it."""
         found = self._table.get(_literal_key(literal))
@@ -247,7 +255,7 @@ class Graph:
         for number in {n for i, n in enumerate(inputs) if i not in shared}:
             self.users[number].append(node)
         for number in outputs:
-            self.definitions[number] = node
+            self.definitions.setdefault(number, node)
 
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
@@ -276,17 +284,22 @@ class Graph:
         """An equation that holds bodies.  What enters a body unchanged keeps its number, and so does what one body
         gives and another of its kind is given."""
         name = equation.primitive.name
-        if name in _TRANSPARENT and len(children) == 1 and not compat.has_side_effects(equation):
+        if len(children) == 1 and _is_transparent(equation):
             return self._add(children[0].body, operands, frame)
         inside = self._inside(equation, frame)
         shared: set[int] = set()  # positions of operands that the bodies read under their own number
+        entering: list[list[int]] = []
         leaving: list[list[int]] = []
         for child in children:
             given = self._entering(equation, operands, child, inside, shared)
-            pairs = zip(child.body.invars, given, strict=True)
-            leaving.append(self._add(child.body, [self._new(v.aval) if n is None else n for v, n in pairs], inside))
+            numbers = [self._new(v.aval) if n is None else n for v, n in zip(child.body.invars, given, strict=True)]
+            leaving.append(self._add(child.body, numbers, inside))
             self.returned.update(leaving[-1])
-        outputs = self._leaving(equation, operands, children, leaving, inside)
+            entering.append(numbers)
+        if name == "scan":
+            outputs = self._after_steps(equation, operands, children[0].body, entering[0], leaving[0], inside)
+        else:
+            outputs = self._leaving(equation, operands, children, leaving, inside)
         if name in _CUSTOM_RULES and len(children) == 1:
             self.inner.update(zip(outputs, leaving[0], strict=True))
             for output, result in zip(outputs, leaving[0], strict=True):
@@ -316,6 +329,11 @@ class Graph:
             given[:constants] = operands[:constants]
             for i in range(constants + carried, len(operands)):
                 given[i] = self._element(operands[i], inner.invars[i].aval, loops(inner))
+            loop, pairs = self._loops.alike(equation, inner, inside, given, operands[constants : constants + carried])
+            if loop is not None:
+                given[constants : constants + carried] = [
+                    loop.within[pairs[i]] if i in pairs else None for i in range(carried)
+                ]
         elif name == "while":
             condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
             start, count = (0, condition) if child.parameter == "cond_jaxpr" else (condition, constants)
@@ -342,30 +360,54 @@ class Graph:
         results: list[list[int]],
         inside: tuple[int, ...],
     ) -> tuple[int, ...]:
-        """The numbers of the results of an equation that holds bodies, which give ``results``.
+        """The numbers of the results of an equation whose bodies give ``results``.
 
-        Notes for each as what another body of its kind finds it, and gives equal ones one number.
+        Equal ones get one number; notes of each as what another body of the same kind finds it.
         """
-        name, first = equation.primitive.name, 0
-        if name not in ("scan", "cond", "shard_map"):
+        name = equation.primitive.name
+        if name not in ("cond", "shard_map"):
             return tuple(self._new(v.aval) for v in equation.outvars)
-        if name == "scan":
-            first = compat.scan_parts(equation)[1]
         specs = [_spec_key(spec) for spec in equation.params["out_specs"]] if name == "shard_map" else None
         known: dict[Hashable, int] = {}
         outputs: list[int] = []
         for i, variable in enumerate(equation.outvars):
-            key: Hashable = i if i < first else (tuple(r[i] for r in results), None if specs is None else specs[i])
+            key = tuple(r[i] for r in results), None if specs is None else specs[i]
             if key not in known:
                 known[key] = self._new(variable.aval)
             outputs.append(known[key])
             for child, given in zip(children, results, strict=True):
-                if name == "scan" and i >= first:
-                    self._table["element", outputs[i], loops(child.body)] = (given[i],)
-                elif name == "cond":
+                if specs is None:
                     self._table[_branch_key(equation, operands, child, outputs[i])] = (given[i],)
-                elif specs is not None and (equation.params["check_vma"] or _spread_over_all(equation, i)):
+                elif equation.params["check_vma"] or _spread_over_all(equation, i):
                     self._table["part", outputs[i], inside, specs[i]] = (given[i],)
+        return tuple(outputs)
+
+    def _after_steps(
+        self,
+        equation: JaxprEqn,
+        operands: list[int],
+        body: Body,
+        inputs: list[int],
+        results: list[int],
+        inside: tuple[int, ...],
+    ) -> tuple[int, ...]:
+        """The same for a scan: what it carries to the end, and what it stacks."""
+        constants, carried = compat.scan_parts(equation)
+        within = inputs[constants : constants + carried]
+        outputs: list[int] = []
+        for i, variable in enumerate(equation.outvars):
+            if i < carried:
+                known = self._loops.end(within[i])
+                outputs.append(self._new(variable.aval) if known is None else known)
+                continue
+            # What a loop stacks is known by what it is in a step, the length, and how many loops are around it.
+            key = ("stacked", results[i], equation.params["length"], loops(body), inside)
+            if key not in self._table:
+                self._table[key] = (self._new(variable.aval),)
+            outputs.append(self._table[key][0])
+            self._table["element", outputs[i], loops(body)] = (results[i],)
+        starts = operands[constants : constants + carried]
+        self._loops.add(equation, body, inside, Loop(starts, within, results[:carried], outputs[:carried]))
         return tuple(outputs)
 
     def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:
@@ -376,9 +418,9 @@ class Graph:
         return self._table[key][0]
 
 
-def loops(body: Body) -> int:
-    """How many loops a body is inside of, its own counted."""
-    return sum(part.startswith(("scan", "while")) for part in body.path)
+def _is_transparent(equation: JaxprEqn) -> bool:
+    """Whether an equation's results are those of the one body that it holds."""
+    return equation.primitive.name in _TRANSPARENT and not compat.has_side_effects(equation)
 
 
 def computes(body: Body, position: int) -> bool:

@@ -190,6 +190,7 @@ class AttentionDraft(ProvedAttention):
             equations=(),
             original=original,
             body=self.body,
+            homes=self.homes,
             location=self.location,
             backwards=tuple(
                 BackwardMatch(
@@ -204,7 +205,8 @@ class AttentionDraft(ProvedAttention):
     def _fits(self, level: Level, body: Body, across: bool) -> bool:
         """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
         computed = self.graph.positions[body].get(level.cotangent, (-1,))[0] >= 0
-        return computed and at_hand(self.graph, level.operand, self.body, body, across)
+        read = level.operand in self.graph.positions[self.body]
+        return computed and read and at_hand(self.graph, level.operand, self.homes, body, across)
 
     def _original(self, forward: Forward, roles: tuple[int, int, int], carrier: Carrier) -> Any:
         """The forward's equations from the site's operands, each of which is one input, to the result."""

@@ -77,6 +77,11 @@ class ProvedAttention:
         return self.graph.definitions[self.root].body
 
     @property
+    def homes(self) -> tuple[Body, ...]:
+        """All bodies in which it is computed."""
+        return tuple(dict.fromkeys(body for body, _ in self.graph.occurrences(self.root)))
+
+    @property
     def location(self) -> str:
         return compat.location(self.second.equation)
 
@@ -134,7 +139,7 @@ class ProvedAttention:
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
         axes = query_axis, key_axis
-        carrier = Carrier(self.scope, (self.body, *further), axes, self.score, pinned_sides, across)
+        carrier = Carrier(self.scope, (self.body, *further), axes, self.score, pinned_sides, across, self.homes)
         query, key, value = (
             carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
         )

@@ -21,11 +21,11 @@ from autopallas.program import Constant, Index, Input, Instruction, Program, Sco
 __all__ = ["Carrier", "ProgramBuilder", "at_hand"]
 
 
-def at_hand(graph: Graph, value: int, home: Body, body: Body, across: bool) -> bool:
-    """Whether a body has a variable for a value that ``home`` has, or, ``across`` loops, can be given one."""
-    if value not in graph.positions[home]:
-        return False
-    return value in graph.positions[body] or (across and linked(graph, home, body))
+def at_hand(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
+    """Whether a body has a variable for a value or, ``across`` bodies, can be given that of one of ``homes``."""
+    if value in graph.positions[body]:
+        return True
+    return across and any(value in graph.positions[home] and linked(graph, home, body) for home in homes)
 
 
 class Carrier:
@@ -39,14 +39,15 @@ class Carrier:
         score: Ref,
         pinned: frozenset[int] = frozenset(),
         across: bool = False,
+        homes: Sequence[Body] = (),
     ):
         self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
         """The labels of (T, S): those that positions count."""
         self.pinned = pinned
         """Values that must be operands as they are, since their cotangents are asked for."""
-        self.across = across
-        """Whether what the first body has may be brought into the others, from loop to loop."""
+        self.across, self.homes = across, homes
+        """Whether what one of ``homes`` has may be brought into the bodies."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Any, float] = {}
@@ -55,7 +56,7 @@ class Carrier:
 
     def available(self, value: int) -> bool:
         """Whether every body in which a part of the site will stand has a variable for this value, or is given one."""
-        return all(at_hand(self.scope.graph, value, self.bodies[0], body, self.across) for body in self.bodies)
+        return all(at_hand(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
 
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""

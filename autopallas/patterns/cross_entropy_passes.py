@@ -49,13 +49,19 @@ def passes(region: Region) -> list[Match]:
                 found = [whole.match()]
                 continue
         order = sorted(region.terminals, key=lambda t: (t.level, _place(region, t)))
-        found = [
-            _Pass(region, list(terminals)).match()
-            for _, terminals in groupby(order, key=lambda t: (t.level, _place(region, t)))
-        ]
+        groups = groupby(order, key=lambda t: (t.level, _place(region, t)))
+        found = [_pass(region, list(terminals)) for _, terminals in groups]
     if not any(s.kind == "exp_sum" for s in found[0].site.statistics):
         raise Mismatch("the first pass over the logits does not sum their exponentials")
     return found
+
+
+def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
+    """One of several passes: from what its body has, or else also from what that of the logits can give it."""
+    try:
+        return _Pass(region, terminals).match()
+    except Mismatch:
+        return _Pass(region, terminals, across=True).match()
 
 
 def _in_one(region: Region) -> bool:
@@ -72,7 +78,7 @@ def _place(region: Region, terminal: Terminal) -> int:
 class _Pass:
     """One pass: the terminals of one level, in one body; or all there are (``one``)."""
 
-    def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False):
+    def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False, across: bool = False):
         self.one = one
         self.finish: list[Program] = []
         self.region, self.graph, self.space = region, region.graph, region.space
@@ -89,7 +95,8 @@ class _Pass:
         self.rows = tuple(a for a in region.resolved(region.rows) if a not in batch)
         self.batch = tuple(a for a in region.resolved(region.rows) if a in batch)
         axes = self.rows, region.resolved(region.vocabulary)
-        self.carrier = Carrier(region.scope, self._bodies(), axes, region.score)
+        self.homes = tuple(dict.fromkeys(b for b, _ in self.graph.occurrences(region.logits))) if across else ()
+        self.carrier = Carrier(region.scope, self._bodies(), axes, region.score, across=across, homes=self.homes)
         self.carrier.roles = 2
 
     def _bodies(self) -> tuple[Body, ...]:
@@ -151,6 +158,7 @@ class _Pass:
             equations=tuple(nodes),
             original=jaxpr_of(self.graph, nodes, operands, [t.result for t in self.terminals]),
             body=self.terminals[0].node.body,
+            homes=self.homes,
             location=region.location,
         )
 

@@ -60,6 +60,8 @@ class Match:
     body: Body
     location: str
     backwards: tuple[BackwardMatch, ...] = ()
+    homes: tuple[Body, ...] = ()
+    """The bodies that have the operands, where other bodies in which a part of the site stands may lack some."""
     then: tuple[Match, ...] = ()
     """Further passes of the same site, such as its backward where that is a computation of its own."""
 

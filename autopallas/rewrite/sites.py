@@ -10,6 +10,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.crossing import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
+from autopallas.patterns.carry import at_hand
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
@@ -46,7 +47,7 @@ class _Splicer:
         """Replaces one site: its forward wherever it occurs, and its backwards."""
         params = {"site": match.site, "decision": decision, "original": match.original}
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
-        if len(match.results) > 1:
+        if len(match.results) > 1 or not (match.backwards or self._known_before(match)):
             self._replace_together(match, params)
             return
         for body, position in self.graph.occurrences(match.results[0]):
@@ -102,12 +103,20 @@ class _Splicer:
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             self._give(body, number, gradient)
 
+    def _known_before(self, match: Match) -> bool:
+        """Whether a site could stand just where its result is computed, everywhere."""
+        for body, position in self.graph.occurrences(match.results[0]):
+            known = self.graph.positions[body]
+            if position not in body.children and not all(n in known and known[n][0] < position for n in match.operands):
+                return False
+        return True
+
     def _replace_together(self, match: Match, params: dict[str, Any]) -> None:
-        """A site with several results: one equation in each body that computes any of them."""
+        """A site with several results, or with operands from elsewhere: one equation in each body that computes any of
+        them."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
         for body in bodies:
-            known = self.graph.positions[body]
-            if not all(number in known for number in match.operands):
+            if not all(at_hand(self.graph, number, match.homes, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
             held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
@@ -138,11 +147,15 @@ class _Splicer:
 
     def _operands_in(self, body: Body, match: Match) -> list[Var]:
         """The operands in a body, brought there from the loop of the forward where the body does not have them."""
-        known, home = self.graph.positions[body], self.graph.positions[match.body]
+        known = self.graph.positions[body]
         return [
-            known[number][1] if number in known else self._across(home[number][1], match.body, body)
+            known[number][1] if number in known else self._brought_from(match.homes, number, body)
             for number in match.operands
         ]
+
+    def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
+        home = next(h for h in homes if number in self.graph.positions[h] and linked(self.graph, h, body))
+        return self._across(self.graph.positions[home][number][1], home, body)
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
         """A variable of one body in another that is linked to it: as the operand of the equation that holds it that it

@@ -254,6 +254,28 @@ def checkpoint_of_a_scan(w, x):
 
 
 @step(deep)
+def checkpoint_of_a_scan_with_a_mask_of_a_carried_number(w, x):
+    def body(carry, w):
+        x, window = carry
+        near = jnp.arange(T) + window >= jnp.arange(T)[:, None]
+        scores = jnp.where(near, (x @ w[0]) @ (x @ w[1]).mT * 0.3, -1e9)
+        return (x + jax.nn.softmax(scores) @ (x @ w[2]), window + 1), None
+
+    return gradients(jax.checkpoint(lambda w, x: lax.scan(body, (x, 1), w)[0][0]))(w, x)
+
+
+@step(deep, sites=2)
+def two_loops_that_start_alike_and_differ(w, x):
+    """The second goes on in another way: what it carries is something else, though both start with the same."""
+
+    def model(w, x):
+        one = over_layers(layer)(w, x)
+        return one + over_layers(lambda x, w: layer(x * 0.5, w))(w, x)
+
+    return gradients(model)(w, x)
+
+
+@step(deep)
 def scan_of_checkpoints_unrolled_in_part(w, x):
     return gradients(over_layers(checkpointed(), unroll=2))(w, x)
 

@@ -34,17 +34,7 @@ NOT_YET: dict[str, str] = {
 """Steps in which not every site is replaced yet, with the reason that the report gives.  Their results are right."""
 
 
-TWICE = {"checkpoint_of_a_scan", "grad_outside_a_loop_of_checkpointed_loops", "scan_of_groups_of_layers"}
-"""A whole loop is computed again: its site is replaced in both loops, and reported for each."""
-
-
-@pytest.mark.parametrize("name", sorted(TWICE))
-def test_a_loop_that_is_computed_again_has_no_quadratic_value_either(name):
-    step = STEPS[name]
-    check(step.function, step.arguments(), ["forward", "forward+backward"], step.sizes)
-
-
-@pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET and name not in TWICE])
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])
 def test_both_directions_are_replaced_and_exact(name):
     step = STEPS[name]
     report = check(step.function, step.arguments(), ["forward+backward"] * step.sites, step.sizes)

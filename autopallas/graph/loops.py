@@ -1,0 +1,125 @@
+"""Equal loops: what a loop carries is what an earlier one carried, if it starts and goes on in the same way.
+
+A checkpoint around a loop computes it again, stacking on the way what the backward reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.flatten import Body
+
+__all__ = ["Loop", "Loops", "loops"]
+
+
+def loops(body: Body) -> int:
+    """How many loops a body is inside of, its own counted."""
+    return sum(part.startswith(("scan", "while")) for part in body.path)
+
+
+@dataclass(slots=True)
+class Loop:
+    """A scan in numbers: what each carried value starts as, is within a step, is after it, and at the end."""
+
+    starts: Sequence[int]
+    within: Sequence[int]
+    after: Sequence[int]
+    ends: Sequence[int]
+
+
+@dataclass(slots=True)
+class Loops:
+    """The scans of a program so far.
+
+    Attributes:
+      read: the number of a literal, or of a value that an equation computes, if the program has it: given a literal, or
+        an equation with the numbers of its operands and its frame.
+      transparent: whether an equation's results are those of the body that it holds.
+    """
+
+    read: Callable[[Literal | JaxprEqn, list[int], tuple[int, ...]], list[int] | None]
+    transparent: Callable[[Body, int], bool]
+    _known: dict[Hashable, list[Loop]] = field(default_factory=lambda: defaultdict(list))
+    _ends: dict[int, int] = field(default_factory=dict)
+
+    def add(self, equation: JaxprEqn, body: Body, frame: tuple[int, ...], loop: Loop) -> None:
+        """Notes a scan that is numbered."""
+        self._known[_kind(equation, body, frame)].append(loop)
+        self._ends.update(zip(loop.within, loop.ends, strict=True))
+
+    def alike(
+        self,
+        equation: JaxprEqn,
+        body: Body,
+        frame: tuple[int, ...],
+        inputs: Sequence[int | None],
+        starts: Sequence[int],
+    ) -> tuple[Loop | None, dict[int, int]]:
+        """An earlier scan of which some carried values are the same as this one's, and which: {position here: there}.
+
+        ``inputs`` are the numbers of the body's inputs, None for what is carried and what is not numbered yet.
+        """
+        if compat.has_side_effects(equation):
+            return None, {}
+        constants, _ = compat.scan_parts(equation)
+        for loop in self._known[_kind(equation, body, frame)]:
+            pairs = _paired(starts, loop.starts)
+            while pairs:
+                # Suppose that they are the same within a step.  Are they then the same after it?
+                given = list(inputs)
+                for here, there in pairs.items():
+                    given[constants + here] = loop.within[there]
+                results = self._follow(body, given, frame)
+                right = {here: there for here, there in pairs.items() if results[here] == loop.after[there]}
+                if right == pairs:
+                    return loop, pairs
+                pairs = right
+        return None, {}
+
+    def end(self, within: int) -> int | None:
+        """What a value that an earlier scan carries is at the end."""
+        return self._ends.get(within)
+
+    def _follow(self, body: Body, inputs: Sequence[int | None], frame: tuple[int, ...]) -> list[int | None]:
+        """The numbers of a body's results, as far as the program has computed the same before."""
+        numbers: dict[Var, int | None] = dict(zip(body.invars, inputs, strict=True))
+
+        def number(atom: Var | Literal) -> int | None:
+            if isinstance(atom, Literal):
+                found = self.read(atom, [], frame)
+                return None if found is None else found[0]
+            return numbers.get(atom)
+
+        for position, equation in enumerate(body.equations):
+            operands = [number(atom) for atom in equation.invars]
+            results: Sequence[int | None] | None = None
+            if position in body.children:
+                if self.transparent(body, position):
+                    results = self._follow(body.children[position][0].body, operands, frame)
+            else:
+                known = [n for n in operands if n is not None]
+                if len(known) == len(operands):
+                    results = self.read(equation, known, frame)
+            if results is not None:
+                numbers.update(zip(equation.outvars, results, strict=True))
+        return [number(atom) for atom in body.outvars]
+
+
+def _kind(equation: JaxprEqn, body: Body, frame: tuple[int, ...]) -> Hashable:
+    return equation.params["length"], equation.params["reverse"], loops(body), frame
+
+
+def _paired(starts: Sequence[int], others: Sequence[int]) -> dict[int, int]:
+    """Positions of equal numbers, in order."""
+    pairs: dict[int, int] = {}
+    free = list(range(len(others)))
+    for here, number in enumerate(starts):
+        there = next((i for i in free if others[i] == number), None)
+        if there is not None:
+            pairs[here] = there
+            free.remove(there)
+    return pairs
