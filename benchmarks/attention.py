@@ -15,63 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
+from autopallas.kernels.attention.cases import ORIGINALS, in_direction, square, table_grid, window_size
 from benchmarks import attention_oracle
-from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
+from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen
 
 ORACLE_LIMIT = 8 * 4096 * 4096
 """How many scores there may be for a float64 result to be computed: some seconds of NumPy."""
 
 LIBRARY_LIMIT = 8 * 2048 * 2048
 """How many scores there may be for JAX's own function to be run: beyond, it takes long and says nothing new."""
-
-
-def full(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Softmax attention as people write it; the other masks differ in one line."""
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    return _weighted(scores, value)
-
-
-def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
-
-
-def window(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
-    mask = (distance >= 0) & (distance < window_size(scores.shape[-1]))
-    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
-
-
-def padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    mask = jnp.arange(key.shape[1])[None, :] < lengths[:, None]
-    return _weighted(jnp.where(mask[:, None, None, :], scores, jnp.finfo(scores.dtype).min), value)
-
-
-def bias(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
-    return _weighted(scores + bias, value)
-
-
-def _weighted(scores: jax.Array, value: jax.Array) -> jax.Array:
-    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(value.dtype)
-    return jnp.einsum("bnts,bsnd->btnd", weights, value)
-
-
-ORIGINALS: dict[str, Callable[..., jax.Array]] = {
-    "full": full,
-    "causal": causal,
-    "window": window,
-    "padded": padded,
-    "bias": bias,
-}
-
-
-def window_size(length: int) -> int:
-    """How many keys, its own among them, a row of a windowed attention sees."""
-    return max(1, length // 2)
 
 
 def live_keys(length: int) -> int:
@@ -120,19 +72,6 @@ def candidates(case: Case) -> dict[str, Candidate]:
         named = Chosen("jax.nn.dot_product_attention")
         found["jax.nn"] = candidate(partial(library, case.mask), lambda: named)
     return found
-
-
-def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The function itself, or with the gradients for query, key and value from a cotangent, its last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(*arguments: jax.Array) -> Any:
-        *operands, cotangent = arguments
-        output, pull_back = jax.vjp(lambda *qkv: function(*qkv, *operands[3:]), *operands[:3])
-        return output, pull_back(cotangent)
-
-    return forward_and_backward
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
@@ -207,21 +146,21 @@ def grid(name: str) -> tuple[Case, ...]:
     lengths, dtypes = (512, 1024, 2048, 4096), ("float32", "bfloat16")
     if name == "quick":
         return (
-            _square("forward", "float32", "full", 1024),
-            *(_square("forward", "float32", "causal", length) for length in (512, 2048)),
-            _square("forward", "bfloat16", "causal", 1024),
-            _square("forward+backward", "float32", "causal", 1024),
+            square("forward", "float32", "full", 1024),
+            *(square("forward", "float32", "causal", length) for length in (512, 2048)),
+            square("forward", "bfloat16", "causal", 1024),
+            square("forward+backward", "float32", "causal", 1024),
         )
     if name == "standard":
         return (
-            *(_square("forward", d, mask, length) for d in dtypes for mask in ("causal", "full") for length in lengths),
-            *(_square("forward", "float32", mask, length) for mask in ("padded", "bias") for length in lengths[1:3]),
-            *(_square("forward+backward", d, "causal", length) for d in dtypes for length in lengths[1:3]),
-            *(_square("forward+backward", "float32", "full", length) for length in lengths[1:3]),
+            *(square("forward", d, mask, length) for d in dtypes for mask in ("causal", "full") for length in lengths),
+            *(square("forward", "float32", mask, length) for mask in ("padded", "bias") for length in lengths[1:3]),
+            *(square("forward+backward", d, "causal", length) for d in dtypes for length in lengths[1:3]),
+            *(square("forward+backward", "float32", "full", length) for length in lengths[1:3]),
         )
     if name == "wide":
         return tuple(
-            _square(direction, d, mask, length, head_size)
+            square(direction, d, mask, length, head_size)
             for direction in DIRECTIONS
             for d in dtypes
             for mask in ORIGINALS
@@ -230,28 +169,5 @@ def grid(name: str) -> tuple[Case, ...]:
             if length < 8192 or direction == "forward"
         )
     if name == "table":
-        # Fewer heads where the lengths grow, for time and memory, but enough for several cores.
-        squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))
-        return tuple(
-            case
-            for direction in DIRECTIONS
-            for d in dtypes
-            for case in (
-                *(
-                    _square(direction, d, mask, length, heads=heads)
-                    for length, heads in squares
-                    for mask in ORIGINALS
-                    if mask != "bias" and (length <= 4096 or direction == "forward")
-                ),
-                *(_cross(direction, d, m, t, s) for t, s in ((1, 2048), (512, 2048)) for m in ("full", "padded")),
-            )
-        )
+        return table_grid()
     raise ValueError(f"no grid is called {name!r}")
-
-
-def _square(direction: Direction, dtype: str, mask: str, length: int, head_size: int = 64, heads: int = 8) -> Case:
-    return Case("attention", direction, dtype, mask, (("B", 1), ("T", length), ("N", heads), ("D", head_size)))
-
-
-def _cross(direction: Direction, dtype: str, mask: str, queries: int, keys: int) -> Case:
-    return Case("attention", direction, dtype, mask, (("B", 1), ("T", queries), ("S", keys), ("N", 8), ("D", 64)))

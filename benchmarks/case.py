@@ -4,41 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
-Direction: TypeAlias = Literal["forward", "forward+backward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
+from autopallas.tuning.case import DIRECTIONS, Case, Direction
+
+__all__ = ["AUTOPALLAS", "DIRECTIONS", "KERNELS", "ORIGINAL", "Benchmark", "Candidate", "Case", "Chosen", "Direction"]
+__all__ += ["benchmark"]
 
 ORIGINAL = "original"
 """The name of the candidate that every ratio refers to: the computation as people write it."""
 
 AUTOPALLAS = "autopallas"
 """The name of the candidate that is the original under ``autopallas.optimize``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One computation at one size.  ``sizes`` are named by the operation's letters, in the order they are shown."""
-
-    kernel: str
-    direction: Direction
-    dtype: str
-    mask: str
-    sizes: tuple[tuple[str, int], ...]
-
-    @property
-    def shape(self) -> str:
-        return " ".join(f"{letter}{size}" for letter, size in self.sizes)
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.direction} {self.dtype} {self.mask} {self.shape}"
-
-    def size(self, letter: str) -> int:
-        return dict(self.sizes)[letter]
-
-    def selected_by(self, words: str) -> bool:
-        """Whether every word of ``words`` is a word of this case: "forward causal T2048"."""
-        return set(words.split()) <= set(str(self).split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 import autopallas
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.cases import ORIGINALS, in_direction, table_grid
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.implementation import Device
@@ -30,40 +31,9 @@ KERNEL = "kernel"
 """The candidate that is the implementation itself, without recognition."""
 
 
-def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
-    """Mean cross-entropy as people write it."""
-    logits = (x @ w).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
-
-
-def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
-    """The same, and how often the greatest logit is the label's."""
-    logits = (x @ w).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    right = jnp.argmax(logits, axis=-1) == labels
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked), jnp.mean(right.astype(jnp.float32))
-
-
-ORIGINALS: dict[str, Callable[..., Any]] = {"plain": plain, "accuracy": accuracy}
-
-
 def original(case: Case) -> Callable[..., Any]:
     """The forward computation as people write it."""
     return ORIGINALS[case.mask]
-
-
-def in_direction(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, or with the gradients for activations and weight from a cotangent, its last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: jax.Array) -> Any:
-        aux = case.mask == "accuracy"
-        loss, pull_back, *rest = jax.vjp(lambda x, w: function(x, w, labels), x, w, has_aux=aux)
-        return loss, *rest, pull_back(cotangent)
-
-    return forward_and_backward
 
 
 def candidates(case: Case) -> dict[str, Candidate]:
@@ -200,16 +170,7 @@ def grid(name: str) -> tuple[Case, ...]:
             *(_case(direction, "float32", 2048, 512, 32000, "accuracy") for direction in directions),
         )
     if name == "table":
-        # A smaller hidden size where there are many rows, for time and memory.
-        sizes = [(2048, 512, 1024), (512, 512, 8192), (2048, 512, 8192), (8192, 256, 8192)]
-        sizes += [(512, 512, 32000), (2048, 512, 32000), (8192, 256, 32000), (512, 512, 128000), (2048, 512, 128000)]
-        return tuple(
-            _case(direction, d, *size, mask)
-            for direction in directions
-            for d in dtypes
-            for size in sizes
-            for mask in (("plain", "accuracy") if size == (2048, 512, 32000) else ("plain",))
-        )
+        return table_grid()
     raise ValueError(f"no grid is called {name!r}")
 
 

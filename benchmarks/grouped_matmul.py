@@ -13,15 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
+from autopallas.kernels.grouped_matmul.cases import in_direction, ragged_dot, table_grid
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
 
 ORACLE_LIMIT = 2**33
 """How many multiplications there may be for a float64 result to be computed: some seconds of NumPy."""
-
-
-def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """A mixture's expert layer as people write it."""
-    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
 
 
 def original(case: Case) -> Callable[..., jax.Array]:
@@ -45,18 +41,6 @@ def candidates(case: Case) -> dict[str, Candidate]:
         ORIGINAL: Candidate(in_direction(case, ragged_dot), lambda: Chosen(ORIGINAL)),
         AUTOPALLAS: Candidate(in_direction(case, optimized), chosen),
     }
-
-
-def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """The function itself, or with the gradients for lhs and rhs from a cotangent, its last argument."""
-    if case.direction == "forward":
-        return function
-
-    def forward_and_backward(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, cotangent: jax.Array) -> Any:
-        output, pull_back = jax.vjp(lambda lhs, rhs: function(lhs, rhs, group_sizes), lhs, rhs)
-        return output, pull_back(cotangent)
-
-    return forward_and_backward
 
 
 def group_sizes(case: Case) -> np.ndarray[Any, Any]:
@@ -130,17 +114,7 @@ def grid(name: str) -> tuple[Case, ...]:
             for mask in ("uneven", "even")
         )
     if name == "table":
-        # Few rows for each of many groups in the largest cases: what is measured against grows with rows times groups.
-        few = (2, 4, 8, 16, 32)
-        counts = {4: (*few, 64), 16: (*few, 64), 64: (*few, 64), 256: few}
-        return tuple(
-            _case(direction, dtype, groups * rows, groups, *weights)
-            for direction in DIRECTIONS
-            for dtype in dtypes
-            for weights in ((64, 64), (256, 512))
-            for rows, numbers in counts.items()
-            for groups in numbers
-        )
+        return table_grid()
     raise ValueError(f"no grid is called {name!r}")
 
 

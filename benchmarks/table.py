@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +20,11 @@ from autopallas.patterns import Match, find
 from autopallas.plan import Decision
 from autopallas.rewrite import splice
 from autopallas.tuning import Measurement, measure
-from autopallas.tuning.table import Key, Row
+from autopallas.tuning.table import Key, Row, table_device
+from autopallas.tuning.table_source import literal, source_with_rows
 from benchmarks import environment, terminal
 from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
 from benchmarks.run import select
-
-ROWS = "_ROWS"
-"""The name of the dictionary of CPU rows in a table's module, which is rewritten; nothing else in the module is."""
-
-_LINE = 120
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
 """How far from the original's result a candidate may be; one that is further is wrong and not taken."""
@@ -139,33 +134,6 @@ def _rounded(microseconds: float) -> float:
     return float(f"{microseconds:.4g}")
 
 
-def source_with_rows(source: str, rows: Mapping[Key, Row], order: Callable[[Key], Any]) -> str:
-    """The module's source with the dictionary :data:`ROWS` replaced by the given rows."""
-    tree = ast.parse(source)
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == ROWS:
-            lines = source.splitlines(keepends=True)
-            assert node.end_lineno is not None
-            return "".join([*lines[: node.lineno - 1], _literal(rows, order), *lines[node.end_lineno :]])
-    raise ValueError(f"the module assigns no dictionary called {ROWS}")
-
-
-def _literal(rows: Mapping[Key, Row], order: Callable[[Key], Any]) -> str:
-    lines = [f"{ROWS}: dict[Key, Row] = {{\n"]
-    for key in sorted(rows, key=order):
-        row = rows[key]
-        sizes = f"{type(row.block_sizes).__name__}({', '.join(map(str, row.block_sizes.to_dict().values()))})"
-        figures = ", ".join(map(str, (row.kernel_us, row.original_us, row.kernel_bytes, row.original_bytes)))
-        origin = ", ".join(f'"{text}"' for text in (row.evidence, row.date, row.versions))
-        name = "(" + ", ".join(f'"{text}"' for text in key) + ")"
-        values = ", ".join((sizes, figures, origin))
-        if len(values) > _LINE - 8:  # one to a line, as the formatter has it
-            parts = (sizes, *figures.split(", "), *(f'"{text}"' for text in (row.evidence, row.date, row.versions)))
-            values = ",\n        ".join(parts) + ","
-        lines += [f"    {name}: Row(\n", f"        {values}\n", "    ),\n"]
-    return "".join([*lines, "}\n"])
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status: 1 where a case gave no row."""
     parser = _parser()
@@ -181,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     operation = importlib.import_module(f"autopallas.kernels.{options.kernel}").OPERATION
     device = Device.current()
     implementation = options.implementation or operation.requested(None, device)[0]
-    known = tables.TABLE.get(tables.table_device(device), {})
+    known = tables.TABLE.get(table_device(device), {})
     say = terminal.progress()
     measured: dict[Key, Row] = {}
     missing = 0
@@ -202,9 +170,9 @@ def main(arguments: Sequence[str]) -> int:
     names = [bucket.name for bucket in tables.BUCKETS]
     rows = {**known, **measured}
     path = Path(str(tables.__file__))
-    rewritten = source_with_rows(path.read_text(), rows, lambda key: (*key[:3], names.index(key[3]), key[4]))
+    rewritten = source_with_rows(path.read_text(), rows, names)
     if device.platform != "cpu" or options.print:
-        print(_literal(measured, lambda key: (*key[:3], names.index(key[3]), key[4])))
+        print(literal(measured, names))
     else:
         path.write_text(rewritten)
         print(f"wrote {len(measured)} rows into {path}")

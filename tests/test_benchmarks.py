@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from autopallas.kernels.attention import tuned_block_sizes
-from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cross_entropy
 from autopallas.tuning import Failure, Measurement, Timing
-from autopallas.tuning.table import Key, Row
 from benchmarks import attention, cli, cross_entropy, environment, peak, resident, rows, table, terminal
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
@@ -213,18 +211,6 @@ def test_a_tuned_row_holds_what_was_measured_of_the_best_candidate() -> None:
     assert str(list(tuned.row.block_sizes.to_dict().values())) in tuned.tried
     assert tuned.row.evidence == "measured"
     assert tuned.row.speedup == pytest.approx(max(r for r in tuned.tried.values() if r), rel=1e-2)
-
-
-def test_regenerated_table_is_python_that_gives_the_same_rows() -> None:
-    row = Row(BlockSizes(128, 256), 12.5, 25.0, 1000, 2000, "measured", "2026-01-31", "jax 0.12, avx2")
-    keys: list[Key] = [("xla", "forward", "float32", bucket, "full") for bucket in ("T512", "T256")]
-    before = "import this_first\n\n_ROWS: dict[Key, Row] = {\n}\n\nTABLE = {'cpu': _ROWS}\n"
-    after = table.source_with_rows(before, dict.fromkeys(keys, row), lambda key: key)
-    assert after.startswith("import this_first\n\n_ROWS")
-    names: dict[str, Any] = {"BlockSizes": BlockSizes, "Row": Row, "Key": Key}
-    exec(after.partition("\n")[2], names)
-    assert list(names["TABLE"]["cpu"].items()) == [(key, row) for key in reversed(keys)]
-    assert table.source_with_rows(after, names["_ROWS"], lambda key: key) == after
 
 
 def test_settings_in_force_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ BROKEN = {
     "row missing": _changed(lambda d: d.update(row=None)),
     "field missing": _changed(lambda d: d.pop("rejected")),
     "field unknown": _changed(lambda d: d.update(module="os")),
-    "other format": _changed(lambda d: d.update(format=2)),
+    "other format": _changed(lambda d: d.update(format=1)),
     "format is a text": _changed(lambda d: d.update(format="1")),
     "other outcome": _changed(lambda d: d.update(outcome="eval")),
     "outcome is a list": _changed(lambda d: d.update(outcome=["tuned"])),

@@ -16,9 +16,9 @@ from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
-from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.implementation import Device
 from autopallas.program import Index, Input, Program, Score, Side
+from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["attention"]
 
@@ -63,7 +63,7 @@ def attention(
       sink: [N], floating point: one more logit per head, without a value.
       implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try in
         order, with a warning for each that cannot be used.
-      block_sizes: tile sizes; from the tuned table by default.
+      block_sizes: tile sizes; from the cache or the tuned table by default.
 
     Returns:
       [B, T, N, Dv] in the query's dtype.
@@ -137,10 +137,7 @@ def attention(
 
     def call(module: ModuleType) -> Array:
         name = module.__name__.rpartition(".")[2]
-        sizes = tuple(
-            block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
-            for direction in ("forward", "forward+backward")
-        )
+        sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: Array = _attention(name, spec, sizes, q, k, v, tuple(sides), sink)
         return result
 

@@ -15,10 +15,10 @@ import numpy as np
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
-from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.programs import traced
 from autopallas.program import Input, Program, Score, Side
+from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["cross_entropy"]
 
@@ -57,7 +57,7 @@ def cross_entropy(
       vocabulary_major: whether the vocabulary is the first axis of ``w``, as in an embedding table.
       implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try in
         order, with a warning for each that cannot be used.
-      block_sizes: tile sizes; from the tuned table by default.
+      block_sizes: tile sizes; from the cache or the tuned table by default.
 
     Returns:
       ``(loss, logsumexp)``, [N] each, float32 (float64): the loss of row n is ``logsumexp[n] - logits[n, labels[n]]``.
@@ -118,10 +118,7 @@ def cross_entropy(
 
     def call(module: ModuleType) -> tuple[Array, Array]:
         name = module.__name__.rpartition(".")[2]
-        sizes = tuple(
-            block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
-            for direction in ("forward", "forward+backward")
-        )
+        sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: tuple[Array, Array] = _cross_entropy(name, spec, sizes, x, w, tuple(sides))
         return result
 

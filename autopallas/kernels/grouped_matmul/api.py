@@ -15,8 +15,8 @@ from jax import lax
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.implementation import Device
+from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["apply", "grouped_matmul"]
 
@@ -52,7 +52,7 @@ def grouped_matmul(
       precision: None, or a ``lax.Precision`` or its name.
       implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try in
         order, with a warning for each that cannot be used.
-      block_sizes: tile sizes; from the tuned table by default.
+      block_sizes: tile sizes; from the cache or the tuned table by default.
 
     Returns:
       [M, N].
@@ -105,10 +105,7 @@ def grouped_matmul(
 
     def call(module: ModuleType) -> Array:
         name = module.__name__.rpartition(".")[2]
-        sizes = tuple(
-            block_sizes.fitted(spec) if block_sizes is not None else infer_block_sizes(spec, device, name, direction)
-            for direction in ("forward", "forward+backward")
-        )
+        sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
         result: Array = apply(name, spec, sizes, lhs[None], rhs[None], group_sizes[None])
         return result[0]
 

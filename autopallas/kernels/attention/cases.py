@@ -1,0 +1,148 @@
+"""Attention as people write it, at the sizes of the tuned table.
+
+Letters: B batch, T query length, S key length (T, where it is not given), N heads, D head size.  Arrays are
+[B, T, N, D] and [B, S, N, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.tuning.case import DIRECTIONS, Case, Direction
+
+__all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", "table_grid", "types", "window_size"]
+
+
+def full(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Softmax attention as people write it; the other masks differ in one line."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    return _weighted(scores, value)
+
+
+def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
+
+
+def window(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    mask = (distance >= 0) & (distance < window_size(scores.shape[-1]))
+    return _weighted(jnp.where(mask, scores, -jnp.inf), value)
+
+
+def padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    mask = jnp.arange(key.shape[1])[None, :] < lengths[:, None]
+    return _weighted(jnp.where(mask[:, None, None, :], scores, jnp.finfo(scores.dtype).min), value)
+
+
+def bias(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    return _weighted(scores + bias, value)
+
+
+def _weighted(scores: jax.Array, value: jax.Array) -> jax.Array:
+    weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1).astype(value.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+
+
+ORIGINALS: dict[str, Callable[..., jax.Array]] = {
+    "full": full,
+    "causal": causal,
+    "window": window,
+    "padded": padded,
+    "bias": bias,
+}
+
+
+def window_size(length: int) -> int:
+    """How many keys, its own among them, a row of a windowed attention sees."""
+    return max(1, length // 2)
+
+
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The function itself, or with the gradients for query, key and value from a cotangent, its last argument."""
+    if case.direction == "forward":
+        return function
+
+    def forward_and_backward(*arguments: jax.Array) -> Any:
+        *operands, cotangent = arguments
+        output, pull_back = jax.vjp(lambda *qkv: function(*qkv, *operands[3:]), *operands[:3])
+        return output, pull_back(cotangent)
+
+    return forward_and_backward
+
+
+def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Query, key, value, then lengths or the bias, and last the cotangent where there is a backward pass."""
+    sizes = dict(case.sizes)
+    batch, heads, head_size = sizes["B"], sizes["N"], sizes["D"]
+    queries, keys = sizes["T"], sizes.get("S", sizes["T"])
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype))
+
+    given = [of(batch, length, heads, head_size) for length in (queries, keys, keys)]
+    if case.mask == "padded":
+        given.append(jax.ShapeDtypeStruct((batch,), jnp.dtype(jnp.int32)))
+    elif case.mask == "bias":
+        given.append(of(1, heads, queries, keys))
+    if case.direction == "forward+backward":
+        given.append(of(batch, queries, heads, head_size))
+    return tuple(given)
+
+
+def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+    """The case of query [B, T, N, D] and key and value [B, S, N, D]."""
+    if len(types) != 3 or any(len(getattr(t, "shape", ())) != 4 for t in types):
+        raise ValueError("attention takes query [B, T, N, D], key and value [B, S, N, D]")
+    (batch, queries, heads, size), key, value = (tuple(t.shape) for t in types)
+    keys = key[1]
+    if key != value or key != (batch, keys, heads, size) or len({t.dtype for t in types}) > 1:
+        raise ValueError("key and value must be alike, and agree with query in batch, heads, head size and dtype")
+    sizes = (("B", batch), ("T", queries), ("S", keys), ("N", heads), ("D", size))
+    return Case("attention", direction, types[0].dtype.name, variant, sizes)
+
+
+def direct(case: Case) -> Callable[..., Any] | None:
+    """``attention`` with the same mask."""
+    from autopallas.kernels.attention.api import attention
+
+    return partial(attention, is_causal=case.mask == "causal") if case.mask in ("full", "causal") else None
+
+
+def table_grid() -> tuple[Case, ...]:
+    """A case for each row of the tuned table.  Fewer heads where the lengths grow, for time and memory."""
+    squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))
+    return tuple(
+        case
+        for direction in DIRECTIONS
+        for d in ("float32", "bfloat16")
+        for case in (
+            *(
+                square(direction, d, mask, length, heads=heads)
+                for length, heads in squares
+                for mask in ORIGINALS
+                if mask != "bias" and (length <= 4096 or direction == "forward")
+            ),
+            *(cross(direction, d, m, t, s) for t, s in ((1, 2048), (512, 2048)) for m in ("full", "padded")),
+        )
+    )
+
+
+def square(direction: Direction, dtype: str, mask: str, length: int, head_size: int = 64, heads: int = 8) -> Case:
+    """As many queries as keys."""
+    return Case("attention", direction, dtype, mask, (("B", 1), ("T", length), ("N", heads), ("D", head_size)))
+
+
+def cross(direction: Direction, dtype: str, mask: str, queries: int, keys: int) -> Case:
+    """Fewer queries than keys."""
+    return Case("attention", direction, dtype, mask, (("B", 1), ("T", queries), ("S", keys), ("N", 8), ("D", 64)))

@@ -1,0 +1,85 @@
+"""Grouped matmul as people write it, at the sizes of the tuned table.
+
+Letters: M rows, K inner size, N columns, G groups.  Arrays are [M, K] and [G, K, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.tuning.case import DIRECTIONS, Case, Direction
+
+__all__ = ["ORIGINALS", "case_of", "direct", "in_direction", "ragged_dot", "table_grid", "types"]
+
+
+def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """A mixture's expert layer as people write it."""
+    return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+
+ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": ragged_dot}
+"""The same for groups of different and of equal size."""
+
+
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The function itself, or with the gradients for lhs and rhs from a cotangent, its last argument."""
+    if case.direction == "forward":
+        return function
+
+    def forward_and_backward(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, cotangent: jax.Array) -> Any:
+        output, pull_back = jax.vjp(lambda lhs, rhs: function(lhs, rhs, group_sizes), lhs, rhs)
+        return output, pull_back(cotangent)
+
+    return forward_and_backward
+
+
+def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """lhs, rhs, group sizes, and last the cotangent where there is a backward pass."""
+    rows, inner, columns, groups = (case.size(letter) for letter in "MKNG")
+    dtype = jnp.dtype(case.dtype)
+    given = [jax.ShapeDtypeStruct((rows, inner), dtype), jax.ShapeDtypeStruct((groups, inner, columns), dtype)]
+    given.append(jax.ShapeDtypeStruct((groups,), jnp.dtype(jnp.int32)))
+    if case.direction == "forward+backward":
+        given.append(jax.ShapeDtypeStruct((rows, columns), dtype))
+    return tuple(given)
+
+
+def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+    """The case of lhs [M, K], rhs [G, K, N] and, if given, group sizes [G]."""
+    if [len(getattr(t, "shape", (0,) * 9)) for t in types] not in ([2, 3], [2, 3, 1]):
+        raise ValueError("grouped_matmul takes lhs [M, K], rhs [G, K, N] and int32 group sizes [G]")
+    (rows, inner), (groups, rhs_inner, columns) = types[0].shape, types[1].shape
+    if inner != rhs_inner or types[0].dtype != types[1].dtype:
+        raise ValueError("lhs and rhs must agree in inner size and dtype")
+    if len(types) == 3 and (types[2].shape != (groups,) or types[2].dtype != jnp.int32):
+        raise ValueError(f"the group sizes must be i32[{groups}], as many as rhs has groups")
+    sizes = (("M", rows), ("K", inner), ("N", columns), ("G", groups))
+    return Case("grouped_matmul", direction, types[0].dtype.name, variant, sizes)
+
+
+def direct(case: Case) -> Callable[..., Any] | None:
+    """``grouped_matmul``."""
+    from autopallas.kernels.grouped_matmul.api import grouped_matmul
+
+    return grouped_matmul
+
+
+def table_grid() -> tuple[Case, ...]:
+    """A case for each row of the tuned table.
+
+    Few rows for each of many groups in the largest cases: what is measured against grows with rows times groups.
+    """
+    few = (2, 4, 8, 16, 32)
+    counts = {4: (*few, 64), 16: (*few, 64), 64: (*few, 64), 256: few}
+    return tuple(
+        Case("grouped_matmul", direction, dtype, "uneven", (("M", groups * rows), ("K", k), ("N", n), ("G", groups)))
+        for direction in DIRECTIONS
+        for dtype in ("float32", "bfloat16")
+        for k, n in ((64, 64), (256, 512))
+        for rows, numbers in counts.items()
+        for groups in numbers
+    )

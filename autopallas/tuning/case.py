@@ -1,0 +1,96 @@
+"""One computation at one size, spelled as people write it: what tables are measured on, and benchmarks.
+
+An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import jax
+
+from autopallas.graph import Graph, flatten
+from autopallas.patterns import Match, find
+
+__all__ = ["DIRECTIONS", "Case", "Cases", "Direction", "cases_of", "match_of"]
+
+Direction: TypeAlias = Literal["forward", "forward+backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One computation at one size.  ``sizes`` are named by the operation's letters, in the order they are shown."""
+
+    kernel: str
+    direction: Direction
+    dtype: str
+    mask: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def shape(self) -> str:
+        return " ".join(f"{letter}{size}" for letter, size in self.sizes)
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.direction} {self.dtype} {self.mask} {self.shape}"
+
+    def size(self, letter: str) -> int:
+        return dict(self.sizes)[letter]
+
+    def selected_by(self, words: str) -> bool:
+        """Whether every word of ``words`` is a word of this case: "forward causal T2048"."""
+        return set(words.split()) <= set(str(self).split())
+
+
+class Cases(Protocol):
+    """What the module ``cases`` of an operation offers."""
+
+    ORIGINALS: Mapping[str, Callable[..., Any]]
+    """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
+
+    def table_grid(self) -> tuple[Case, ...]:
+        """A case for each row of the tuned table."""
+
+    def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of all arguments; the cotangent of the result comes last, where there is a backward pass."""
+
+    def in_direction(self, case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function like an original, as a function of all the case's arguments, with gradients if it has them."""
+
+    def case_of(self, types: Sequence[Any], variant: str, direction: Direction) -> Case:
+        """The case of given arguments, without a cotangent.  ValueError where they are not the operation's."""
+
+    def direct(self, case: Case) -> Callable[..., Any] | None:
+        """The operation's own function, of the original's arguments; None where it has no such variant."""
+
+
+def cases_of(operation: str) -> Cases | None:
+    """The cases of an operation by its name, or None where it has none."""
+    name = f"autopallas.kernels.{operation}.cases"
+    try:
+        module: Any = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in (name, f"autopallas.kernels.{operation}"):
+            return None
+        raise
+    offered: Cases = module
+    return offered
+
+
+def match_of(case: Case) -> Match:
+    """The one site of a case, as the pipeline sees it.
+
+    Raises:
+      ValueError: it is not recognised, or as several.
+    """
+    offered = cases_of(case.kernel)
+    assert offered is not None
+    function = offered.in_direction(case, offered.ORIGINALS[case.mask])
+    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*offered.types(case)))), (case.kernel,), True)
+    if len(matches) != 1:
+        raise ValueError(f"{case}: {len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
+    return matches[0]

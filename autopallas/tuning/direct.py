@@ -1,0 +1,80 @@
+"""Block sizes of an operation that is called as a function, without recognition: from where a site's come too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from autopallas.kernels.implementation import Device
+from autopallas.options import resolve
+from autopallas.tuning.choose import Tuner, of_table
+
+__all__ = ["Call", "block_sizes_for", "recorded"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A direct call, as much like a match as a table or a cache has to know."""
+
+    op: str
+    spec: Any
+    direction: Literal["forward", "forward+backward"]
+
+    @property
+    def passes(self) -> tuple[Call, ...]:
+        return (self,)
+
+    @property
+    def original(self) -> Any:
+        return SimpleNamespace(in_avals=())
+
+
+class _Recorder(threading.local):
+    calls: list[tuple[Call, str]] | None = None
+
+
+_RECORDER = _Recorder()
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Call, str]]]:
+    """``with recorded() as calls``: the direct calls of this thread that ask for block sizes, and of what."""
+    before, _RECORDER.calls = _RECORDER.calls, []
+    try:
+        yield _RECORDER.calls
+    finally:
+        _RECORDER.calls = before
+
+
+def block_sizes_for(operation: str, spec: Any, device: Device, implementation: str, given: Any) -> tuple[Any, Any]:
+    """The block sizes of a call alone, and of one whose gradients are taken.
+
+    Args:
+      operation: its name.
+      spec: what is called for.
+      device: where it will run.
+      implementation: the implementation's name.
+      given: what the caller passes, which wins; else the cache, the table's row, its nearest row, the default.
+
+    Returns:
+      Two, valid for the shape.
+    """
+    if given is not None:
+        return given.fitted(spec), given.fitted(spec)
+    options = replace(resolve({}), autotune=False)
+    tuner = Tuner(device, options)
+
+    def chosen(direction: Literal["forward", "forward+backward"]) -> Any:
+        call = Call(operation, spec, direction)
+        if _RECORDER.calls is not None:
+            _RECORDER.calls.append((call, implementation))
+        choice = tuner.choose(call, implementation)
+        if choice.block_sizes is None:  # a search found none that work; who calls by name is told by the kernel itself
+            choice = of_table(call, implementation, device, options.objective)
+        return choice.block_sizes
+
+    return chosen("forward"), chosen("forward+backward")
