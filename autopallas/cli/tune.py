@@ -1,37 +1,66 @@
-"""``autopallas tune``: searches for the block sizes of every site of a program, before the program runs."""
+"""``autopallas tune``: searches for the block sizes of a program's sites, or of an operation, ahead of time."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from autopallas.cli import CommandError
-from autopallas.cli.program import function_of, shapes_of
+from autopallas.cli.program import function_of, one_line, shapes_of
+from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.implementation import Device, Supported
 from autopallas.optimize import Optimized
 from autopallas.options import resolve
-from autopallas.patterns import Match, find
-from autopallas.tuning.cache import Cache
-from autopallas.tuning.entry import Entry
-from autopallas.tuning.key import key_of
-from autopallas.tuning.search import search
+from autopallas.patterns import find
+from autopallas.report import Report
+from autopallas.tuning import results as raw
+from autopallas.tuning.ahead_of_time import Compiler
+from autopallas.tuning.case import DIRECTIONS, Cases, cases_of
+from autopallas.tuning.encoding import EncodingError, saved_site
+from autopallas.tuning.offline import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
+from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
+from autopallas.tuning.table_source import source_with_rows
 
 __all__ = ["add"]
+
+_MOST_BYTES = 256 * 2**20
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
-    parser.add_argument("program", metavar="MODULE:FUNCTION", help="the function, optimized or not")
-    parser.add_argument("--shapes", required=True, help='its arguments, as in "f32[8,1024],i32[8]"')
+    parser.add_argument(
+        "what",
+        metavar="OPERATION | MODULE:FUNCTION",
+        nargs="?",
+        help="an operation, by default at the sizes of its table; or a function, optimized or not",
+    )
+    parser.add_argument("--shapes", help='arguments, as in "f32[8,1024],i32[8]"; a function needs them')
+    parser.add_argument(
+        "--from", dest="report", metavar="REPORT.json", help="tune every site of a saved report instead"
+    )
+    parser.add_argument("--target", choices=TARGETS, help="for what; TPUs need not be there (default: this device)")
+    parser.add_argument("--objective", choices=("time", "memory"), default="time", help="what to show the best of")
     parser.add_argument(
         "--budget", type=_seconds, default=30.0, metavar="SECONDS", help="what each site may take (default 30)"
     )
+    parser.add_argument("--variant", help="of an operation, such as causal")
+    parser.add_argument("--direction", choices=DIRECTIONS, help="of an operation (default: both)")
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="WORDS", help="of the grid, only cases with all these words"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write the rows found into the operation's checked-in table"
+    )
+    parser.add_argument("--output", metavar="DIR", help="write every configuration tried: results.csv, results.json")
     parser.add_argument("--again", action="store_true", help="search even where there is a result")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_tune)
@@ -45,74 +74,212 @@ def _seconds(text: str) -> float:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    function, shapes = function_of(options.program), shapes_of(options.shapes)
-    matches = _matches(function, shapes, options.program)
-    cache, device = Cache.current(), Device.current()
-    results: list[dict[str, Any]] = []
-    known: dict[Any, dict[str, Any]] = {}
-    for match in matches:
-        key = (match.op, match.site, match.direction)
-        if key not in known:
-            known[key] = _result(match, cache, device, options.budget, options.again)
-        results.append({"location": match.location} | known[key])
+    try:
+        target = target_of(options.target)
+    except TargetError as error:
+        raise CommandError(f"--target {options.target}: {error}") from None
+    subjects = _subjects(options)
+    known: dict[Any, Outcome] = {}
+    outcomes: list[tuple[Subject, Outcome]] = []
+    with contextlib.ExitStack() as stack:
+        compiler = None
+        if target.generation is not None:
+            compiler = stack.enter_context(Compiler(target.generation, simulate=True))
+        for subject in subjects:
+            match = subject.match
+            key = (match.op, tuple(part.site for part in match.passes), match.direction)
+            if key not in known:
+                try:
+                    known[key] = tune(subject, target, options.budget, options.again, compiler)
+                except Exception as error:
+                    known[key] = Outcome(reasons=(one_line(error),))
+            outcomes.append((subject, known[key]))
+            if not options.json:
+                told = _told(subject, known[key], options.objective)
+                print(f"{told['location']}: {told['spec']}\n    {told['result']}", flush=True)
+    written: list[str] = []
+    if options.output is not None:
+        written += _write(Path(options.output), [result for outcome in known.values() for result in outcome.results])
+    if options.table:
+        written += _write_tables(outcomes, table_device(target.device))
     if options.json:
-        print(json.dumps(results, indent=2))
+        told_all = [_told(subject, outcome, options.objective) for subject, outcome in outcomes]
+        print(json.dumps(told_all, indent=2))
     else:
-        for result in results:
-            print(f"{result['location']}: {result['spec']}\n    {result['result']}")
-        if not results:
+        for line in written:
+            print(line)
+        if not outcomes:
             print("no known computation was recognised; autopallas.explain says what was nearly one")
-    return 0 if results else 1
+    return 0 if outcomes else 1
 
 
-def _matches(function: Any, shapes: tuple[Any, ...], name: str) -> list[Match]:
+def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, Any]:
+    match = subject.match
+    told: dict[str, Any] = {"op": match.op, "spec": str(match.spec), "direction": match.direction}
+    told["location"] = subject.label
+    row = outcome.row(objective)
+    if row is None:
+        return told | {"implementation": None, "result": f"nothing was found: {'; '.join(outcome.reasons)}"}
+    sizes = dict(row.block_sizes)
+    shown = " ".join(f"{size}={value}" for size, value in sizes.items())
+    origin = "searched for now" if outcome.searched else "known before"
+    figures = (
+        f"{row.speedup:.2f}x the original's speed, {row.kernel_bytes / max(row.original_bytes, 1):.2f}x its memory"
+    )
+    return told | {
+        "implementation": outcome.implementation,
+        "block_sizes": sizes,
+        "kernel_us": row.kernel_us,
+        "original_us": row.original_us,
+        "kernel_bytes": row.kernel_bytes,
+        "original_bytes": row.original_bytes,
+        "evidence": row.evidence,
+        "searched": outcome.searched,
+        "key": outcome.digest,
+        "result": f"{outcome.implementation} {shown}: {figures} ({row.evidence}, {origin})",
+    }
+
+
+# ---------------------------------------------------------------------- what is tuned
+
+
+def _subjects(options: argparse.Namespace) -> list[Subject]:
+    if (options.what is None) == (options.report is None):
+        raise CommandError("name an operation, MODULE:FUNCTION, or --from a saved report: one of them")
+    if options.what in OPERATIONS:
+        return _of_operation(options)
+    for name in ("variant", "direction", "filter"):
+        if getattr(options, name):
+            raise CommandError(f"--{name} is of operations: {', '.join(OPERATIONS)}")
+    if options.report is not None:
+        if options.shapes is not None:
+            raise CommandError("--from has the shapes of its report, and takes no --shapes")
+        return _of_report(options.report)
+    if ":" not in options.what:
+        raise CommandError(
+            f"{options.what!r} is no operation ({', '.join(OPERATIONS)}), and no MODULE:FUNCTION, such as model:loss"
+        )
+    function = function_of(options.what)
+    if options.shapes is None:
+        raise CommandError(f'{options.what} needs its arguments, as in --shapes "f32[8,1024],i32[8]"')
+    return _of_program(function, shapes_of(options.shapes), options.what)
+
+
+def _of_program(function: Any, shapes: tuple[Any, ...], name: str) -> list[Subject]:
     """The sites of a function; of an optimized one those of the original."""
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
     try:
         program = jax.make_jaxpr(original)(*shapes)
     except Exception as error:
-        reason = str(error).split("\n")[0]
-        raise CommandError(f"{name} cannot be traced with these shapes: {type(error).__name__}: {reason}") from None
-    return find(Graph(flatten(program)), settings.ops, settings.assume_finite)[0]
+        raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
+    matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite)[0]
+    return [Subject(match, match.location) for match in matches]
 
 
-def _result(match: Match, cache: Cache, device: Device, budget: float, again: bool) -> dict[str, Any]:
-    """What is known of a site after a search with the first implementation that supports it and works."""
-    told: dict[str, Any] = {"op": match.op, "spec": str(match.spec), "direction": match.direction}
-    reasons = []
-    for name, answer in match.site.operation.candidates(match.spec, device, None):
-        if not isinstance(answer, Supported):
-            reasons.append(f"{name}: {answer.reason}")
-            continue
-        entry, searched = _entry(match, name, cache, device, budget, again)
-        if entry.row is None:
-            reasons.append(f"{name}: {entry.reason}")
-            continue
-        row, sizes = entry.row, dict(entry.block_sizes or {})
-        speed = row.original_us / row.kernel_us
-        origin = "searched for now" if searched else "known before"
-        shown = " ".join(f"{size}={value}" for size, value in sizes.items())
-        return told | {
-            "implementation": name,
-            "block_sizes": sizes,
-            "kernel_us": row.kernel_us,
-            "original_us": row.original_us,
-            "searched": searched,
-            "key": entry.digest,
-            "result": f"{name} {shown}: {speed:.2f}x the original's speed ({origin})",
-        }
-    return told | {"implementation": None, "result": f"nothing was found: {'; '.join(reasons)}"}
+def _of_operation(options: argparse.Namespace) -> list[Subject]:
+    """The cases of the table's grid, or that of the shapes, in the directions asked for."""
+    op, offered = options.what, cases_of(options.what)
+    if offered is None:
+        raise CommandError(f"{op} has no grid; tune a function that computes it: MODULE:FUNCTION --shapes ...")
+    if options.variant is not None and options.variant not in offered.ORIGINALS:
+        raise CommandError(f"{op} has no variant {options.variant!r}; it has {', '.join(offered.ORIGINALS)}")
+    if options.shapes is not None:
+        cases = _of_shapes(offered, options)
+    else:
+        cases = [
+            case
+            for case in offered.table_grid()
+            if options.variant in (None, case.mask)
+            and options.direction in (None, case.direction)
+            and (not options.filter or any(case.selected_by(words) for words in options.filter))
+        ]
+        if not cases:
+            raise CommandError(f"no case of {op}'s grid is so; without --filter all are tuned")
+    try:
+        return [of_case(case) for case in cases]
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
-def _entry(match: Match, name: str, cache: Cache, device: Device, budget: float, again: bool) -> tuple[Entry, bool]:
-    """(the result of one implementation, whether it was searched for now)."""
-    key = key_of(match, name, device)
-    known = cache.get(key)
-    if known is not None and not again and (known.outcome != "unfinished" or known.seconds >= budget):
-        return known, False
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
-    first = tables.infer_block_sizes(match.spec, device, name, match.direction)
-    entry = search(match, name, key, first, budget, None if again else known)
-    cache.put(entry)
-    return entry, True
+def _of_shapes(offered: Cases, options: argparse.Namespace) -> list[Any]:
+    if options.filter:
+        raise CommandError("--filter is of the grid, and --shapes gives one size")
+    types, variant = shapes_of(options.shapes), options.variant or next(iter(offered.ORIGINALS))
+    directions = (options.direction,) if options.direction else DIRECTIONS
+    try:
+        return [offered.case_of(types, variant, direction) for direction in directions]
+    except ValueError as error:
+        raise CommandError(f"--shapes {options.shapes!r}: {error}") from None
+
+
+def _of_report(path: str) -> list[Subject]:
+    """Every site of a saved report, or of a list of them."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(text) > _MOST_BYTES:
+        raise CommandError(f"{path} is longer than {_MOST_BYTES} bytes")
+    try:
+        data = json.loads(text)
+        reports = [Report.from_dict(item) for item in (data if isinstance(data, list) else [data])]
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{path} is no report: {one_line(error)}") from None
+    sites = [site for report in reports for site in report.sites]
+    subjects, refused = [], []
+    for site in sites:
+        try:
+            match = saved_site(site.op, site.direction, site.encoded, site.location)
+            subjects.append(Subject(match, site.location))
+        except EncodingError as error:
+            refused.append(f"{site.location}: {error}")
+    if sites and not subjects:
+        raise CommandError(f"{path}: none of its {len(sites)} sites can be made anew: {refused[0]}")
+    for line in refused:
+        print(f"autopallas tune: not tuned: {line}", file=sys.stderr)
+    return subjects
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+def _write(folder: Path, results: Sequence[raw.Result]) -> list[str]:
+    try:
+        files = raw.write(folder, results)
+    except OSError as error:
+        raise CommandError(f"--output {folder}: {error.strerror or error}") from None
+    return [f"wrote {len(results)} results to {file}" for file in files]
+
+
+def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> list[str]:
+    """Writes the rows into the tables' own modules, beside those that were not tuned for now."""
+    written, found = [], _rows(outcomes)
+    for op, rows in found.items():
+        tables = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes")
+        path = Path(str(tables.__file__))
+        # A key that was tuned anew and needs one row now has no second one any more.
+        kept = {k: row for k, row in tables.TABLE.get(device, {}).items() if not any(_same(k, new) for new in rows)}
+        names = [bucket.name for bucket in tables.BUCKETS]
+        try:
+            source = source_with_rows(path.read_text(encoding="utf-8"), {**kept, **rows}, names, device)
+            path.write_text(source, encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--table: {path} cannot be written: {error.strerror or error}") from None
+        written.append(f"wrote {len(rows)} rows into {path}")
+    return written
+
+
+def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row]]:
+    found: dict[str, dict[Key, Row]] = {}
+    for subject, outcome in outcomes:
+        if rows := outcome.rows(subject.match.op):
+            found.setdefault(subject.match.op, {}).update(rows)
+    return found
+
+
+def _same(key: Key, other: Key) -> bool:
+    """Whether two keys are one but for the objective that they serve."""
+    plain, new = (k[4].removesuffix(LEAST_MEMORY) for k in (key, other))
+    return key[:4] == other[:4] and plain == new

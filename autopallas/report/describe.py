@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopallas.report.records import Site
+from autopallas.tuning.encoding import encoded
 
 __all__ = ["describe"]
 
@@ -41,6 +42,7 @@ def _describe(match: Any, decision: Any) -> Site:
         assumptions=spec.assumptions(),
         spec=_spec(spec, sizes),
         spec_line=str(spec),
+        encoded=encoded(match),
         original=str(match.original),
         replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 __all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Report", "Site", "plain"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -56,6 +56,8 @@ class Site:
     """The site's description: sizes, dtypes, score program, mask."""
     spec_line: str = ""
     """The same on one line."""
+    encoded: Mapping[str, Any] | None = None
+    """The site as data, from which ``autopallas tune --from`` makes it anew; None where it has no such form."""
     original: str = ""
     """The equations that were found, printed."""
     replacement: str = ""

@@ -107,7 +107,8 @@ class Compilation:
       stage: None, or where it failed.  "memory": it exceeds VMEM or the device's memory.  "died": the compiler ended
         the process.  "time": it was not done in time.
       temporary_bytes, argument_bytes, output_bytes: of the device's memory.
-      bytes_accessed: device memory read and written, of kernels as their ``cost_estimate`` has it.
+      bytes_accessed, operations_counted: device memory read and written, and arithmetic; of kernels as their
+        ``cost_estimate`` has them.
       operations: those for which the compiler allocated VMEM or simulated a schedule.
       seconds: what compiling took.
       note: why nothing was simulated, or an empty string.
@@ -120,6 +121,7 @@ class Compilation:
     argument_bytes: int = 0
     output_bytes: int = 0
     bytes_accessed: int = 0
+    operations_counted: int = 0
     operations: tuple[Operation, ...] = ()
     seconds: float = 0.0
     note: str = ""
@@ -146,6 +148,11 @@ class Compilation:
         """The time below which the memory's bandwidth does not let the program come."""
         moved = max(self.bytes_accessed, self.argument_bytes + self.output_bytes)
         return moved / self.generation.bytes_per_second
+
+    @property
+    def bound_seconds(self) -> float:
+        """The time below which neither bandwidth nor arithmetic lets the program come."""
+        return max(self.seconds_of_memory, self.operations_counted / self.generation.operations_per_second)
 
     @property
     def estimated_seconds(self) -> float | None:
@@ -241,8 +248,13 @@ class Compiler:
     simulate: bool = False
     _children: dict[bool, _Child] = field(default_factory=dict)
 
+    @property
+    def target(self) -> Generation:
+        """The generation."""
+        return _generation(self.generation)
+
     def __enter__(self) -> Compiler:
-        self.generation = _generation(self.generation)
+        self.generation = self.target
         if (reason := missing()) is not None:
             raise RuntimeError(reason)
         return self
@@ -256,11 +268,11 @@ class Compiler:
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
         """As :func:`compile_for`."""
-        return self.compile_lowered(lowered_for(function, arguments, self.generation), seconds=seconds)
+        return self.compile_lowered(lowered_for(function, arguments, self.target), seconds=seconds)
 
     def compile_lowered(self, module: bytes, *, seconds: float = 300.0) -> Compilation:
         """Compiles what :func:`lowered_for` gave."""
-        generation = _generation(self.generation)
+        generation = self.target
         note = f"programs for {generation.kind} cannot be simulated" if self.simulate else ""
         begin = time.monotonic()
         if self.simulate and generation.simulates:
@@ -273,7 +285,7 @@ class Compiler:
         return Compilation(**{name: getattr(found, name) for name in _FIELDS if name != "note"}, note=note)
 
     def _asked(self, module: bytes, simulate: bool, seconds: float) -> Compilation:
-        generation = _generation(self.generation)
+        generation = self.target
         if simulate not in self._children:
             self._children[simulate] = _Child(generation.topology, simulate)
         child = self._children[simulate]

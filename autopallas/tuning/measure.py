@@ -7,6 +7,7 @@ and ratios are formed within rounds.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import time
@@ -17,10 +18,14 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
+from autopallas.tuning.device_time import profiled
+
 __all__ = ["Clocks", "Difference", "Failure", "Measurement", "Spread", "Stage", "Timing", "measure"]
 
 Stage: TypeAlias = Literal["lower", "compile", "memory", "run", "compare"]
 Clock: TypeAlias = Literal["wall", "cpu", "device"]
+
+_PROFILED_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,7 @@ def measure(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
     clocks: Clocks | None = None,
+    profile: bool | None = None,
 ) -> Measurement:
     """Times several ways of computing the same thing against each other.
 
@@ -187,6 +193,8 @@ def measure(
       seed: of the order of the runs.
       progress: called with a line of text before each stage.
       clocks: other clocks than this process's own.
+      profile: whether the last rounds are repeated under the profiler, which gives :attr:`Timing.device`; None: on GPUs
+        and TPUs.
 
     Returns:
       The measurement: a :class:`Timing` per candidate, and ratios to the baseline.
@@ -223,6 +231,7 @@ def measure(
     shuffle = random.Random(seed).shuffle
     gc.collect()  # so that it is not the first candidate that pays for what was allocated while compiling
     begin = clocks.wall()
+    done = 0
     for done in range(repetitions):
         if done >= minimum_repetitions and clocks.wall() - begin >= seconds:
             break
@@ -232,7 +241,23 @@ def measure(
         shuffle(order)
         for record in order:
             record.timed_run(arguments, clocks)
+    if jax.default_backend() in ("gpu", "tpu") if profile is None else profile:
+        say("profiling")
+        _profile(order, arguments, min(done + 1, _PROFILED_ROUNDS), shuffle)
     return Measurement({name: record.timing() for name, record in records.items()}, baseline)
+
+
+def _profile(records: Sequence[_Record], arguments: Sequence[Any], rounds: int, shuffle: Callable[[Any], None]) -> None:
+    """Some more rounds, for the time that the device takes."""
+    left = [record for record in records if record.failure is None]
+    order: list[_Record] = []
+    for _ in range(rounds):
+        shuffle(left)
+        order += left
+    found = profiled([functools.partial(record.run, arguments) for record in order]) if order else None
+    for record, seconds in zip(order, found or (), strict=False):
+        if record.failure is None:
+            record.device.append(seconds)
 
 
 @dataclass
@@ -242,6 +267,7 @@ class _Record:
     call: Callable[..., Any] | None = None
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    device: list[float] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
 
@@ -310,7 +336,13 @@ class _Record:
         self.call = None
 
     def timing(self) -> Timing:
-        return Timing(wall=tuple(self.wall), cpu=tuple(self.cpu), failure=self.failure, **self.found)
+        return Timing(
+            wall=tuple(self.wall),
+            cpu=tuple(self.cpu),
+            device=tuple(self.device),
+            failure=self.failure,
+            **self.found,
+        )
 
 
 def _differences(result: Any, reference: Any) -> tuple[Difference, ...]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 
+from autopallas.kernels.implementation import Device
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
 from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 from autopallas.tuning.trial import Trial
 
-__all__ = ["ORIGINAL", "Tried", "free_bytes", "search"]
+__all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "progress", "search"]
 
 ORIGINAL = "original"
 
@@ -46,6 +47,7 @@ class Tried:
       temporary_bytes: as the compiler planned them; None where it was not compiled.
       difference: the greatest from the reference.
       row: what it cost, and the original, where it was in the race.
+      cycles, vmem_bytes: simulated, and by the compiler's account, where it was compiled for a TPU that is not there.
     """
 
     block_sizes: Mapping[str, Any]
@@ -55,6 +57,8 @@ class Tried:
     temporary_bytes: int | None = None
     difference: float | None = None
     row: Row | None = None
+    cycles: int | None = None
+    vmem_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +293,21 @@ def free_bytes() -> int | None:
         return None
 
 
+def candidates_of(match: Any, implementation: str, first: Any, device: Device) -> list[Any]:
+    """The block sizes to try, best guess first: those of the implementation, else those of the operation.
+
+    Args:
+      match: the site.
+      implementation: the implementation's name; its module may have a function ``candidates(spec, device)``.
+      first: block sizes to begin with.
+      device: where it is to run.
+    """
+    module = match.site.operation.implementation(implementation)
+    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+    own = getattr(module, "candidates", None)
+    return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))
+
+
 def search(
     match: Any,
     implementation: str,
@@ -317,13 +336,12 @@ def search(
       The result, with or without block sizes.
     """
     spec = match.spec
-    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
     wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
-    with _progress(match.op) as say:
+    with progress(match.op) as say:
         run = _Search(match, implementation, seconds, clock, say, list(wrong))
         every = [
             sizes
-            for sizes in dict.fromkeys((first, *kind.candidates(spec)))
+            for sizes in candidates_of(match, implementation, first, Device.current())
             if all(sizes.to_dict() != dict(r.block_sizes) for r in wrong)
         ]
         candidates = []
@@ -357,8 +375,8 @@ def search(
     )
 
 
-class _progress:
-    """``with _progress(op) as say``: ``say(text)`` shows one line on a terminal, and nothing anywhere else."""
+class progress:
+    """``with progress(op) as say``: ``say(text)`` shows one line on a terminal, and nothing anywhere else."""
 
     def __init__(self, op: str):
         self.op = op

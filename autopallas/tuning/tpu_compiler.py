@@ -78,12 +78,17 @@ def main(topology: str) -> None:
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for t in module.in_avals]
         done: Any = jax.jit(module.call).lower(*types).compile()
         memory, costs = done.memory_analysis(), done.cost_analysis() or {}
-        accessed = costs.get("bytes accessed", 0.0)
+
+        def counted(name: str) -> int:
+            count = float(costs.get(name, 0.0))
+            return int(count) if math.isfinite(count) and count > 0 else 0
+
         return {
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "argument_bytes": int(memory.argument_size_in_bytes),
             "output_bytes": int(memory.output_size_in_bytes),
-            "bytes_accessed": int(accessed) if math.isfinite(accessed) and accessed > 0 else 0,
+            "bytes_accessed": counted("bytes accessed"),
+            "operations_counted": counted("flops"),
             "operations": operations(done.as_text()),
         }
 

@@ -56,6 +56,19 @@ class Trial:
         return Trial(tuple(match.passes), tuple(arguments))
 
     @staticmethod
+    def abstract(match: Any) -> Trial:
+        """The trial of a match on nothing: shapes and dtypes in the place of inputs, to compile with."""
+
+        def types(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+            return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals]
+
+        arguments = [
+            (types(part.original.in_avals), types(part.original.out_avals) if part.backwards else [])
+            for part in match.passes
+        ]
+        return Trial(tuple(match.passes), tuple(arguments))
+
+    @staticmethod
     def bytes_needed(match: Any) -> int:
         """What the inputs and results of all passes take."""
         types = [t for part in match.passes for t in (*part.original.in_avals, *part.original.out_avals)]

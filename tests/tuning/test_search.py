@@ -70,7 +70,11 @@ def timings(monkeypatch):
     def measure(candidates, *arguments, **options):
         if ORIGINAL not in candidates:
             return genuine(candidates, *arguments, **options)
-        found = {name: Timing(wall=given.get(name, (1.0, 1.0, 1.0)), temporary_bytes=64) for name in candidates}
+        bytes_of = given.get("bytes", {})
+        found = {
+            name: Timing(wall=given.get(name, (1.0, 1.0, 1.0)), temporary_bytes=bytes_of.get(name, 64))
+            for name in candidates
+        }
         return Measurement(found, ORIGINAL)
 
     monkeypatch.setattr(module, "measure", measure)
@@ -100,6 +104,50 @@ def test_the_fastest_and_steadiest_candidate_is_chosen(timings):
     entry = searched(match_of(attend, *qkv()))
     assert entry.sizes_for(BlockSizes) == CANDIDATES[1]
     assert entry.row.original_us / entry.row.kernel_us == pytest.approx(4.0, rel=1e-3)
+
+
+def test_one_result_serves_both_objectives(timings, user_cache):
+    """The fastest, and the one of least memory that is not too slow, are kept; each objective gets its own."""
+    fast, lean, slow = map(str, CANDIDATES)
+    timings |= {fast: (1.0,) * 3, lean: (2.5,) * 3, slow: (2.7,) * 3, ORIGINAL: (2.0,) * 3}
+    timings["bytes"] = {fast: 900, lean: 300, slow: 100, ORIGINAL: 1000}
+    match = match_of(attend, *qkv())
+    entry = searched(match)
+    assert entry.serving("time").sizes_for(BlockSizes) == CANDIDATES[0]
+    assert entry.serving("memory").sizes_for(BlockSizes) == CANDIDATES[1], "1.35 times as slow is too slow"
+    assert entry.serving("memory").row.kernel_bytes == 300
+    user_cache.put(entry)
+    for objective, wanted in (("time", CANDIDATES[0]), ("memory", CANDIDATES[1])):
+        optimized = autopallas.optimize(attend, objective=objective, strict=True)
+        optimized.lower(*qkv())
+        (site,) = optimized.report().sites
+        assert (site.verdict, site.block_sizes_from, site.block_sizes) == ("applied", "cache", wanted.to_dict())
+
+
+def test_the_candidate_of_least_memory_is_in_the_race_though_others_are_faster(monkeypatch):
+    monkeypatch.setattr(module, "_FINALISTS", 1)
+    works = {
+        CANDIDATES[0]: module._Works(None, 1.0, 900),
+        CANDIDATES[1]: module._Works(None, 1.2, 300),
+        CANDIDATES[2]: module._Works(None, 9.0, 100),
+    }
+    search = module._Search(match_of(attend, *qkv()), "xla", 1e3, lambda: 0.0, print)
+    assert search._finalists(works, original_seconds=1.0) == CANDIDATES[:2]
+
+
+def test_every_candidate_is_told_how_far_it_came(monkeypatch, timings):
+    planted(monkeypatch, "forward", {CANDIDATES[0]: fails_at_lowering})
+    estimate = BlockSizes.temporary_bytes
+    monkeypatch.setattr(
+        BlockSizes, "temporary_bytes", lambda self, *a: 2**60 if self == CANDIDATES[1] else estimate(self, *a)
+    )
+    told = []
+    searched(match_of(attend, *qkv()), observe=told.extend)
+    assert [dict(one.block_sizes) for one in told] == [sizes.to_dict() for sizes in CANDIDATES]
+    assert [one.stage for one in told] == ["lower", "memory", ""]
+    assert "no such layout" in told[0].error
+    assert told[2].row is not None
+    assert told[2].difference < 1e-2
 
 
 @pytest.mark.parametrize(

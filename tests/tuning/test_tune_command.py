@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import runpy
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,21 @@ from places import attend_all
 import autopallas
 from autopallas.cli import CommandError, main
 from autopallas.cli.program import function_of, shapes_of
+from autopallas.kernels.attention import attention, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.tuning.search import _Search
+from autopallas.kernels.implementation import Device
+from autopallas.tuning import offline
+from autopallas.tuning.cache import Cache
+from autopallas.tuning.direct import recorded
+from autopallas.tuning.entry import Entry
+from autopallas.tuning.key import key_of
+from autopallas.tuning.search import Tried, _Search
+from autopallas.tuning.table import Row
 
 SHAPES = "f16[150,64], f16[150,64], f16[150,64]"
+
+
+ATTENTION = "f16[1,40,2,16], f16[1,40,2,16], f16[1,40,2,16]"
 
 
 def two(query, key, value):
@@ -83,7 +97,11 @@ def test_a_program_without_sites_has_another_status(capsys):
 @pytest.mark.parametrize(
     ("program", "shapes", "reason"),
     [
-        ("no_colon", SHAPES, "MODULE:FUNCTION"),
+        ("no_colon", SHAPES, "no operation (attention, "),
+        ("attention", SHAPES, "query [B, T, N, D]"),
+        ("attention", "f32[1,8,2,4],f32[1,8,2,4],f32[1,9,2,4]", "must be alike"),
+        ("grouped_matmul", "f32[8,4],f32[2,5,4]", "agree in inner size"),
+        ("cross_entropy", "f32[8,4],f32[4,9],i32[7]", "i32[8]"),
         ("no_such_module:f", SHAPES, "no module no_such_module"),
         (f"{__name__}:absent", SHAPES, "has no absent"),
         (f"{__name__}:SHAPES", SHAPES, "not a function"),
@@ -99,9 +117,152 @@ def test_bad_input_is_told_in_one_line(capsys, program, shapes, reason):
     assert reason in refused(capsys, program, "--shapes", shapes)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "name an operation"),
+        (["attention", "--from", "report.json"], "one of them"),
+        ([f"{__name__}:two"], "needs its arguments"),
+        ([f"{__name__}:two", "--shapes", SHAPES, "--variant", "causal"], "--variant is of operations"),
+        (["attention", "--variant", "diagonal"], "full, causal, window"),
+        (["attention", "--filter", "T7"], "no case of attention's grid"),
+        (["attention", "--shapes", ATTENTION, "--filter", "T256"], "--filter is of the grid"),
+        (["--from", "no/such/report.json"], "No such file"),
+        (["--from", "report.json", "--shapes", SHAPES], "takes no --shapes"),
+        (["attention", "--target", "h100"], "this machine has cpu, not h100"),
+        (["attention", "--target", "gpu"], "only TPUs can be tuned for"),
+        (["attention", "--target", "tpu-v1"], "invalid choice: 'tpu-v1'"),
+        (["attention", "--objective", "beauty"], "invalid choice: 'beauty'"),
+    ],
+)
+def test_what_does_not_go_together_is_told_in_one_line(capsys, arguments, reason):
+    assert reason in refused(capsys, *arguments)
+
+
 @pytest.mark.parametrize("budget", ["0", "-1", "nan", "soon"])
 def test_a_bad_budget_is_told_in_one_line(capsys, budget):
     assert "--budget" in refused(capsys, f"{__name__}:two", "--shapes", SHAPES, "--budget", budget)
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_is_tuned_in_both_directions_and_its_function_finds_the_results(capsys, tmp_path):
+    arguments = ("attention", "--shapes", ATTENTION, "--variant", "causal", "--output", str(tmp_path / "raw"))
+    results = json.loads(run(capsys, *arguments, "--json"))
+    assert [(r["direction"], r["implementation"], r["evidence"]) for r in results] == [
+        ("forward", "xla", "measured"),
+        ("forward+backward", "xla", "measured"),
+    ]
+    assert len(list(Cache.current().entries())) == 4, "for programs, and for calls of attention"
+    x = jnp.zeros((1, 40, 2, 16), jnp.float16)
+    with recorded() as calls:
+        jax.eval_shape(lambda x: attention(x, x, x, is_causal=True), x)
+    for call, name in calls:
+        assert Cache.current().get(key_of(call, name, Device.current())) is not None
+
+    rows = json.loads((tmp_path / "raw" / "results.json").read_text())
+    with open(tmp_path / "raw" / "results.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(rows) >= 2
+    assert {row["outcome"] for row in rows} == {"raced"}
+    for row, line in zip(rows, table, strict=True):
+        assert json.loads(line["block_sizes"]) == row["block_sizes"]
+        assert float(line["kernel_us"]) == row["kernel_us"] > 0
+        assert (row["device"], row["dtype"], row["bucket"], row["invariants"]) == ("cpu", "float16", "T256", "causal")
+
+
+def test_a_failure_is_among_the_raw_results(capsys, tmp_path, monkeypatch):
+    def broken(spec, block_sizes, *operands):
+        raise NotImplementedError("no such layout")
+
+    monkeypatch.setattr(xla, "forward", broken)
+    arguments = ("attention", "--shapes", ATTENTION, "--direction", "forward", "--output", str(tmp_path))
+    assert "nothing was found: xla: none of" in run(capsys, *arguments)
+    (row,) = json.loads((tmp_path / "results.json").read_text())
+    assert (row["outcome"], row["best_for"], row["kernel_us"]) == ("lower", "", None)
+    assert "no such layout" in row["error"]
+
+
+@pytest.fixture
+def no_search(monkeypatch):
+    """Searches that find what they are told at once; what was searched for."""
+    begun = []
+
+    def search(match, implementation, key, first, seconds, known=None, observe=None):
+        begun.append((str(match.spec), seconds))
+        sizes = first.to_dict()
+        fast, lean = (Row(sizes | {"query_block": n}, n, 99.0, n, 999, "measured", "2026-11-21", "jax") for n in (8, 4))
+        observe([Tried(fast.block_sizes, row=fast), Tried(lean.block_sizes, row=lean)])
+        return Entry(key.description, "tuned", fast.block_sizes, fast, "", (), seconds, lean)
+
+    monkeypatch.setattr(offline, "search", search)
+    return begun
+
+
+def test_without_shapes_the_tables_grid_is_tuned(capsys, no_search):
+    arguments = ("attention", "--filter", "T256 causal", "--filter", "T1024 full", "--budget", "7", "--json")
+    results = json.loads(run(capsys, *arguments))
+    assert len(results) == 8, "two places, each in two dtypes and two directions"
+    assert {seconds for _, seconds in no_search} == {7.0}
+    assert {r["location"].split()[3] for r in results} == {"causal", "full"}
+
+
+def test_the_objective_is_shown_and_both_are_kept(capsys, no_search):
+    arguments = ("attention", "--shapes", ATTENTION, "--direction", "forward", "--json")
+    (time,) = json.loads(run(capsys, *arguments))
+    (memory,) = json.loads(run(capsys, *arguments, "--objective", "memory"))
+    assert (time["block_sizes"]["query_block"], memory["block_sizes"]["query_block"]) == (8, 4)
+    assert (time["searched"], memory["searched"]) == (True, False)
+
+
+def test_the_table_is_written_with_the_rows_that_were_found(capsys, no_search, tmp_path, monkeypatch):
+    copy = tmp_path / "tuned_block_sizes.py"
+    copy.write_text(Path(tuned_block_sizes.__file__).read_text())
+    monkeypatch.setattr(tuned_block_sizes, "__file__", str(copy))
+    arguments = ("attention", "--filter", "T256 causal float32", "--direction", "forward")
+    assert "wrote 2 rows" in run(capsys, *arguments, "--table")
+    written = runpy.run_path(str(copy))["TABLE"]["cpu"]
+    key = ("xla", "forward", "float32", "T256", "causal")
+    assert written[key].block_sizes.query_block == 8
+    assert written[(*key[:4], "causal, least memory")].block_sizes.query_block == 4
+    others = {k: str(row) for k, row in written.items() if k[:4] != key[:4] or not k[4].startswith("causal")}
+    assert others == {k: str(row) for k, row in tuned_block_sizes.TABLE["cpu"].items() if k != key}
+
+
+# --- saved reports ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["one report", "a list of them"])
+def test_every_site_of_a_saved_report_is_tuned_for_the_program(capsys, tmp_path, listed):
+    operands = (jnp.zeros((150, 64), jnp.float16),) * 3
+    text = autopallas.explain(two, *operands).to_json()
+    file = tmp_path / "report.json"
+    file.write_text(f"[{text}]" if listed else text)
+    results = json.loads(run(capsys, "--from", str(file), "--json"))
+    assert [(r["op"], r["implementation"], r["searched"]) for r in results] == [("attention", "xla", True)] * 2
+    assert "places.py" in results[0]["location"]
+    program = autopallas.optimize(two, autotune=True, strict=True)
+    program.lower(*operands)
+    assert program.report().tuning == {"searches": 0, "cache_hits": 1}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]x", '{"schema_version": 99}', '{"sites": 3}', "[" * 100_000, "\x00"])
+def test_a_file_that_is_no_report_is_told_in_one_line(capsys, tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    assert "is no report" in refused(capsys, "--from", str(tmp_path / "report.json"))
+
+
+def test_a_site_that_cannot_be_made_anew_is_told(capsys, tmp_path):
+    report = json.loads(autopallas.explain(attend_all, *(jnp.zeros((150, 64)),) * 3).to_json())
+    report["sites"][0]["encoded"]["passes"][0]["site"]["is"] = "Popen"
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    shown = refused(capsys, "--from", str(tmp_path / "report.json"))
+    assert "none of its 1 sites can be made anew" in shown
+    assert "nothing in a site is called 'Popen'" in shown
+
+
+# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def test_shapes_are_read_as_they_are_written_in_jaxprs():

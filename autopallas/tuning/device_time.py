@@ -1,0 +1,90 @@
+"""How long a device was busy with each of several runs, by JAX's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+__all__ = ["busy_seconds", "profiled"]
+
+_NAME = "autopallas run "
+_DEVICES = ("/device:GPU", "/device:TPU")
+
+
+def profiled(runs: Sequence[Callable[[], Any]]) -> list[float] | None:
+    """Runs functions one after the other under the profiler.
+
+    Args:
+      runs: each waits for its result.
+
+    Returns:
+      The seconds that the device was busy with each; None where the profiler does not say: on a CPU, or while somebody
+      else profiles.  The functions have been run in any case.
+    """
+    with tempfile.TemporaryDirectory(prefix="autopallas-", ignore_cleanup_errors=True) as folder:
+        try:
+            jax.profiler.start_trace(folder)
+        except Exception:  # one profile at a time
+            _run(runs)
+            return None
+        try:
+            _run(runs)
+        finally:
+            with contextlib.suppress(Exception):
+                jax.profiler.stop_trace()
+        try:
+            (file,) = Path(folder).glob("**/*.xplane.pb")
+            return busy_seconds(jax.profiler.ProfileData.from_file(str(file)).planes, len(runs))
+        except Exception:
+            return None
+
+
+def _run(runs: Sequence[Callable[[], Any]]) -> None:
+    for number, run in enumerate(runs):
+        with jax.profiler.TraceAnnotation(f"{_NAME}{number}"):
+            run()
+
+
+def busy_seconds(planes: Iterable[Any], count: int) -> list[float] | None:
+    """The seconds that the device was busy with each run: overlapping events count once.
+
+    Args:
+      planes: of a profile, which have a name and lines of events, with ``start_ns`` and ``duration_ns``.
+      count: of runs.
+
+    Returns:
+      One for each run; None unless the device was seen to be busy with every one.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    events: list[tuple[float, float]] = []
+    for plane in planes:
+        lines = list(plane.lines)
+        if plane.name.startswith(_DEVICES):
+            modules = [line for line in lines if line.name == "XLA Modules"]
+            streams = [line for line in lines if line.name.startswith("Stream")]
+            events += [_span(event) for line in (modules or streams) for event in line.events]
+        else:
+            named = (event for line in lines for event in line.events if event.name.startswith(_NAME))
+            spans |= {event.name: _span(event) for event in named}
+    events.sort()
+    found = []
+    for number in range(count):
+        if (span := spans.get(f"{_NAME}{number}")) is None:
+            return None
+        begin, end = span
+        busy, until = 0.0, begin
+        for start, stop in events:
+            if begin <= start < end:
+                busy += max(stop - max(start, until), 0.0)
+                until = max(until, stop)
+        found.append(busy * 1e-9)
+    return found if found and all(found) else None
+
+
+def _span(event: Any) -> tuple[float, float]:
+    return float(event.start_ns), float(event.start_ns + event.duration_ns)

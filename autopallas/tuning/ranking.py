@@ -1,0 +1,122 @@
+"""The candidates for a site's block sizes on a TPU that is not there: compiled ahead of time, ranked by simulation."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from autopallas.tuning.ahead_of_time import Compilation, Compiler
+from autopallas.tuning.search import Tried, candidates_of
+from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
+from autopallas.tuning.trial import Trial
+
+__all__ = ["Ranking", "ranked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is known of a site's candidates without running them.
+
+    Attributes:
+      time: the row of the one that is fastest by simulation, with block sizes by name; None: none compiles.
+      memory: that of the one of least memory at a bounded slow-down, where it is another one.
+      tried: how far each came.
+      reason: why there is no row.
+    """
+
+    time: Row | None
+    memory: Row | None
+    tried: tuple[Tried, ...]
+    reason: str = ""
+
+
+def ranked(
+    match: Any, implementation: str, first: Any, compiler: Compiler, seconds: float, say: Callable[[str], None]
+) -> Ranking:
+    """Compiles the original and every candidate, and ranks those that compile.
+
+    A candidate is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Where
+    the generation cannot be simulated, what remains is a bound from arithmetic and traffic: candidates are then in the
+    order in which the operation offers them, and the evidence is "estimated".
+
+    Args:
+      match: the site.
+      implementation: the implementation's name.
+      first: block sizes to begin with.
+      compiler: for the generation; it simulates where it can.
+      seconds: the budget; no candidate is begun after it.
+      say: told what is being done.
+    """
+    begin = time.monotonic()
+    trial = Trial.abstract(match)
+    say("the original")
+    original, reason = _compiled(compiler, trial.original(), trial, seconds)
+    if original is None or original.failure is not None:
+        return Ranking(None, None, (), f"the original cannot be compiled: {reason or _first_line(original)}")
+    tried: list[Tried] = []
+    candidates = candidates_of(match, implementation, first, compiler.target.device)
+    for number, sizes in enumerate(candidates, 1):
+        left = begin + seconds - time.monotonic()
+        if left <= 0:
+            tried.append(Tried(sizes.to_dict(), "budget", f"the budget of {seconds:g} seconds was used up"))
+            continue
+        say(f"candidate {number} of {len(candidates)}")
+        found, reason = _compiled(compiler, trial.kernel(implementation, sizes), trial, left)
+        tried.append(_tried(sizes, found, reason, original))
+    rows = [one.row for one in tried if one.row is not None]
+    if not rows:
+        reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
+        return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
+    simulated = [row for row in rows if row.evidence == "simulated"]
+    fastest = min(simulated, key=lambda row: row.kernel_us) if simulated else rows[0]
+    bearable = [r for r in rows if r.evidence == fastest.evidence and r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
+    least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
+    return Ranking(fastest, least if least.kernel_bytes < fastest.kernel_bytes else None, tuple(tried))
+
+
+def _compiled(
+    compiler: Compiler, function: Callable[..., Any], trial: Trial, seconds: float
+) -> tuple[Compilation | None, str]:
+    try:
+        return compiler.compile(function, trial.arguments, seconds=seconds), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _first_line(compilation: Compilation | None) -> str:
+    return "" if compilation is None else str(compilation.failure).strip().split("\n")[0]
+
+
+def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compilation) -> Tried:
+    if found is None:
+        return Tried(sizes.to_dict(), "lower", reason)
+    if found.failure is not None:
+        return Tried(sizes.to_dict(), found.stage or "compile", found.failure)
+    own, base = found.estimated_seconds, original.estimated_seconds
+    simulated = own is not None and base is not None
+    if own is None or base is None:
+        own, base = found.bound_seconds, original.bound_seconds
+    row = Row(
+        block_sizes=sizes.to_dict(),
+        kernel_us=float(f"{max(own, 1e-9) * 1e6:.4g}"),
+        original_us=float(f"{max(base, 1e-9) * 1e6:.4g}"),
+        kernel_bytes=found.temporary_bytes,
+        original_bytes=original.temporary_bytes,
+        evidence="simulated" if simulated else "estimated",
+        date=datetime.date.today().isoformat(),
+        versions=f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
+    )
+    return Tried(
+        sizes.to_dict(),
+        error=found.note,
+        temporary_bytes=found.temporary_bytes,
+        row=row,
+        cycles=found.cycles,
+        vmem_bytes=found.vmem_bytes,
+    )
