@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +22,9 @@ HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 
 T = TypeVar("T")
 
+_ANY_TPU = "TPU v4"
+"""What Mosaic lowers for the oldest supported generation runs on the later ones."""
+
 _target = compat.trace_context(None)
 """The device that code is being lowered for, where it is not this process's."""
 
@@ -35,8 +38,13 @@ class Device:
 
     @staticmethod
     def current() -> Device:
-        """The device that is compiled for: that of an enclosing ``with device.targeted()``, else the default one."""
-        return _target.value or Device.of(jax.devices()[0])
+        """The device that is compiled for: that of an enclosing ``with device.targeted()``, else that of JAX's mesh,
+        else the default one."""
+        if _target.value is not None:
+            target: Device = _target.value
+            return target
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return Device.of(device or jax.devices()[0])
 
     @staticmethod
     def of(device: Any) -> Device:
@@ -47,6 +55,17 @@ class Device:
         """A context in which code is traced and lowered for this device, whatever this process runs on."""
         context: AbstractContextManager[None] = _target(self)
         return context
+
+    @contextmanager
+    def lowered(self) -> Iterator[None]:
+        """The same for what is traced and lowered at once: JAX's own rules are told the device too."""
+        with ExitStack() as contexts:
+            contexts.enter_context(self.targeted())
+            if self.platform == "tpu" and jax.default_backend() != "tpu":
+                device = jax.sharding.AbstractDevice(self.kind or _ANY_TPU, 1, "tpu")
+                mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+                contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            yield
 
 
 @dataclass(frozen=True, slots=True)

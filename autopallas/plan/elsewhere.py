@@ -109,7 +109,7 @@ def _lowering_problem(function: Callable[..., Any], device: Device, types: Seque
     """Why a kernel cannot be lowered for a device, or None.  Tried on its own: half a lowering cannot be taken back."""
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     try:
-        with device.targeted(), settled():
+        with device.lowered(), settled():
             jax.jit(function).trace(*types).lower(lowering_platforms=(platform,))
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -139,7 +139,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             runs = decision.verdict == "applied" and decision.platform == ours
             if runs:  # kernels mix operands and constants, and know of no mesh
                 context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
-            with device.targeted(), settled():
+            with device.lowered(), settled():
                 return rule(context, *operands, decision=decision, runs=runs, **params)
 
         mlir.register_lowering(primitive, lowering, platform=platform)

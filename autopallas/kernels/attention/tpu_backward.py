@@ -46,6 +46,7 @@ from autopallas.kernels.attention.tpu_operands import (
     side_block,
     side_operand,
     stored,
+    widened,
     with_rows,
     within,
     without_rows,
@@ -75,9 +76,10 @@ def backward(
     """Gradients of the forward's first result; see ``pallas_tpu.backward``."""
     shape = geometry(spec, block_sizes)
     shift, factor = _normalizers(spec, block_sizes, query, key, sides, sink, logsumexp)
-    delta = jnp.sum(dout.astype(F32) * out.astype(F32), axis=-1) * factor
-    every = (True,) * 5
-    operands = _operands(shape, query, key, value, sides, dout, shift, factor, delta)
+    # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
+    scaled = dout.astype(F32) * factor[..., None]
+    delta = jnp.sum(scaled * out.astype(F32), axis=-1)
+    operands = _operands(shape, query, key, value, sides, scaled.astype(dout.dtype), shift, delta)
 
     dq_block = rows_block(shape, spec.head_size, query.dtype)
     (dquery,) = _call(shape, "query", ("B", "K", "G"), "row", operands, [_Output("query", dq_block)])
@@ -93,7 +95,7 @@ def backward(
         weight = jnp.exp(sink.astype(F32) - shift[..., None])
         summed = tuple(axis for axis, varies in enumerate(spec.sink) if not varies)
         dsink = jnp.sum(-weight * delta[..., None], axis=summed, keepdims=True).astype(sink.dtype)
-    return without_rows(shape, dquery, every), dkey, dvalue, tuple(dsides), dsink
+    return without_rows(shape, dquery), dkey, dvalue, tuple(dsides), dsink
 
 
 def _normalizers(
@@ -130,7 +132,6 @@ def _operands(
     sides: Sequence[Array],
     dout: Array,
     shift: Array,
-    factor: Array,
     delta: Array,
 ) -> list[tuple[Block, Array]]:
     """What every kernel of the backward reads."""
@@ -141,7 +142,7 @@ def _operands(
         (columns_block(shape, spec.head_size, key.dtype), key),
         (columns_block(shape, spec.value_head_size, value.dtype), value),
         (rows_block(shape, spec.value_head_size, dout.dtype), with_rows(shape, dout, every)),
-        *((numbers, per_row(shape, with_rows(shape, x, every))) for x in (shift, factor, delta)),
+        *((numbers, per_row(shape, with_rows(shape, x, every))) for x in (shift, delta)),
         *((side_block(shape, s, stored(s)), side_operand(shape, s, x)) for s, x in zip(spec.sides, sides, strict=True)),
     ]
 
@@ -182,20 +183,38 @@ def _call(
 ) -> Sequence[Array]:
     grid = Grid.of(shape, outer, group)
     chosen = [o.of for o in outputs]
+    flipped = chosen == ["key", "value"]
+    # The numbers of a block of rows are turned once, where all its tiles follow each other.
+    turned_once = chosen == ["query"]
+    turned = [pltpu.VMEM((shape.query_block, tpu.LANES), F32)] * (2 if turned_once else 0)
 
     def kernel(*refs: Any) -> None:
         tables, refs = refs[: 3 * (grid.tables is not None)], refs[3 * (grid.tables is not None) :]
         place = grid.place([pl.program_id(n) for n in range(len(grid.dimensions))], tables)
         given, refs = refs[: len(operands)], refs[len(operands) :]
-        results, accumulators = refs[: len(outputs)], refs[len(outputs) :]
+        results, refs = refs[: len(outputs)], refs[len(outputs) :]
+        accumulators, columns = refs[: len(outputs)], refs[len(outputs) :]
 
         @when(place.first)
         def _() -> None:
             for ref in accumulators:
                 ref[...] = jnp.zeros(ref.shape, F32)
+            for ref, rows in zip(columns, given[4:6], strict=False):
+                ref[...] = as_column(rows[...], shape.query_block)
+
+        def numbers(ref: Any, position: int) -> Array:
+            """The numbers per row as they are combined with a tile."""
+            if flipped:
+                row: Array = ref[...]
+                return row[:, : shape.query_block]
+            column = columns[position][...] if columns else as_column(ref[...], shape.query_block)
+            return widened(column, shape.key_block)
 
         def tile(programs: TilePrograms, general: bool) -> None:
-            found = _contributions(shape, programs, place, general, given, chosen)
+            shift, delta = (numbers(ref, n) for n, ref in enumerate(given[4:6]))
+            tile = _GradientTile(shape, programs, place, general, flipped, shift, delta)
+            blocks = [ref[...] for ref in (*given[:4], *given[6:])]
+            found = tile.contributions(blocks[:4], blocks[4:], chosen)
             for ref, contribution in zip(accumulators, found, strict=True):
                 ref[...] += contribution
 
@@ -205,7 +224,8 @@ def _call(
         def _() -> None:
             for output, ref, accumulator in zip(outputs, results, accumulators, strict=True):
                 total = accumulator[...]
-                total = as_row(total, shape.row_lanes) if output.transposed else total
+                if output.transposed:
+                    total = as_row(jnp.broadcast_to(total, (shape.query_block, tpu.LANES)), shape.row_lanes)
                 ref[...] = total.astype(ref.dtype)
 
     types = [jax.ShapeDtypeStruct(b.tile, b.dtype) for b, _ in operands[:4]]
@@ -218,7 +238,7 @@ def _call(
         in_specs=[b.spec(grid) for b, _ in operands],
         out_specs=[o.block.spec(grid) for o in outputs],
         out_shape=[o.block.type for o in outputs],
-        scratch_shapes=[pltpu.VMEM(o.accumulator(shape), F32) for o in outputs],
+        scratch_shapes=[*(pltpu.VMEM(o.accumulator(shape), F32) for o in outputs), *turned],
         cost=tpu.cost_of(
             lambda q, k, v, do: _priced(q, k, v, do, chosen),
             *types,
@@ -239,92 +259,114 @@ def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]
     return [parts[c]() if isinstance(c, str) else jnp.sum(ds) for c in chosen]
 
 
-def _contributions(
-    shape: Geometry,
-    programs: TilePrograms,
-    place: Place,
-    general: bool,
-    given: Sequence[Any],
-    chosen: Sequence[str | int],
-) -> list[Array]:
-    """What one tile adds to each of the chosen gradients.
+@dataclass(frozen=True, slots=True, eq=False)
+class _GradientTile:
+    """One tile of the backward.
 
-    With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v, and for any weights, with or without a sink,
-    dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
+    Attributes:
+      shape, programs, place: of the tile.
+      general: whether it may have rows or columns that do not exist.
+      flipped: whether its axes are columns and rows, as the gradients of keys and values want it.
+      shift, delta: numbers per row that broadcast against the tile.
     """
-    spec = shape.spec
-    q, k, v, do = (ref[...] for ref in given[:4])
-    shift, factor, delta = (as_column(ref[...], shape.query_block) for ref in given[4:7])
-    here = sides_at(shape, place, [ref[...] for ref in given[7:]])
-    valid = _valid(shape, place) if general else None
-    if valid is not None:
-        columns = valid_columns(shape, place, 0)
-        k, v = kept_rows(columns, k), kept_rows(columns, v)
-        rows = _valid_rows(shape, place)
-        q, do = kept_rows(rows, q), kept_rows(rows, do)
-    # Everything below is linear in the cotangent, so that the factor of P goes there, where it costs least.
-    do = (do * factor).astype(do.dtype)
 
-    numbers = [c for c in chosen if isinstance(c, int)]
-    tile_shape = (shape.query_block, shape.key_block)
-    varied = tuple(jnp.broadcast_to(here.sides[n], tile_shape) for n in numbers)
+    shape: Geometry
+    programs: TilePrograms
+    place: Place
+    general: bool
+    flipped: bool
+    shift: Array
+    delta: Array
 
-    def with_varied(varied: tuple[Array, ...]) -> Tile:
-        sides = list(here.sides)
-        for n, x in zip(numbers, varied, strict=True):
-            sides[n] = x
-        return here._replace(sides=tuple(sides))
+    def contributions(
+        self, operands: Sequence[Array], sides: Sequence[Array], chosen: Sequence[str | int]
+    ) -> list[Array]:
+        """What the tile adds to each of the chosen gradients.
 
-    def weighting(weights: tuple[Weight, ...]) -> Any:
-        return lambda p, varied: weighted(weights, p, with_varied(varied))
+        With P = e / sum, c = dout v^T and the outer weights w: out = (P w) v, and for any weights, with or without a
+        sink, dx = P (w c - delta) where delta = sum_S P w c = rowsum(dout * out).
+        """
+        shape, spec, programs = self.shape, self.shape.spec, self.programs
+        here = sides_at(shape, self.place, sides, self.flipped)
+        q, k, v, do = self._existing_operands(operands)
+        numbers = [c for c in chosen if isinstance(c, int)]
+        tile_shape = (shape.key_block, shape.query_block) if self.flipped else (shape.query_block, shape.key_block)
+        varied = tuple(jnp.broadcast_to(here.sides[n], tile_shape) for n in numbers)
 
-    def from_score(score: Array, varied: tuple[Array, ...]) -> Array:
-        return logits(spec, programs, score, with_varied(varied))
+        def with_varied(varied: tuple[Array, ...]) -> Tile:
+            sides = list(here.sides)
+            for n, x in zip(numbers, varied, strict=True):
+                sides[n] = x
+            return here._replace(sides=tuple(sides))
 
-    def existing(x: Array) -> Array:
-        return x if valid is None else jnp.where(valid, x, jnp.zeros_like(x))
+        def weighting(weights: tuple[Weight, ...]) -> Any:
+            return lambda p, varied: weighted(weights, p, with_varied(varied))
 
-    score = contract(q, k, (1, 1), spec.score_precision).astype(spec.score_dtype)
-    x, pull_score = jax.vjp(from_score, score, varied)
-    e = existing(jnp.exp(x - shift))
-    p_normal, pull_inner = jax.vjp(weighting(programs.inner_weights), e, varied)
-    p, pull_outer = jax.vjp(weighting(programs.weights), existing(p_normal), varied)
-    found: dict[str | int, Array] = {}
-    if "value" in chosen:
-        found["value"] = contract(narrow(existing(p), do, False), do, (0, 0), spec.value_precision)
-    if chosen == ["value"]:
-        return [found["value"]]
-    dp_normal, outer_sides = pull_outer(contract(do, v, (1, 1), spec.value_precision))
-    # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
-    if programs.inner_weights:
-        de, inner_sides = pull_inner(dp_normal - delta)
-        dx = e * de
-    else:
-        dx, inner_sides = p_normal * (dp_normal - delta), None
-    dscore, score_sides = pull_score(existing(dx).astype(x.dtype))
-    dscore = existing(dscore)
-    if "query" in chosen:
-        found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision)
-    if "key" in chosen:
-        found["key"] = contract(narrow(dscore, q, False), q, (0, 0), spec.score_precision)
-    for position, n in enumerate(numbers):
-        parts = [part[position].astype(F32) for part in (score_sides, inner_sides, outer_sides) if part is not None]
-        total = existing(sum(parts[1:], parts[0]))
-        *_, t, s = merged(shape, spec.sides[n].varies)
-        total = total if s else jnp.sum(total, axis=1, keepdims=True)
-        found[n] = total if t else jnp.sum(total, axis=0, keepdims=True)
-    return [found[c] for c in chosen]
+        def from_score(score: Array, varied: tuple[Array, ...]) -> Array:
+            return logits(spec, programs, score, with_varied(varied))
 
+        score = self._product(q, k, spec.score_precision).astype(spec.score_dtype)
+        x, pull_score = jax.vjp(from_score, score, varied)
+        e = self._existing(jnp.exp(x - self.shift))
+        p_normal, pull_inner = jax.vjp(weighting(programs.inner_weights), e, varied)
+        p_normal = self._existing(p_normal) if programs.inner_weights else p_normal
+        p, pull_outer = jax.vjp(weighting(programs.weights), p_normal, varied)
+        found: dict[str | int, Array] = {}
+        if "value" in chosen:
+            p = self._existing(p) if programs.weights else p
+            found["value"] = self._summed_over_rows(p, do, spec.value_precision)
+        dp_normal, outer_sides = pull_outer(self._product(do, v, spec.value_precision))
+        # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
+        if programs.inner_weights:
+            de, inner_sides = pull_inner(dp_normal - self.delta)
+            dx = e * de
+        else:
+            dx, inner_sides = p_normal * (dp_normal - self.delta), None
+        dscore, score_sides = pull_score(self._existing(dx).astype(x.dtype))
+        dscore = self._existing(dscore)
+        if "query" in chosen:
+            found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision)
+        if "key" in chosen:
+            found["key"] = self._summed_over_rows(dscore, q, spec.score_precision)
+        for position, n in enumerate(numbers):
+            parts = [part[position].astype(F32) for part in (score_sides, inner_sides, outer_sides) if part is not None]
+            total = self._existing(sum(parts[1:], parts[0]))
+            *_, t, s = merged(shape, spec.sides[n].varies)
+            total = total if s else jnp.sum(total, axis=1, keepdims=True)
+            found[n] = total if t else jnp.sum(total, axis=0, keepdims=True)
+        return [found[c] for c in chosen]
 
-def _valid_rows(shape: Geometry, place: Place) -> Array | None:
-    if not shape.ragged_rows:
-        return None
-    return within(place.row * shape.query_block, shape.query_block, shape.rows, 0)
+    # ------------------------------------------------------------------ dots, as the tile lies
 
+    def _product(self, rows: Array, columns: Array, precision: str | None) -> Array:
+        """[bq, d] and [bk, d] to the tile."""
+        return (
+            contract(columns, rows, (1, 1), precision) if self.flipped else contract(rows, columns, (1, 1), precision)
+        )
 
-def _valid(shape: Geometry, place: Place) -> Array | None:
-    """Which elements of a tile exist; None where all do."""
-    rows, columns = _valid_rows(shape, place), valid_columns(shape, place, 1)
-    if rows is None or columns is None:
-        return columns if rows is None else rows
-    return rows & columns
+    def _summed_over_rows(self, tile: Array, rows: Array, precision: str | None) -> Array:
+        """The tile and [bq, d] to [bk, d]."""
+        return contract(narrow(tile, rows, False), rows, (1 if self.flipped else 0, 0), precision)
+
+    # ------------------------------------------------------------------ what does not exist
+
+    def _rows_exist(self, axis: int) -> Array | None:
+        shape = self.shape
+        if not self.general or not shape.ragged_rows:
+            return None
+        return within(self.place.row * shape.query_block, shape.query_block, shape.rows, axis)
+
+    def _columns_exist(self, axis: int) -> Array | None:
+        return valid_columns(self.shape, self.place, axis) if self.general else None
+
+    def _existing_operands(self, operands: Sequence[Array]) -> tuple[Array, Array, Array, Array]:
+        q, k, v, do = operands
+        rows, columns = self._rows_exist(0), self._columns_exist(0)
+        return kept_rows(rows, q), kept_rows(columns, k), kept_rows(columns, v), kept_rows(rows, do)
+
+    def _existing(self, tile: Array) -> Array:
+        """The tile with zeros where no row or no column is."""
+        for exists in (self._rows_exist(int(self.flipped)), self._columns_exist(int(not self.flipped))):
+            if exists is not None:
+                tile = jnp.where(exists, tile, jnp.zeros_like(tile))
+        return tile

@@ -34,6 +34,7 @@ from autopallas.kernels.attention.tpu_operands import (
     side_block,
     side_operand,
     stored,
+    widened,
     with_rows,
     within,
     without_rows,
@@ -46,12 +47,15 @@ F32 = np.dtype(np.float32)
 
 
 class _Running(NamedTuple):
-    """What a block of rows knows after some of its tiles."""
+    """What a block of rows knows after some of its tiles.
 
-    maximum: Array  # [bq, 1]
-    total: Array  # [bq, 1]
+    A number per row is in every lane of [bq, 128]: Mosaic moves nothing to combine it with a tile.
+    """
+
+    maximum: Array
+    total: Array
     accumulator: Array | None  # [bq, Dv]
-    kept: Array | None  # [bq, 1]: 1 where a `where` weight is True anywhere
+    kept: Array | None  # 1 where a `where` weight is True anywhere
 
 
 def forward(
@@ -69,9 +73,9 @@ def forward(
 
     def finish(running: _Running, out: Any, logsumexp: Any) -> None:
         assert running.accumulator is not None
-        result = running.accumulator / running.total
+        result = running.accumulator / widened(running.total, spec.value_head_size)
         if running.kept is not None:
-            result = jnp.where(running.kept > 0, result, 0)
+            result = jnp.where(widened(running.kept, spec.value_head_size) > 0, result, 0.0)
         out[...] = result.astype(out.dtype)
         logsumexp[...] = as_row(running.maximum + jnp.log(running.total), shape.row_lanes)
 
@@ -126,7 +130,6 @@ def _call(
     if sink_side is not None and sink is not None:
         inputs.append((side_block(shape, sink_side, F32), side_operand(shape, sink_side, sink)))
     keeps = value is not None and any(w.kind == "where" for w in spec.weights)
-    # A row's numbers fill the lanes, so that they are stored and loaded whole.
     scratch = [pltpu.VMEM((shape.query_block, tpu.LANES), F32) for _ in range(3 if keeps else 2)]
     if value is not None:
         scratch.append(pltpu.VMEM((shape.query_block, spec.value_head_size), F32))
@@ -144,16 +147,16 @@ def _call(
 
         def load() -> _Running:
             return _Running(
-                maximum_ref[:, :1],
-                total_ref[:, :1],
+                maximum_ref[...],
+                total_ref[...],
                 None if accumulator_ref is None else accumulator_ref[...],
-                None if kept_ref is None else kept_ref[:, :1],
+                None if kept_ref is None else kept_ref[...],
             )
 
         def store(running: _Running) -> None:
             for ref, x in ((maximum_ref, running.maximum), (total_ref, running.total), (kept_ref, running.kept)):
                 if ref is not None and x is not None:
-                    ref[...] = jnp.broadcast_to(x, ref.shape)
+                    ref[...] = x
             if accumulator_ref is not None and running.accumulator is not None:
                 accumulator_ref[...] = running.accumulator
 
@@ -231,7 +234,7 @@ def _step(
     # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)
-    e = weighted(programs.inner_weights, jnp.exp(x - finite_maximum), here)
+    e = weighted(programs.inner_weights, jnp.exp(x - widened(finite_maximum, x.shape[1])), here)
     if valid is not None and programs.inner_weights:
         e = jnp.where(valid, e, 0.0)
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
@@ -241,7 +244,7 @@ def _step(
     if valid is not None and programs.weights:
         p = jnp.where(valid, p, 0.0)
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
-    accumulator = carry.accumulator * shrink
+    accumulator = carry.accumulator * widened(shrink, v.shape[1])
     accumulator = accumulator + contract(narrow(p, v, bounded), v, (1, 0), spec.value_precision)
     kept = carry.kept
     if kept is not None:
@@ -296,10 +299,10 @@ def visit(shape: Geometry, place: Place, tile: Callable[[TilePrograms, bool], No
             pl.when(place.state == state)(lambda programs=programs, general=general: tile(programs, general))
 
 
-def sides_at(shape: Geometry, place: Place, blocks: Sequence[Array]) -> Tile:
-    """What the programs read on a tile."""
-    query, key = positions(shape, place.row, place.column)
-    values = (loaded(shape, s, x) for s, x in zip(shape.spec.sides, blocks, strict=True))
+def sides_at(shape: Geometry, place: Place, blocks: Sequence[Array], flipped: bool = False) -> Tile:
+    """What the programs read on a tile, with the tile's axes, rows first unless flipped."""
+    query, key = positions(shape, place.row, place.column, flipped)
+    values = (loaded(shape, s, x, flipped) for s, x in zip(shape.spec.sides, blocks, strict=True))
     return Tile(query, key, tuple(values))
 
 

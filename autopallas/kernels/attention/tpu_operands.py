@@ -6,8 +6,7 @@ they take no more memory than they have numbers.  A tile wants them along the su
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +20,17 @@ from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tpu_grid import Geometry, Grid
 from autopallas.kernels.tpu import LANES, block_bytes
 
-__all__ = ["Block", "as_column", "as_row", "columns_block", "number_block", "per_row", "rows_block", "side_block"]
+__all__ = [
+    "Block",
+    "as_column",
+    "as_row",
+    "columns_block",
+    "number_block",
+    "per_row",
+    "rows_block",
+    "side_block",
+    "widened",
+]
 
 Array: TypeAlias = jax.Array
 
@@ -157,36 +166,54 @@ def stored(side: SideSpec) -> np.dtype[Any]:
     return np.dtype(np.float32) if side.differentiable else np.dtype(np.int32)
 
 
-def loaded(geometry: Geometry, side: SideSpec, value: Array) -> Array:
-    """The block of a side input as the programs want it: [bq|1, bk|1] in its own dtype."""
+def loaded(geometry: Geometry, side: SideSpec, value: Array, flipped: bool = False) -> Array:
+    """The block of a side input as the programs want it: [bq|1, bk|1], or [bk|1, bq|1] if flipped, in its own dtype."""
     _, _, _, t, s = merged(geometry, side.varies)
+    if value.dtype.itemsize < 4:
+        value = value.astype(jnp.float32 if side.differentiable else jnp.int32)
     if t and not s:
-        value = as_column(value, geometry.query_block)
-    if side.dtype == np.bool_:
-        return value.astype(jnp.int32) != 0
-    return value.astype(side.dtype)
+        value = value[:, : geometry.query_block] if flipped else as_column(value, geometry.query_block)[:, :1]
+    elif s and not t:
+        value = as_column(value, geometry.key_block)[:, :1] if flipped else value
+    elif t and s and flipped:
+        value = value.T
+    return value != 0 if side.dtype == np.bool_ else value.astype(side.dtype)
 
 
 # ---------------------------------------------------------------------- between lanes and sublanes
 
 
 def as_column(row: Array, size: int) -> Array:
-    """[1, lanes] as [size, 1]."""
-    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:size, :1]
+    """[1, lanes] as [size, 128], each number in every lane."""
+    if not jnp.issubdtype(row.dtype, jnp.floating):
+        return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:size]
+    # Sums with one term each: a transposition is exact too, but the simulation of schedules cannot follow it.
+    diagonal = _counted(LANES, 0) == _counted(LANES, 1)
+    parts = [row[:, start : start + LANES] for start in range(0, row.shape[1], LANES)]
+    sums = [jnp.sum(jnp.where(diagonal, part, 0.0), axis=1, keepdims=True) for part in parts]
+    column = sums[0] if len(sums) == 1 else jnp.concatenate(sums)
+    return jnp.broadcast_to(column[:size], (size, LANES))
 
 
 def as_row(column: Array, lanes: int) -> Array:
-    """[size, 1] as [1, lanes]; what is beyond the size is 0."""
+    """[size, 128], the same in every lane, as [1, lanes]; what is beyond the size is 0."""
     size = column.shape[0]
     if size < lanes:
-        column = jnp.concatenate([column, jnp.zeros((lanes - size, 1), column.dtype)])
-    return jnp.broadcast_to(column, (lanes, LANES)).T[:1, :]
+        column = jnp.concatenate([column, jnp.zeros((lanes - size, LANES), column.dtype)])
+    return column.T[:1, :]
 
 
-def positions(geometry: Geometry, row: Any, column: Any) -> tuple[Array, Array]:
-    """The query position of each row [bq, 1], and the key position of each column [1, bk]."""
-    rows = row * geometry.query_block + lax.broadcasted_iota(jnp.int32, (geometry.query_block, 1), 0)
-    columns = column * geometry.key_block + lax.broadcasted_iota(jnp.int32, (1, geometry.key_block), 1)
+def widened(column: Array, width: int) -> Array:
+    """[size, 128], the same in every lane, as [size, width]: whole registers side by side, and nothing moves."""
+    copies = -(-width // LANES)
+    column = jnp.concatenate([column] * copies, axis=1) if copies > 1 else column
+    return column if column.shape[1] == width else column[:, :width]
+
+
+def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) -> tuple[Array, Array]:
+    """The query position of each row [bq, 1], and the key position of each column [1, bk]; flipped [1, bq], [bk, 1]."""
+    rows = row * geometry.query_block + _counted(geometry.query_block, int(flipped))
+    columns = column * geometry.key_block + _counted(geometry.key_block, int(not flipped))
     if geometry.merged:
         length = geometry.spec.query_length
         rows = jnp.zeros_like(rows) if length == 1 else lax.rem(rows, jnp.int32(length))
@@ -195,13 +222,9 @@ def positions(geometry: Geometry, row: Any, column: Any) -> tuple[Array, Array]:
 
 def within(start: Any, size: int, extent: int, axis: int) -> Array:
     """Whether the positions ``start ..`` exist: [size, 1] for axis 0, [1, size] for axis 1."""
-    shape = (size, 1) if axis == 0 else (1, size)
-    return start + lax.broadcasted_iota(jnp.int32, shape, axis) < extent
+    return start + _counted(size, axis) < extent
 
 
-def total_bytes(blocks: Sequence[Block]) -> int:
-    """Bytes of whole arrays in main memory."""
-    return sum(math.prod(b.shape) * b.dtype.itemsize for b in blocks)
-
-
-Reader: TypeAlias = Callable[[Any], Array]
+def _counted(size: int, axis: int) -> Array:
+    """0, 1, .. along an axis of a matrix of one column or one row."""
+    return lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
