@@ -218,8 +218,13 @@ def _ends(first: Any, last: Any, position: Any, extent: int) -> tuple[Any, Any]:
 
 
 def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
-    """The tiles to visit; those that are one output block each are visited dead or alive, to be written."""
-    visited = np.argwhere(states >= 0) if group == "tile" else np.argwhere(states != DEAD)
+    """The tiles to visit: the live ones, and a dead one for each output block that has no other, to be written."""
+    wanted = (states != DEAD) | (group == "tile")
+    if group == "column":
+        wanted[0] |= ~wanted.any(axis=0)
+    elif group == "row":
+        wanted[:, 0] |= ~wanted.any(axis=1)
+    visited = np.argwhere(wanted)
     if group == "column":
         visited = visited[np.argsort(visited[:, 1], kind="stable")]
     flags = states[visited[:, 0], visited[:, 1]].astype(np.int32)
