@@ -21,6 +21,7 @@ __all__ = [
     "ANY_GENERATION",
     "GENERATIONS",
     "LANES",
+    "MIB",
     "PROGRAM_PRIMITIVES",
     "Generation",
     "block_bytes",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.implementation import Device
+from autopallas.kernels.tpu import generation
 
 __all__ = ["BlockSizes"]
 
@@ -64,7 +66,12 @@ class BlockSizes:
 
     @classmethod
     def candidates(cls, spec: AttentionSpec) -> tuple[BlockSizes, ...]:
-        """What a search should try, best guess first, each valid for the shape and none twice."""
+        """What a search should try on this device, best guess first, each valid for the shape and none twice."""
+        device = Device.current()
+        if device.platform == "tpu":
+            from autopallas.kernels.attention import tpu_block_sizes
+
+            return tpu_block_sizes.candidates(spec, generation(device))
         pairs = [(256, 256), (128, 256), (256, 512), (512, 256), (512, 512), (128, 128), (128, 512), (512, 1024)]
         fitted = (cls(query, key).fitted(spec) for query, key in pairs)
         return tuple(dict.fromkeys(fitted))

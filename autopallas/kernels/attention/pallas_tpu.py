@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import jax
 
-from autopallas.kernels.attention import tpu_backward, tpu_forward
+from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forward
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.kernels.tpu import reason_against
+from autopallas.kernels.tpu import MIB, generation, reason_against
 
 __all__ = ["backward", "forward", "supports"]
 
@@ -30,7 +30,17 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     programs = [spec.score, *(w.program for w in spec.inner_weights + spec.weights)]
     dtypes = [spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.score_dtype, spec.result_dtype]
     dtypes += [side.dtype for side in spec.sides]
-    return reason_against(device, programs, dtypes) or Supported()
+    if (reason := reason_against(device, programs, dtypes)) is not None:
+        return reason
+    known = generation(device)
+    if tpu_block_sizes.fitting(spec, BlockSizes.get_default(), known) is None:
+        return Unsupported(f"its smallest blocks do not fit into the {known.budget // MIB} MiB of vector memory")
+    return Supported()
+
+
+def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
+    """What was asked for, within the vector memory of the device that is compiled for."""
+    return tpu_block_sizes.fitting(spec, block_sizes, generation(Device.current())) or block_sizes
 
 
 def forward(
@@ -43,7 +53,7 @@ def forward(
     sink: Array | None = None,
 ) -> tuple[Array, Array]:
     """Arguments and results as in ``xla.forward``."""
-    return tpu_forward.forward(spec, block_sizes, query, key, value, sides, sink)
+    return tpu_forward.forward(spec, _fitted(spec, block_sizes), query, key, value, sides, sink)
 
 
 def backward(
@@ -59,4 +69,5 @@ def backward(
     dout: Array,
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Arguments and results as in ``xla.backward``."""
+    block_sizes = _fitted(spec, block_sizes)
     return tpu_backward.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)

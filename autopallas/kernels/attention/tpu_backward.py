@@ -7,7 +7,7 @@ does not vary over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -32,7 +32,16 @@ from autopallas.kernels.attention.tpu_forward import (
     visit,
     when,
 )
-from autopallas.kernels.attention.tpu_grid import Axis, Geometry, Grid, Group, Place, as_operands, geometry
+from autopallas.kernels.attention.tpu_grid import (
+    Axis,
+    Geometry,
+    Grid,
+    Group,
+    Place,
+    as_operands,
+    geometry,
+    states_at_run_time,
+)
 from autopallas.kernels.attention.tpu_operands import (
     Block,
     as_column,
@@ -82,14 +91,19 @@ def backward(
     operands = _operands(shape, query, key, value, sides, scaled.astype(dout.dtype), shift, delta)
 
     dq_block = rows_block(shape, spec.head_size, query.dtype)
-    (dquery,) = _call(shape, "query", ("B", "K", "G"), "row", operands, [_Output("query", dq_block)])
+    states = states_at_run_time(shape, sides)
+
+    def gradients(name: str, outer: Sequence[Axis], group: Group, outputs: Sequence[_Output]) -> Sequence[Array]:
+        return _call(Grid.of(shape, outer, group, states), name, operands, outputs)
+
+    (dquery,) = gradients("query", ("B", "K", "G"), "row", [_Output("query", dq_block)])
     dk_block = columns_block(shape, spec.head_size, key.dtype)
     dv_block = columns_block(shape, spec.value_head_size, value.dtype)
     outputs = [_Output("key", dk_block), _Output("value", dv_block)]
-    dkey, dvalue = _call(shape, "key_value", ("B", "K"), "column", operands, outputs)
+    dkey, dvalue = gradients("key_value", ("B", "K"), "column", outputs)
     dsides: list[Array | None] = []
     for number, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
-        dsides.append(_side_gradient(shape, number, side, operands).astype(x.dtype) if side.differentiable else None)
+        dsides.append(_side_gradient(shape, number, side, gradients).astype(x.dtype) if side.differentiable else None)
     dsink = None
     if sink is not None and spec.sink is not None:
         weight = jnp.exp(sink.astype(F32) - shift[..., None])
@@ -161,27 +175,21 @@ class _Output:
         return (shape.query_block, 1) if self.transposed else (rows, columns)
 
 
-def _side_gradient(shape: Geometry, number: int, side: SideSpec, operands: list[tuple[Block, Array]]) -> Array:
+def _side_gradient(shape: Geometry, number: int, side: SideSpec, gradients: Callable[..., Sequence[Array]]) -> Array:
     """[B|1, K|1, G|1, T|1, S|1], of size 1 where the side input does not vary."""
     b, k, g, t, s = merged(shape, side.varies)
-    outer: list[Axis] = [axis for axis, varies in zip(("B", "K", "G"), (b, k, g), strict=True) if varies]  # type: ignore[misc]
+    axes: tuple[Axis, ...] = ("B", "K", "G")
+    outer = [axis for axis, varies in zip(axes, (b, k, g), strict=True) if varies]
     group: Group = "tile" if t and s else "row" if t else "column" if s else "all"
     output = _Output(number, side_block(shape, side, F32), t and not s)
-    (found,) = _call(shape, f"side{number}", outer, group, operands, [output])
+    (found,) = gradients(f"side{number}", outer, group, [output])
     if output.transposed:
         found = from_rows(shape, found)[..., None]
     return without_rows(shape, found, side.varies)
 
 
-def _call(
-    shape: Geometry,
-    name: str,
-    outer: Sequence[Axis],
-    group: Group,
-    operands: list[tuple[Block, Array]],
-    outputs: Sequence[_Output],
-) -> Sequence[Array]:
-    grid = Grid.of(shape, outer, group)
+def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: Sequence[_Output]) -> Sequence[Array]:
+    shape = grid.geometry
     chosen = [o.of for o in outputs]
     flipped = chosen == ["key", "value"]
     # The numbers of a block of rows are turned once, where all its tiles follow each other.

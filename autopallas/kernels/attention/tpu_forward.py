@@ -6,6 +6,7 @@ FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +22,7 @@ from autopallas.kernels.attention.contents import Tile, logits, narrow, row_maxi
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import FULL, PARTIAL
-from autopallas.kernels.attention.tpu_grid import Geometry, Grid, Place, as_operands, geometry
+from autopallas.kernels.attention.tpu_grid import Geometry, Grid, Place, as_operands, geometry, states_at_run_time
 from autopallas.kernels.attention.tpu_operands import (
     Block,
     as_row,
@@ -116,7 +117,7 @@ def _call(
     sink: Array | None,
 ) -> Sequence[Array]:
     spec = shape.spec
-    grid = Grid.of(shape, ("B", "K", "G"), "row")
+    grid = Grid.of(shape, ("B", "K", "G"), "row", states_at_run_time(shape, sides))
     inputs = [
         (rows_block(shape, spec.head_size, query.dtype), with_rows(shape, query, (True,) * 5)),
         (columns_block(shape, spec.head_size, key.dtype), key),
@@ -296,7 +297,7 @@ def visit(shape: Geometry, place: Place, tile: Callable[[TilePrograms, bool], No
             if place.state == state:
                 tile(programs, general)
         elif np.any(shape.states == state):
-            pl.when(place.state == state)(lambda programs=programs, general=general: tile(programs, general))
+            pl.when(place.state == state)(partial(tile, programs, general))
 
 
 def sides_at(shape: Geometry, place: Place, blocks: Sequence[Array], flipped: bool = False) -> Tile:

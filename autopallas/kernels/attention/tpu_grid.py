@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.run_time_tiles import compacted, run_time_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
 from autopallas.kernels.tpu import LANES, Semantics, rounded
 
-__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry"]
+__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "states_at_run_time"]
 
 Array: TypeAlias = jax.Array
 Axis: TypeAlias = Literal["B", "K", "G"]
@@ -34,6 +35,8 @@ Group: TypeAlias = Literal["row", "column", "tile", "all"]
 _ROW_MULTIPLE = 16
 """Rows of a tile of 16-bit elements; a multiple of those of 32 bits."""
 _FEW_QUERIES = 64
+_MOST_SCALARS = 2**18
+"""Bytes of scalar memory that lists may take."""
 _FIRST, _LAST = 4, 8
 """Flags of a listed tile, beside its state."""
 
@@ -123,6 +126,7 @@ class Place(NamedTuple):
     last: Any
 
 
+Dimension: TypeAlias = tuple[str, Any, Semantics]
 Tables: TypeAlias = tuple[Any, Any, Any]
 """Row, column, and flags of each listed tile."""
 
@@ -137,30 +141,44 @@ class Grid:
       inner: those of B, K, G that it is summed over.
       group: what tiles of one output block have in common.
       tables: the list of tiles, or None where the grid runs through all.
-      listed: how many there are.
+      listed: how many there are to visit; known only at run time where that depends on side inputs.
+      stride: 0, or how long the list of each batch entry is.
     """
 
     geometry: Geometry
     outer: tuple[Axis, ...]
     inner: tuple[Axis, ...]
     group: Group
-    tables: Tables | None
-    listed: int
+    tables: Tables | None = None
+    listed: int | Array = 0
+    stride: int = 0
 
     @staticmethod
-    def of(geometry: Geometry, outer: Sequence[Axis], group: Group) -> Grid:
-        """The grid of an output that varies over ``outer``, with one block per row, column, tile, or one in all."""
-        inner: tuple[Axis, ...] = tuple(a for a in ("B", "K", "G") if a not in outer)  # type: ignore[misc]
-        plain = Grid(geometry, tuple(outer), inner, group, None, 0)
+    def of(geometry: Geometry, outer: Sequence[Axis], group: Group, states: Array | None = None) -> Grid:
+        """The grid of an output that varies over ``outer``, with one block per row, column, tile, or one in all.
+
+        Args:
+          geometry: the blocks.
+          outer, group: the output.
+          states: what only the run time knows of the tiles, of :func:`states_at_run_time`.
+        """
+        axes: tuple[Axis, ...] = ("B", "K", "G")
+        inner = tuple(a for a in axes if a not in outer)
+        plain = Grid(geometry, tuple(outer), inner, group)
         if np.all(geometry.states == FULL) or (geometry.states.size == 1 and geometry.states[0, 0] != DEAD):
             return plain
+        if states is not None:
+            # Where batch entries are summed over, they have to visit the same tiles.
+            states = states if "B" in outer else jnp.max(states, axis=0, keepdims=True)
+            lists, most = compacted(states, group, _FIRST, _LAST)
+            return replace(plain, tables=lists, listed=most, stride=geometry.states.size if len(states) > 1 else 0)
         tables = _listed(geometry.states, group)
         return replace(plain, tables=tables, listed=len(tables[0]))
 
     # ------------------------------------------------------------------ as pallas_call wants it
 
     @property
-    def _tiles(self) -> tuple[tuple[str, int, Semantics], ...]:
+    def _tiles(self) -> tuple[Dimension, ...]:
         if self.tables is not None:
             return (("tile", self.listed, "arbitrary"),)
         row = ("row", self.geometry.row_blocks)
@@ -171,16 +189,18 @@ class Grid:
         return (*row, row_order), (*column, "parallel" if self.group == "tile" else "arbitrary")
 
     @property
-    def dimensions(self) -> tuple[tuple[str, int, Semantics], ...]:
+    def dimensions(self) -> tuple[Dimension, ...]:
         """(name, extent, semantics) of each dimension, the innermost last."""
-        outer = tuple((a, self.geometry.extent(a), "parallel") for a in self.outer)
-        inner = tuple((a, self.geometry.extent(a), "arbitrary") for a in self.inner)
-        return (*outer, *self._tiles, *inner)  # type: ignore[return-value]
+        outer: list[Dimension] = [(a, self.geometry.extent(a), "parallel") for a in self.outer]
+        inner: list[Dimension] = [(a, self.geometry.extent(a), "arbitrary") for a in self.inner]
+        return (*outer, *self._tiles, *inner)
 
     def _at(self, ids: Sequence[Any], tables: Sequence[Any]) -> dict[str, Any]:
         """What the program ids and the list say of each axis, rows and columns included."""
         at = {name: i for (name, _, _), i in zip(self.dimensions, ids, strict=True)}
         if self.tables is not None:
+            if self.stride:
+                at["tile"] = at["B"] * self.stride + at["tile"]
             at |= {"row": tables[0][at["tile"]], "column": tables[1][at["tile"]]}
         return at
 
@@ -214,7 +234,8 @@ def _ends(first: Any, last: Any, position: Any, extent: int) -> tuple[Any, Any]:
     if extent == 1:
         return first, last
     here = position == 0, position == extent - 1
-    return tuple(h if known is True else known & h for known, h in zip((first, last), here, strict=True))  # type: ignore[return-value]
+    both = [h if known is True else known & h for known, h in zip((first, last), here, strict=True)]
+    return both[0], both[1]
 
 
 def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
@@ -236,6 +257,19 @@ def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
         flags[np.concatenate([[True], changes])] |= _FIRST
         flags[np.concatenate([changes, [True]])] |= _LAST
     return visited[:, 0].astype(np.int32), visited[:, 1].astype(np.int32), flags
+
+
+def states_at_run_time(shape: Geometry, sides: Sequence[Array]) -> Array | None:
+    """What side inputs say of the tiles, [B|1, row blocks, column blocks]; None where they say nothing."""
+    if shape.states.size == 1:
+        return None
+    spec = shape.spec
+    entries = spec.batch if any(spec.sides[n].varies[0] for n in (spec.live.sides if spec.live else ())) else 1
+    if 3 * 4 * entries * shape.states.size > _MOST_SCALARS:
+        return None
+    query_block = spec.query_length if shape.merged else shape.query_block
+    states = run_time_states(spec, query_block, shape.key_block, sides)
+    return jnp.repeat(states, shape.row_blocks, axis=1) if shape.merged and states is not None else states
 
 
 def as_operands(tables: Tables | None) -> tuple[Array, ...]:

@@ -222,7 +222,8 @@ def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) 
 
 def within(start: Any, size: int, extent: int, axis: int) -> Array:
     """Whether the positions ``start ..`` exist: [size, 1] for axis 0, [1, size] for axis 1."""
-    return start + _counted(size, axis) < extent
+    found: Array = start + _counted(size, axis) < extent
+    return found
 
 
 def _counted(size: int, axis: int) -> Array:

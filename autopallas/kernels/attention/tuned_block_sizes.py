@@ -13,6 +13,7 @@ from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device
+from autopallas.kernels.tpu import generation
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
@@ -409,6 +410,10 @@ def infer_block_sizes(
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
     found = find(spec, device, implementation, direction, objective)
+    if found is None and (implementation or OPERATION.usual(device)) == "pallas_tpu":
+        from autopallas.kernels.attention import tpu_block_sizes
+
+        return tpu_block_sizes.default(spec, generation(device))
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)
