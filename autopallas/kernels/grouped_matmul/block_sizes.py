@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autopallas.kernels.grouped_matmul.spec import AnySpec
@@ -19,14 +19,21 @@ class BlockSizes:
 
     Attributes:
       row_block: rows that are multiplied with one group's weights at a time, at most.
+      inner_block: what a product of rows is summed over at a time (K, or N for "dlhs"); 0: the implementation's choice.
+      column_block: columns of a result at a time, on both sides of the weights' gradient; 0: the implementation's
+        choice.  Of these two, "xla" takes no notice: it takes all.
     """
 
     row_block: int
+    inner_block: int = 0
+    column_block: int = 0
 
     def __post_init__(self) -> None:
-        value = self.row_block
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"row_block must be a positive integer, not {value!r}")
+        for name, least in (("row_block", 1), ("inner_block", 0), ("column_block", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                kind = "positive integer" if least else "integer, and not negative,"
+                raise ValueError(f"{name} must be a {kind}, not {value!r}")
 
     @classmethod
     def get_default(cls) -> BlockSizes:
@@ -39,7 +46,7 @@ class BlockSizes:
         A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
         """
         aligned = -(-self.row_block // _ALIGNMENT) * _ALIGNMENT
-        return BlockSizes(min(aligned, _natural(spec), spec.rows))
+        return replace(self, row_block=min(aligned, _natural(spec), spec.rows))
 
     def temporary_bytes(self, spec: AnySpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory: one group's weights, a tile, and lhs transposed in the backward."""
@@ -57,7 +64,7 @@ class BlockSizes:
         return tuple(dict.fromkeys(fitted))
 
     def to_dict(self) -> dict[str, Any]:
-        return {"row_block": self.row_block}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 def _natural(spec: AnySpec) -> int:

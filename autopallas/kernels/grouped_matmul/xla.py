@@ -75,22 +75,36 @@ def backward(
     Returns:
       The gradients of first and second in their dtypes; None where one is not wanted.
     """
+    return gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+
+
+def gradients(
+    forward: Callable[..., Array],
+    spec: GroupedMatmulSpec,
+    block_sizes: BlockSizes,
+    first: Array,
+    second: Array,
+    group_sizes: Array,
+    cotangent: Array,
+    wanted: Sequence[bool],
+) -> tuple[Array | None, Array | None]:
+    """:func:`backward` by any implementation's ``forward``."""
     forms: dict[str, Any] = {
         "forward": (("dlhs", (cotangent, second)), ("drhs", (first, cotangent))),
         "dlhs": (("forward", (cotangent, second)), ("drhs", (cotangent, first))),
         "drhs": (("dlhs", (second, cotangent)), ("forward", (first, cotangent))),
     }
-    gradients: list[Array | None] = []
+    found: list[Array | None] = []
     for (use, operands), dtype, asked in zip(
         forms[spec.use], (spec.first_dtype, spec.second_dtype), wanted, strict=True
     ):
         if not asked:
-            gradients.append(None)
+            found.append(None)
             continue
         a, b = operands
         part = replace(spec, use=use, first_dtype=a.dtype, second_dtype=b.dtype, result_dtype=dtype)
-        gradients.append(forward(part, block_sizes, a, b, group_sizes))
-    return gradients[0], gradients[1]
+        found.append(forward(part, block_sizes, a, b, group_sizes))
+    return found[0], found[1]
 
 
 def _each(batch: int, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:

@@ -1,0 +1,362 @@
+"""Grouped matmul for Mosaic TPU: a grid over the visits of tiles to groups, which tables in scalar memory describe.
+
+A tile of rows is multiplied with the weights of each group that owns some of them, as in MegaBlocks (Gale et al. 2022,
+https://arxiv.org/abs/2211.15841).  The weights' block stays in VMEM for as long as the group does.  Tiles stand at
+fixed rows, so operands are read in place; a mask keeps apart the groups that share a tile.
+
+Examples of a batch stand one behind the other, each with groups of its own, so that a batch is one call of the kernel.
+
+Letters: B batch, M rows, K and N the weights' two sides, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from autopallas.kernels.grouped_matmul import xla
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.interpret import refusal
+from autopallas.kernels.tpu import LANES, block_bytes, call, generation, rounded
+
+__all__ = ["Tile", "backward", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+Ref: TypeAlias = Any
+
+_COLUMN_BLOCK = 1024
+_LEAST_ROWS = 16
+"""A whole register of 16-bit elements."""
+_DTYPES = ("bfloat16", "float32")
+_SCALARS = 256 * 2**10
+"""Bytes of scalar memory that tables may take: a quarter of what the smallest generation has."""
+
+
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
+    """bfloat16 and float32, on TPUs."""
+    if (answer := refusal("tpu", device)) is not None:
+        return answer
+    for dtype in (spec.first_dtype, spec.second_dtype, spec.result_dtype):
+        if dtype.name not in _DTYPES:
+            return Unsupported(f"TPUs' matrix units take {' and '.join(_DTYPES)}, not {dtype}")
+    tables = 6 * 4 * capacity(spec.batch * spec.rows, _LEAST_ROWS, spec.batch * spec.groups)
+    if tables > _SCALARS:
+        return Unsupported(
+            f"tables of {tables} bytes for {spec.batch * spec.groups} groups do not fit into scalar memory"
+        )
+    if not spec.assume_finite:
+        return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
+    return Supported()
+
+
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
+    """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+    batch = spec.batch
+    start, end, apart = group_bounds(jnp.broadcast_to(group_sizes, (batch, spec.groups)), spec.rows)
+    kernel = _weights if spec.use == "drhs" else _rows
+
+    def tiled(first: Array, second: Array) -> Array:
+        return kernel(spec, block_sizes, first, second, start, end)
+
+    def streamed(first: Array, second: Array) -> Array:
+        return xla.forward(spec, block_sizes.fitted(spec), first, second, group_sizes)
+
+    # Negative sizes make groups overlap, and results sums over them, for which visits have no order.
+    result: Array = lax.cond(apart, tiled, streamed, first, second)
+    return result
+
+
+def backward(
+    spec: GroupedMatmulSpec,
+    block_sizes: BlockSizes,
+    first: Array,
+    second: Array,
+    group_sizes: Array,
+    cotangent: Array,
+    wanted: Sequence[bool] = (True, True),
+) -> tuple[Array | None, Array | None]:
+    """Gradients: each is one of the other two uses.  Arguments and results as in ``xla.backward``."""
+    return xla.gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+
+
+class Tile(NamedTuple):
+    """Sizes of the blocks, each a multiple of what the hardware wants or all of its axis."""
+
+    rows: int
+    inner: int
+    columns: int
+
+    @staticmethod
+    def of(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int, budget: int) -> Tile:
+        """The block sizes, rounded up to whole registers, and then made smaller until they fit into the VMEM.
+
+        Args:
+          spec, sizes: what is computed, and with which blocks; those that are left open begin large.
+          rows: B M.
+          budget: bytes of VMEM.
+        """
+        inner, columns = (spec.contracting, spec.columns) if spec.use != "dlhs" else (spec.columns, spec.contracting)
+        column_block = _fit(sizes.column_block or _even(columns, _COLUMN_BLOCK), columns, LANES)
+        wanted = sizes.inner_block or inner
+        if spec.use == "drhs":  # both sides of the weights are columns of a result
+            wanted = sizes.column_block or _even(inner, _COLUMN_BLOCK)
+        tile = Tile(_fit(sizes.row_block, rows, _LEAST_ROWS), _fit(wanted, inner, LANES), column_block)
+        while tile.vmem_bytes(spec) > budget:
+            # What is summed over goes first, and with it only traffic between VMEM and the sum.
+            if spec.use == "drhs":
+                name = "rows" if tile.rows > 256 else "columns" if tile.columns >= tile.inner else "inner"
+            else:
+                name = "inner" if tile.inner > 512 else "rows" if tile.rows > 256 else "columns"
+            least = _LEAST_ROWS if name == "rows" else LANES
+            block = getattr(tile, name)
+            if block <= least:
+                break
+            tile = tile._replace(**{name: rounded(block // 2, least)})
+        return tile
+
+    def vmem_bytes(self, spec: GroupedMatmulSpec) -> int:
+        """Two buffers for each block that is read or written, and the sum."""
+        rows, inner, columns = self
+        lhs, weights, out = (rows, inner), (inner, columns), (rows, columns)
+        blocks = (lhs, out, weights) if spec.use == "drhs" else (lhs, weights, out)
+        dtypes = (spec.first_dtype, spec.second_dtype, spec.result_dtype)
+        buffers = sum(block_bytes(block, dtype, 2) for block, dtype in zip(blocks, dtypes, strict=True))
+        return buffers + block_bytes(blocks[2], np.float32)
+
+
+def _fit(block: int, extent: int, alignment: int) -> int:
+    return min(rounded(block, alignment), extent)
+
+
+def _even(extent: int, block: int) -> int:
+    """A block of at most this size, of which those that are needed leave the least over."""
+    count = -(-extent // block)
+    return rounded(-(-extent // count), LANES)
+
+
+# ---------------------------------------------------------------------- rows by weights
+
+
+def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Array, start: Array, end: Array) -> Array:
+    """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
+    total = spec.batch * spec.rows
+    tile = Tile.of(spec, sizes, total, generation(Device.current()).budget)
+    flat = jnp.broadcast_to(rows, (spec.batch, *rows.shape[1:])).reshape(total, rows.shape[2])
+    visits = visits_by_tile(start, end, total, tile.rows)
+    visits = visits._replace(group=visits.group % (weights.shape[0] * spec.groups))
+    out = rows_call(spec, tile, total, len(start), visits.number)(
+        visits.tile, visits.group, visits.begin, visits.end, visits.first,
+        flat, weights.reshape(-1, *weights.shape[2:]),
+    )  # fmt: skip
+    return out.reshape(spec.batch, *spec.result_shape())
+
+
+def rows_call(
+    spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any, at: Callable[..., Any] | None = None
+) -> Callable[..., Array]:
+    """The kernel as a function of (five tables, rows [B M, ...], weights [groups, K, N]).
+
+    Args:
+      spec, tile: what to compute, and how.
+      rows: B M.
+      groups: B G.
+      count: how many visits there are; it may be traced.
+      at: ``at(tables, visit)`` gives (tile, group, begin, end, first); None reads the tables.
+    """
+    transposed = spec.use == "dlhs"
+    inner, columns = (spec.columns, spec.contracting) if transposed else (spec.contracting, spec.columns)
+    steps = -(-inner // tile.inner)
+    read = _read if at is None else at
+
+    def rows_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return read(tables, v)[0], k
+
+    def weights_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return read(tables, v)[1], *((n, k) if transposed else (k, n))
+
+    def out_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return read(tables, v)[0], n
+
+    weights_block = (tile.columns, tile.inner) if transposed else (tile.inner, tile.columns)
+    itemsizes = [d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype)]
+    passes = -(-columns // tile.columns)
+    return call(
+        partial(_rows_kernel, spec, tile, inner, read),
+        name=f"autopallas_grouped_matmul_{spec.use}",
+        prefetched=5,
+        grid=(passes, count, steps),
+        semantics=("parallel", "arbitrary", "arbitrary"),
+        in_specs=[
+            pl.BlockSpec((tile.rows, tile.inner), rows_map),
+            pl.BlockSpec((None, *weights_block), weights_map),
+        ],
+        out_specs=pl.BlockSpec((tile.rows, tile.columns), out_map),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.result_dtype),
+        scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] * (steps > 1),
+        cost=pl.CostEstimate(
+            flops=2 * rows * inner * columns,
+            bytes_accessed=rows * inner * passes * itemsizes[0]
+            + groups * inner * columns * itemsizes[1]
+            + rows * columns * itemsizes[2],
+            transcendentals=0,
+        ),
+    )
+
+
+def _read(tables: Sequence[Ref], visit: Any) -> tuple[Any, ...]:
+    return tuple(table[visit] for table in tables)
+
+
+def _rows_kernel(spec: GroupedMatmulSpec, tile: Tile, inner: int, read: Callable[..., Any], *refs: Ref) -> None:
+    tables, (rows_ref, weights_ref, out_ref, *scratch) = refs[:5], refs[5:]
+    visit, step, steps = pl.program_id(1), pl.program_id(2), -(-inner // tile.inner)
+    _, _, begin, end, first = read(tables, visit)
+    axis = 1 if spec.use == "dlhs" else 0
+    if left := inner % tile.inner:  # what lies behind the axis may be anything
+
+        @pl.when(step == steps - 1)
+        def clear_tails() -> None:
+            for ref, behind in ((rows_ref, 1), (weights_ref, axis)):
+                part = (slice(None), slice(left, None)) if behind else (slice(left, None), slice(None))
+                ref[part] = jnp.zeros_like(ref[part])
+
+    def product() -> Array:
+        return _dot(spec, rows_ref[...], weights_ref[...], 1, axis)
+
+    def store(value: Array) -> None:
+        row = lax.broadcasted_iota(jnp.int32, (tile.rows, 1), 0)
+        inside = (row >= begin) & (row < end)
+
+        @pl.when(first == 1)
+        def store_first() -> None:
+            out_ref[...] = jnp.where(inside, value, 0).astype(out_ref.dtype)
+
+        @pl.when(first == 0)
+        def store_more() -> None:
+            out_ref[...] = jnp.where(inside, value.astype(out_ref.dtype), out_ref[...])
+
+    if steps == 1:
+
+        @pl.when(end > begin)
+        def only() -> None:
+            store(product())
+
+        @pl.when(end <= begin)
+        def none() -> None:
+            out_ref[...] = jnp.zeros_like(out_ref)
+
+        return
+    (sum_ref,) = scratch
+
+    @pl.when(step == 0)
+    def begin_sum() -> None:
+        sum_ref[...] = product()
+
+    @pl.when((step > 0) & (step < steps - 1))
+    def add() -> None:
+        sum_ref[...] += product()
+
+    @pl.when(step == steps - 1)
+    def finish() -> None:
+        store(sum_ref[...] + product())
+
+
+# ---------------------------------------------------------------------- gradient of the weights
+
+
+def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array, start: Array, end: Array) -> Array:
+    """[B|1, M, K] by [B|1, M, N] to [B, G, K, N]."""
+    total = spec.batch * spec.rows
+    tile = Tile.of(spec, sizes, total, generation(Device.current()).budget)
+    flat = [jnp.broadcast_to(x, (spec.batch, *x.shape[1:])).reshape(total, x.shape[2]) for x in (lhs, dout)]
+    visits = visits_by_group(start, end, total, tile.rows)
+    out = weights_call(spec, tile, total, len(start), visits.number)(
+        visits.tile, visits.group, visits.begin, visits.end, visits.first, visits.last, *flat
+    )
+    return out.reshape(spec.batch, *spec.result_shape())
+
+
+def weights_call(
+    spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any, at: Callable[..., Any] | None = None
+) -> Callable[..., Array]:
+    """The kernel as a function of (six tables, lhs [B M, K], dout [B M, N]); arguments as in :func:`rows_call`."""
+    read = _read if at is None else at
+    k, n = spec.contracting, spec.columns
+    k_steps, n_steps = -(-k // tile.inner), -(-n // tile.columns)
+    itemsizes = [d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype)]
+    return call(
+        partial(_weights_kernel, spec, tile, read),
+        name="autopallas_grouped_matmul_drhs",
+        prefetched=6,
+        grid=(k_steps, n_steps, count),
+        semantics=("parallel", "parallel", "arbitrary"),
+        in_specs=[
+            pl.BlockSpec((tile.rows, tile.inner), lambda k, n, v, *tables: (read(tables, v)[0], k)),
+            pl.BlockSpec((tile.rows, tile.columns), lambda k, n, v, *tables: (read(tables, v)[0], n)),
+        ],
+        out_specs=pl.BlockSpec((None, tile.inner, tile.columns), lambda k, n, v, *tables: (read(tables, v)[1], k, n)),
+        out_shape=jax.ShapeDtypeStruct((groups, k, n), spec.result_dtype),
+        scratch_shapes=[pltpu.VMEM((tile.inner, tile.columns), jnp.float32)],
+        cost=pl.CostEstimate(
+            flops=2 * rows * k * n,
+            bytes_accessed=rows * (k * n_steps * itemsizes[0] + n * k_steps * itemsizes[1])
+            + groups * k * n * itemsizes[2],
+            transcendentals=0,
+        ),
+    )
+
+
+def _weights_kernel(spec: GroupedMatmulSpec, tile: Tile, read: Callable[..., Any], *refs: Ref) -> None:
+    tables, (lhs_ref, dout_ref, out_ref, sum_ref) = refs[:6], refs[6:]
+    _, _, begin, end, first, last = read(tables, pl.program_id(2))
+    whole = (begin == 0) & (end == tile.rows)
+
+    @pl.when(first == 1)
+    def zero() -> None:
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+
+    @pl.when(whole)
+    def add_whole() -> None:
+        sum_ref[...] += _dot(spec, lhs_ref[...], dout_ref[...], 0, 0)
+
+    @pl.when((end > begin) & ~whole)
+    def add_part() -> None:
+        # Both are masked: what lies outside the group may be inf or NaN.
+        lhs, dout = (_inside(x[...], begin, end) for x in (lhs_ref, dout_ref))
+        sum_ref[...] += _dot(spec, lhs, dout, 0, 0)
+
+    @pl.when(last == 1)
+    def write() -> None:
+        out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+
+
+# ---------------------------------------------------------------------- on a tile
+
+
+def _inside(x: Array, begin: Any, end: Any) -> Array:
+    """``x`` with zeros in the rows outside: a choice among 32-bit values, as older generations have no other."""
+    row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+    return jnp.where((row >= begin) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)
+
+
+def _dot(spec: GroupedMatmulSpec, a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    """The contraction of one axis each, in float32."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    # Mosaic has the lowest precision and the highest one.
+    precision = None if spec.precision is None else lax.Precision.HIGHEST
+    numbers = (((axis_a,), (axis_b,)), ((), ()))
+    product: Array = lax.dot_general(
+        a.astype(dtype), b.astype(dtype), numbers, precision=precision, preferred_element_type=jnp.float32
+    )
+    return product

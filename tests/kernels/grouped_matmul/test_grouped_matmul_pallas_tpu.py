@@ -1,0 +1,200 @@
+"""The TPU kernels of grouped matmul: every case interpreted, some under the simulated TPU, and tables of visits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from test_grouped_matmul_implementations import (
+    SIZES,
+    USES,
+    GroupedMatmulImplementation,
+    everything,
+    operands,
+    spec_of,
+    truths,
+)
+from test_grouped_matmul_implementations import error as error_of
+
+from autopallas.kernels import interpret
+from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
+from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
+from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.tpu import GENERATIONS
+
+EVERYTHING = bool(os.environ.get("CHECK_TPU"))
+"""`make check-tpu` runs what `make test` has no time for."""
+V5E = Device("tpu", "TPU v5 lite")
+
+ODD = [(37, 1, 13, 3), (1, 5, 3, 4), (1, 1, 1, 1), (29, 9, 1, 2), (64, 16, 8, 16)]
+WIDE = {
+    "tails everywhere": (BlockSizes(16, 128, 128), dict(rows=70, inner=200, columns=300, groups=4), [3, 0, 39, 20]),
+    "aligned": (BlockSizes(16, 128, 128), dict(rows=64, inner=256, columns=256, groups=3), [16, 32, 16]),
+    "all of an axis at once": (BlockSizes(32), dict(rows=70, inner=130, columns=140, groups=4), [33, 0, 0, 37]),
+}
+"""Shapes that take several blocks of every axis."""
+
+
+class TestPallasTpu(GroupedMatmulImplementation):
+    name = "pallas_tpu"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self):
+        with interpret.mode(True):
+            yield
+
+    @pytest.mark.parametrize("shape", ODD if EVERYTHING else ODD[:2])
+    def test_odd_shapes(self, module, shape):
+        super().test_odd_shapes(module, shape)
+
+    @pytest.mark.parametrize("use", USES if EVERYTHING else USES[2:])
+    def test_narrow_dtypes(self, module, use):
+        super().test_narrow_dtypes(module, use, "bfloat16")
+
+    @pytest.mark.parametrize("block", [1, 3, 16, 30] if EVERYTHING else [3])
+    @pytest.mark.parametrize("use", USES if EVERYTHING else USES[1:2])
+    def test_any_block_size_gives_the_same(self, module, use, block):
+        self.check(module, spec_of(use), SIZES["uneven"], sizes=BlockSizes(block))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if EVERYTHING else ["bfloat16"])
+    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere"])
+    def test_blocks_of_every_axis(self, module, name, dtype):
+        block, shape, group_sizes = WIDE[name]
+        for use in USES if EVERYTHING else USES[:1]:  # the gradients are the other two
+            self.check(module, spec_of(use, dtype, **shape), group_sizes, sizes=block)
+
+    @pytest.mark.parametrize("first, second", [("bfloat16", "float32"), ("float32", "bfloat16")])
+    def test_mixed_operands_are_multiplied_in_the_wider_dtype(self, module, first, second):
+        spec = replace(
+            spec_of("forward"), first_dtype=np.dtype(jnp.dtype(first)), second_dtype=np.dtype(jnp.dtype(second))
+        )
+        a, b, c = operands(spec)
+        group_sizes = jnp.asarray([SIZES["uneven"]])
+        found = self.run(module, spec, a, b, group_sizes, c)
+        wanted = truths(spec, a, b, group_sizes, c)
+        assert error_of(found["result"], wanted["result"]) < 1e-6
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere"])
+def test_the_simulated_tpu_finds_no_fault(name, use):
+    """No block out of bounds, no result left and returned to, nothing read that was never written."""
+    block, shape, group_sizes = WIDE[name]
+    spec = spec_of(use, "float32", **shape)
+    first, second, cotangent = operands(spec)
+    sizes = jnp.asarray([group_sizes], jnp.int32)
+    with interpret.mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        found = jax.jit(lambda *a: pallas_tpu.forward(spec, block, *a))(first, second, sizes)
+    assert error_of(found, truths(spec, first, second, sizes, cotangent)["result"]) <= 1e-5
+
+
+def test_both_interpreters_leave_other_rows_zero():
+    spec = spec_of("forward", **WIDE["aligned"][1])
+    first, second, cotangent = operands(spec)
+    with interpret.mode(True):
+        result, *_ = everything(pallas_tpu, spec, BlockSizes(16, 128, 128))(
+            first, second, jnp.asarray([[0, 5, 0]]), cotangent
+        )
+    np.testing.assert_array_equal(result[0, 5:], 0)
+    assert np.abs(result[0, :5]).min(axis=1).max() > 0
+
+
+# ---------------------------------------------------------------------- visits
+
+
+@pytest.mark.parametrize("by", ["tile", "group"])
+@pytest.mark.parametrize("batch, rows, block", [(1, 40, 16), (3, 13, 4), (2, 6, 17), (1, 1, 8)])
+def test_visits_pair_each_owned_row_with_its_group_once(batch, rows, block, by):
+    total, groups = batch * rows, 3 * batch
+    table = visits_by_tile if by == "tile" else visits_by_group
+
+    @jax.jit
+    def made(group_sizes: Any) -> Any:
+        start, end, apart = group_bounds(group_sizes, rows)
+        return start, end, apart, table(start, end, total, block)
+
+    random = np.random.default_rng(rows)
+    for largest in (0, 1, 2, 5, 9, 14, 40) * 5:
+        start, end, apart, visits = jax.device_get(made(random.integers(0, largest + 1, (batch, 3))))
+        assert apart
+        owner = np.full(total, -1)
+        for g, (a, b) in enumerate(zip(start, end, strict=True)):
+            owner[a:b] = g
+        count = int(visits.number)
+        assert count <= capacity(total, block, groups)
+        tile, group, begin, behind, first, last = (x[:count] for x in visits[:6])
+        seen = np.full(total, -1)
+        for t, g, a, b in zip(tile, group, begin, behind, strict=True):
+            own = t * block + np.arange(a, max(a, b))
+            assert (seen[own] == -1).all()
+            seen[own] = g
+        np.testing.assert_array_equal(seen, owner)
+        # Each result is begun once, ended once, and never returned to.
+        written, results = (tile, -(-total // block)) if by == "tile" else (group, groups)
+        assert sorted(set(written)) == list(range(results))
+        assert (np.diff(written) >= 0).all()
+        np.testing.assert_array_equal(first, np.r_[1, np.diff(written) > 0])
+        np.testing.assert_array_equal(last, np.r_[np.diff(written) > 0, 1])
+
+
+def test_overlapping_groups_are_noticed():
+    assert not group_bounds(jnp.asarray([[4, -1, 3]]), 8)[2]
+
+
+# ---------------------------------------------------------------------- before a compile
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(dtype="float16"), "bfloat16 and float32, not float16"),
+        (dict(assume_finite=False), "assume_finite is off"),
+        (dict(rows=2_000_000), "scalar memory"),
+    ],
+)
+def test_what_it_does_not_support_it_says(changes, reason):
+    answer = OPERATION.supports("pallas_tpu", spec_of("forward", **changes), V5E)
+    assert isinstance(answer, Unsupported)
+    assert reason in answer.reason
+
+
+def test_it_runs_on_a_tpu_or_interpreted():
+    assert isinstance(pallas_tpu.supports(spec_of("forward"), Device("cpu", "cpu")), Unsupported)
+    assert not isinstance(pallas_tpu.supports(spec_of("forward"), V5E), Unsupported)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("inner, columns, groups", [(4096, 4096, 8), (14336, 4096, 64), (100, 40, 3), (1000, 999, 7)])
+def test_tiles_fit_every_generation_and_are_aligned(use, inner, columns, groups):
+    for dtype in ("bfloat16", "float32"):
+        spec = spec_of(use, dtype, rows=8192, inner=inner, columns=columns, groups=groups)
+        wide, deep = (columns, inner) if use != "dlhs" else (inner, columns)
+        for generation in GENERATIONS:
+            tile = Tile.of(spec, BlockSizes(512), 8192, generation.budget)
+            assert tile.vmem_bytes(spec) <= generation.budget
+            assert tile.rows % 16 == 0
+            assert tile.columns % 128 == 0 or tile.columns == wide
+            assert tile.inner % 128 == 0 or tile.inner == deep
+
+
+def test_what_is_lowered_for_a_tpu_is_the_kernel():
+    spec = spec_of("forward", "bfloat16", rows=1024, inner=256, columns=256, groups=4)
+    types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
+
+    def both(first: Any, second: Any, group_sizes: Any) -> Any:
+        out = pallas_tpu.forward(spec, BlockSizes(512), first, second, group_sizes)
+        return out, pallas_tpu.backward(spec, BlockSizes(512), first, second, group_sizes, out)
+
+    with V5E.targeted():
+        traced = jax.jit(both).trace(*types, jax.ShapeDtypeStruct((1, 4), jnp.int32))
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    for use in USES:
+        assert f'kernel_name = "autopallas_grouped_matmul_{use}"' in text
