@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
-from autopallas.kernels.cross_entropy.statistics import finite, stream
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows
+from autopallas.kernels.cross_entropy.statistics import finite
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, cut_row, cut_rows
 from autopallas.program import Program
 
 __all__ = ["Pull"]
@@ -35,11 +34,19 @@ class Pull:
     @staticmethod
     def of(
         spec: CrossEntropySpec,
-        sizes: BlockSizes,
-        operands: Operands,
+        labels: dict[int, Array],
         statistics: Sequence[Array],
         cotangents: Sequence[Any],
+        compute: Callable[[CrossEntropySpec], Sequence[Array]],
     ) -> Pull:
+        """Prepares the product.
+
+        Args:
+          spec: what the statistics are of.
+          labels: canonical labels [N|1, 1] by the position of their side input.
+          statistics, cotangents: as of ``backward``.
+          compute: gives the statistics of another spec for the same operands: where the greatest values are.
+        """
         known = dict(zip(spec.statistics, statistics, strict=True))
         given = [
             (s, jnp.asarray(c))
@@ -55,7 +62,7 @@ class Pull:
         missing = tuple(s for pair in greatest.values() if not known.keys() >= {*pair} for s in pair)
         if missing:
             counted = replace(spec, statistics=missing, finish=(), products=())
-            known |= dict(zip(missing, stream(counted, sizes, operands), strict=True))
+            known |= dict(zip(missing, compute(counted), strict=True))
         terms = []
         for statistic, cotangent in given:
             if statistic.kind == "max":
@@ -69,7 +76,23 @@ class Pull:
             program: tuple(known[s][:, None] for s in (Statistic("max", program), *pair))
             for program, pair in greatest.items()
         }
-        return Pull(spec, tuple(terms), shifts, maxima, operands.labels)
+        return Pull(spec, tuple(terms), shifts, maxima, labels)
+
+    def arrays(self) -> list[Array]:
+        """All arrays, [N|1, 1] each."""
+        maxima = [array for arrays in self.maxima.values() for array in arrays]
+        return [*(c for _, c in self.terms), *self.shifts.values(), *maxima, *self.labels.values()]
+
+    def over(self, arrays: Sequence[Array]) -> Pull:
+        """The same with other arrays in the places of :meth:`arrays`: those of some of the rows."""
+        left = iter(arrays)
+        return Pull(
+            self.spec,
+            tuple((statistic, next(left)) for statistic, _ in self.terms),
+            {program: next(left) for program in self.shifts},
+            {program: tuple(next(left) for _ in arrays) for program, arrays in self.maxima.items()},
+            {position: next(left) for position in self.labels},
+        )
 
     def tile(self, tile: Tile, rows: Block, floating: Sequence[int]) -> tuple[Array, tuple[Array, ...]]:
         """Cotangents of the logits, and of the side inputs numbered in ``floating``, on one tile."""

@@ -104,7 +104,9 @@ def backward(
         return None, None, (None,) * len(spec.sides)
     with jax.named_scope("autopallas_cross_entropy_xla_backward"):
         operands = Operands.of(spec, x, w, sides)
-        pull = Pull.of(spec, block_sizes, operands, statistics, cotangents)
+        pull = Pull.of(
+            spec, operands.labels, statistics, cotangents, lambda other: stream(other, block_sizes, operands)
+        )
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
             dscore, dsides = pull.tile(tile, rows, floating)

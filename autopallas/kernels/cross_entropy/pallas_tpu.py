@@ -1,0 +1,289 @@
+"""Cross-entropy for Mosaic TPU: tiles of logits that never leave VMEM.
+
+One kernel gives the statistics, in one pass over the vocabulary for each block of rows, as in online softmax (Milakov
+and Gimelshein 2018, https://arxiv.org/abs/1805.02867).  Products recompute the logits: one kernel sums over the
+vocabulary (the gradient of x), one over the rows (that of the weight), so that each accumulates what it writes in VMEM.
+
+Letters: N rows (tokens), D hidden size, V vocabulary; a tile is [r, c].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.contraction import Target
+from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.statistics import required
+from autopallas.kernels.cross_entropy.tiles import Operands, Tile
+from autopallas.kernels.cross_entropy.tpu_blocks import SUBLANES, Packed, Task, fitting
+from autopallas.kernels.cross_entropy.tpu_kernels import Make, Reader, contract, statistics, summed_apart, values_of
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.interpret import interpretation
+from autopallas.kernels.tpu import LANES, call, cost_of, generation, reason_against
+
+__all__ = ["backward", "forward", "supports"]
+
+INTERPRETED_UNITS = (8, 8)
+"""Interpreted kernels have no registers to fill, and with small tiles show what large ones do."""
+
+Array: TypeAlias = jax.Array
+Given: TypeAlias = tuple[Array, Array, tuple[Array, ...]]
+"""x, w and the side inputs."""
+
+
+def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
+    """bfloat16 and float32 on TPUs, programs that Mosaic has, and hidden sizes of which a tile fits into VMEM."""
+    programs = [s.program for s in spec.statistics] + [p.program for p in spec.products]
+    dtypes = [spec.row_dtype, spec.weight_dtype, spec.logit_dtype, *(s.dtype for s in spec.sides)]
+    answer = reason_against(device, programs, [*dtypes, *(p.dtype for p in spec.products)])
+    if answer is not None:
+        return answer
+    narrow = [d for d in (spec.row_dtype, spec.weight_dtype, spec.logit_dtype) if d.name not in ("bfloat16", "float32")]
+    if narrow:
+        return Unsupported(f"TPUs' matrix units take bfloat16 and float32, not {narrow[0]}")
+    budget = generation(device).budget
+    for task in _tasks(spec):
+        if fitting(spec, BlockSizes.get_default(), task, budget) is None:
+            return Unsupported(f"no tile of hidden size {spec.hidden} fits into {budget} bytes of VMEM")
+    return Supported()
+
+
+def _tasks(spec: CrossEntropySpec) -> tuple[Task, ...]:
+    """What kernels a spec needs, its derivative included."""
+    if not spec.products:
+        return "statistics", "rows", "columns"
+    kinds = {p.kind for p in spec.products}
+    return (
+        *(("statistics",) if spec.statistics else ()),
+        *(("rows",) if "rows" in kinds else ()),
+        *(("columns",) if kinds & {"columns", "column_sum"} else ()),
+    )  # fmt: skip
+
+
+def forward(
+    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Statistics and products.  Arguments and results as in ``xla.forward``."""
+    operands = Operands.of(spec, x, w, sides)
+    given = (x, w, tuple(sides))
+    found = _statistics(spec, block_sizes, given, operands.labels) if spec.statistics else ()
+    if not spec.products:
+        return found, ()
+    finished = operands.finished(spec, (0, spec.rows), found)
+    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    programs = [p.program for p in spec.products]
+    products = _contracted(
+        spec, block_sizes, given, finished, targets, lambda chosen: values_of([programs[n] for n in chosen])
+    )
+    return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
+
+
+def backward(
+    spec: CrossEntropySpec,
+    block_sizes: BlockSizes,
+    x: Array,
+    w: Array,
+    sides: Sequence[Array],
+    statistics: Sequence[Array],
+    cotangents: Sequence[Any],
+    wanted: Sequence[bool],
+) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+    """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
+    targets: dict[int, Target] = {}  # by the position of the operand
+    if wanted[0]:
+        targets[0] = Target("rows", spec.row_dtype)
+    if wanted[1]:
+        targets[1] = Target("columns", spec.weight_dtype)
+    for n, side in enumerate(spec.sides):
+        if side.differentiable and wanted[2 + n]:
+            targets[2 + n] = Target("side", side.dtype, side.varies)
+    if not targets:
+        return None, None, (None,) * len(spec.sides)
+    given = (x, w, tuple(sides))
+    labels = Operands.of(spec, x, w, sides).labels
+    pull = Pull.of(spec, labels, statistics, cotangents, lambda other: _statistics(other, block_sizes, given, labels))
+    positions = list(targets)
+
+    def make(chosen: Sequence[int]) -> Make:
+        floating = [positions[n] - 2 for n in chosen if positions[n] >= 2]
+
+        def values(tile: Tile, extra: Sequence[Array]) -> list[Array]:
+            rows = (0, tile.query.shape[0])
+            dscore, dsides = pull.over(extra).tile(tile, rows, floating)
+            left = iter(dsides)
+            return [next(left) if positions[n] >= 2 else dscore for n in chosen]
+
+        return values
+
+    found = dict(
+        zip(positions, _contracted(spec, block_sizes, given, pull.arrays(), [*targets.values()], make), strict=True)
+    )
+    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
+
+
+# ---------------------------------------------------------------------- the calls
+
+
+def _reader(spec: CrossEntropySpec, sizes: BlockSizes, task: Task, sides: Sequence[Array]) -> Reader:
+    budget = generation(Device.current()).budget
+    units = INTERPRETED_UNITS if interpretation() else (LANES, SUBLANES)
+    shape = fitting(spec, sizes, task, budget, *units)
+    if shape is None:
+        raise ValueError(f"no tile of hidden size {spec.hidden} fits into {budget} bytes of VMEM")
+    return Reader(spec, shape, Packed.of(sides, spec.rows))
+
+
+def _in_specs(reader: Reader, rows_outside: bool) -> list[pl.BlockSpec]:
+    """Of x, w and the packed arrays, on a grid of (rows, vocabulary), or the other way round."""
+    spec, (rows, columns) = reader.spec, reader.shape
+
+    def at(*axes: int | None) -> Any:
+        order = (0, 1) if rows_outside else (1, 0)
+        return lambda *step: tuple(0 if axis is None else step[order[axis]] for axis in axes)
+
+    x = pl.BlockSpec((rows, spec.hidden), at(0, None))
+    w = pl.BlockSpec((columns, spec.hidden), at(1, None))
+    if not spec.vocabulary_major:
+        w = pl.BlockSpec((spec.hidden, columns), at(None, 1))
+    packed = {
+        "column": pl.BlockSpec((1, columns), at(None, 1)),
+        "full": pl.BlockSpec((rows, columns), at(0, 1)),
+    }
+    others = [
+        packed.get(kind) or pl.BlockSpec((rows, array.shape[1]), at(0, None))
+        for kind, array in zip(reader.sides.kinds, reader.sides.arrays, strict=True)
+    ]
+    return [x, w, *others]
+
+
+def _blocks(reader: Reader) -> tuple[int, int]:
+    """How many blocks of rows, and of the vocabulary, there are."""
+    return -(-reader.spec.rows // reader.shape.rows), -(-reader.spec.vocabulary // reader.shape.columns)
+
+
+def _cost(reader: Reader, given: Given, results: Sequence[Any], passes: int, dots: int) -> Any:
+    """Of ``dots`` matmuls per tile, and an exponential per logit; what the inner loop holds is read in each pass."""
+    x, w, _ = given
+    rows, columns = _blocks(reader)
+
+    def body(x: Array, w: Array) -> Array:
+        contract = 1 if reader.spec.vocabulary_major else 0
+        logits = jax.lax.dot_general(x, w, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
+        return jnp.exp(logits)
+
+    block = jax.ShapeDtypeStruct((reader.shape.rows, reader.spec.hidden), x.dtype)
+    part = (reader.shape.columns, reader.spec.hidden)
+    weight = jax.ShapeDtypeStruct(part if reader.spec.vocabulary_major else part[::-1], x.dtype)
+    inner = w if passes == rows else x
+    one = cost_of(body, block, weight, times=rows * columns, arrays=[x, w, *[inner] * (passes - 1), *results])
+    return replace(one, flops=one.flops * dots)
+
+
+def _statistics(spec: CrossEntropySpec, sizes: BlockSizes, given: Given, labels: dict[int, Array]) -> tuple[Array, ...]:
+    """The spec's statistics, [N] each."""
+    x, w, sides = given
+    needed = required(spec.statistics)
+    reader = _reader(spec, sizes, "statistics", (*sides, *labels.values()))
+    rows, columns = _blocks(reader)
+    results = [jax.ShapeDtypeStruct((spec.rows, 1), jnp.int32 if s.kind == "argmax" else jnp.float32) for s in needed]
+    found = call(
+        partial(statistics, reader, needed, tuple(labels)),
+        name="autopallas_cross_entropy_statistics",
+        grid=(rows, columns),
+        semantics=("parallel", "arbitrary"),
+        in_specs=_in_specs(reader, True),
+        out_specs=[pl.BlockSpec((reader.shape.rows, 1), lambda i, j: (i, 0)) for _ in needed],
+        out_shape=results,
+        cost=_cost(reader, given, results, rows, 1),
+    )(x, w, *reader.sides.arrays)
+    known = dict(zip(needed, found, strict=True))
+    return tuple(known[s][:, 0] for s in spec.statistics)
+
+
+def _contracted(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    given: Given,
+    extra: Sequence[Array],
+    targets: Sequence[Target],
+    make: Any,
+) -> list[Array]:
+    """The targets, each by the kernel that sums along its axis; ``make(numbers)`` gives the values of some of them."""
+    tasks: dict[Task, list[int]] = {"rows": [], "columns": []}
+    for n, target in enumerate(targets):
+        over_rows = target.kind == "columns" or (target.kind == "side" and target.varies == (False, True))
+        tasks["columns" if over_rows else "rows"].append(n)
+    if all(targets[n].kind == "side" and all(targets[n].varies) for n in tasks["rows"]) and tasks["columns"]:
+        # What is summed over nothing needs no pass of its own.
+        tasks = {"rows": [], "columns": sorted(tasks["rows"] + tasks["columns"])}
+    found: dict[int, Array] = {}
+    for task, numbers in tasks.items():
+        if numbers:
+            chosen = [targets[n] for n in numbers]
+            results = _contraction(spec, sizes, given, extra, task, chosen, make(numbers))
+            found |= dict(zip(numbers, results, strict=True))
+    return [found[n] for n in range(len(targets))]
+
+
+def _contraction(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    given: Given,
+    extra: Sequence[Array],
+    task: Task,
+    targets: Sequence[Target],
+    make: Make,
+) -> list[Array]:
+    x, w, sides = given
+    reader = _reader(spec, sizes, task, (*sides, *extra))
+    shape, blocks = reader.shape, _blocks(reader)
+    outside = 0 if task == "rows" else 1
+    specs, results, scratch = [], [], []
+    for target in targets:
+        dtype, whole = target.dtype, target.shape(spec, spec.rows, spec.vocabulary)
+        block: tuple[int, ...] = target.shape(spec, *shape)
+        places: tuple[int | None, int | None] = (0, None) if task == "rows" else (1, None)
+        if target.kind == "columns" and not spec.vocabulary_major:
+            places = (None, 1)
+        elif target.kind == "side":
+            by_row, by_column = target.varies if any(target.varies) else (True, False)  # one number per row first
+            whole = spec.rows if by_row else 1, spec.vocabulary if by_column else 1
+            block = shape.rows if by_row else 1, shape.columns if by_column else 1
+            places = 0 if by_row else None, 1 if by_column else None
+            dtype = dtype if by_row and by_column else np.dtype(np.float32)
+        specs.append(pl.BlockSpec(block, _index(places, outside)))
+        results.append(jax.ShapeDtypeStruct(whole, dtype))
+        if summed_apart(target):
+            scratch.append(pltpu.VMEM(block, jnp.float32))
+    dots = 1 + sum(target.kind != "side" for target in targets)
+    found = call(
+        partial(contract, reader, task, targets, make),
+        name=f"autopallas_cross_entropy_{task}",
+        grid=blocks if task == "rows" else blocks[::-1],
+        semantics=("parallel", "arbitrary"),
+        in_specs=_in_specs(reader, task == "rows"),
+        out_specs=specs,
+        out_shape=results,
+        scratch_shapes=scratch,
+        cost=_cost(reader, given, results, blocks[outside], dots),
+    )(x, w, *reader.sides.arrays)
+    return [
+        (a.sum(0, keepdims=True) if t.kind == "side" and t.varies == (False, False) else a).astype(t.dtype)
+        for a, t in zip(found, targets, strict=True)
+    ]
+
+
+def _index(places: tuple[int | None, int | None], outside: int) -> Any:
+    """An index map: block of rows (0), of the vocabulary (1), or the only one (None) in each dimension."""
+    return lambda *step: tuple(0 if p is None else step[0 if p == outside else 1] for p in places)
