@@ -16,6 +16,7 @@ from autopallas.errors import (
 )
 from autopallas.optimize import explain, optimize
 from autopallas.options import options
+from autopallas.own import pattern
 from autopallas.report import Report
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "explain",
     "optimize",
     "options",
+    "pattern",
     "verify",
 ]
 

@@ -20,6 +20,7 @@ from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
 from autopallas.patterns import NearMiss, find
 from autopallas.plan import plan
+from autopallas.plan.own import apart
 from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
@@ -58,7 +59,8 @@ def rewrite(program: Any, options: Options, probes: bool = True) -> tuple[Any, R
         matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
         with Prober(device, options, probes) as prober:
-            decisions = recovery.narrowed(matches, plan(matches, device, options, tuner, prober), device)
+            matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
+            decisions = recovery.narrowed(matches, decisions, device)
         stage = "rewrite"
         result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
         sites = describe(matches, decisions)

@@ -14,6 +14,7 @@ import jax
 
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
+from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
@@ -105,7 +106,7 @@ def sites_of(name: str, function: Callable[..., Any], arguments: Sequence[Any], 
     try:
         resolved = resolve(own | options)
         tuner = Tuner(device, resolved)
-        matches, misses = find(Graph(flatten(program)), resolved.ops, resolved.assume_finite)
+        matches, misses = find(Graph(flatten(program)), resolved.ops or OPERATIONS, resolved.assume_finite)
         decisions = plan(matches, device, resolved, tuner)
     except (OptionError, UnsupportedError) as error:
         raise CommandError(one_line(error)) from None

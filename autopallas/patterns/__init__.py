@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
+from autopallas.own import declared
 from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["Match", "NearMiss", "find"]
@@ -15,7 +16,11 @@ _PATTERNS = ("attention", "cross_entropy", "grouped_matmul")
 
 
 def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
-    """All sites in a graph of the operations asked for (None: of every one), and what nearly was one."""
+    """All sites in a graph of the operations asked for (None: of every one), and what nearly was one.
+
+    Sites of own patterns come first.  They may lie within others, or others within them, until it is planned which of
+    them are applied.
+    """
     matches: list[Match] = []
     misses: list[NearMiss] = []
     for name in _PATTERNS:
@@ -23,7 +28,24 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
             matches += found
             misses += missed
+    if ops is None and (patterns := declared()):
+        own = importlib.import_module("autopallas.patterns.own")
+        found, missed = own.find(graph, patterns)
+        matches = [*found, *matches]
+        misses += missed
+    matches = _once(matches)
     if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
         still = surviving(graph, {number for match in matches for number in match.replaced})
         misses = [miss for miss in misses if miss.value in still]
     return matches, misses
+
+
+def _once(matches: list[Match]) -> list[Match]:
+    """The matches without those that give a value that an earlier one gives."""
+    taken: set[int] = set()
+    kept = []
+    for match in matches:
+        if taken.isdisjoint(match.replaced):
+            kept.append(match)
+            taken.update(match.replaced)
+    return kept

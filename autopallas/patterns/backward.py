@@ -61,9 +61,14 @@ class Backward:
 
 
 class Forward:
-    """The equations of a site in its body, from ``root`` back to where they no longer depend on the scores."""
+    """The equations of a site in its body, from ``root`` back to where they no longer depend on the scores.
 
-    def __init__(self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool]):
+    Of equations with bodies, those of the primitives ``calls`` may be among them, each as a whole.
+    """
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
         self.graph, self.body = graph, body
         numbers = graph.numbers[body]
         self._defined = body.defined
@@ -74,7 +79,8 @@ class Forward:
         while todo:
             variable = todo.pop()
             position = self._defined.get(variable)
-            if position is None or position in body.children:
+            called = position is not None and body.equations[position].primitive.name in calls
+            if position is None or (position in body.children and not called):
                 self.complete = False  # part of the site lies in another body
                 return
             if position in wanted:
@@ -103,7 +109,8 @@ class Forward:
                 for a in equation.invars
             )
             rule = rule_of(equation) if is_elementwise_call(equation) else None
-            lines.append((self.graph.key(equation, (), ()), rule, atoms))
+            key = self.graph.key(equation, (), ())
+            lines.append((id(equation) if key is None else key, rule, atoms))
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 

@@ -13,7 +13,9 @@ from autopallas.kernels.implementation import HOME, Device, Operation, Unsupport
 from autopallas.kernels.interpret import interpretation, settled
 from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.options import Options
+from autopallas.own.site import OwnSite
 from autopallas.patterns.match import Match
+from autopallas.plan import own
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.probe import Prober
@@ -73,7 +75,9 @@ def plan(
         key = (match.op, tuple(part.site for part in match.passes), match.direction)
         if key not in known:
             try:
-                if lock is not None and options.implementation_for(match.op) is None:
+                if isinstance(match.site, OwnSite):
+                    known[key] = _own(match, device, options, prober)
+                elif lock is not None and options.implementation_for(match.op) is None:
                     known[key] = _locked(match, device, options, lock, prober)
                 else:
                     known[key] = _decide(match, device, options, tuner, prober)
@@ -134,6 +138,16 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+def _own(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
+    """An own pattern asks for its replacement: the evidence is the comparison with the reference."""
+    name, reason, sizes = own.judged(match, device, options.strict, prober.runs)
+    if name is None:
+        return Decision("kept", reason, device.platform)
+    return Decision(
+        "applied", reason, device.platform, name, sizes, kind=device.kind, direction=match.direction, options=options
+    )
 
 
 def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober) -> Decision:

@@ -46,7 +46,7 @@ class Prober:
 
     def __init__(self, device: Device, options: Options, runs: bool = True):
         self._device = device
-        self._runs = runs
+        self.runs = runs
         self._lock = options.lock is not None
         self._alone = jax.process_count() == 1
         self._verdicts = Verdicts.current()
@@ -77,7 +77,7 @@ class Prober:
           again: whether a failure that is remembered does not count.
           measured: whether it was compiled and run just now.
         """
-        probing = self._runs and not self._lock and self.wanted(name)
+        probing = self.runs and not self._lock and self.wanted(name)
         if not probing and not self._verdicts.known():
             return None
         key = verdict_key(match, name, block_sizes, self._device)
