@@ -1,8 +1,10 @@
-"""``autopallas cache``: looks at the tuning results on disk, removes them, and carries them between machines."""
+"""``autopallas cache``: looks at the tuning results and verdicts on disk, removes them, and carries results between
+machines."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 from autopallas.cli import CommandError
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
+from autopallas.tuning.verdict import Verdict, Verdicts
 
 __all__ = ["add"]
 
@@ -32,13 +35,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         made.set_defaults(run=run)
         return made
 
-    action("list", "all results, one on each line", _list)
-    action("show", "one result in full", _show).add_argument("key", help="a key, or its beginning")
-    action("clear", "remove all results", _clear)
+    action("list", "all results and verdicts, one on each line", _list)
+    action("show", "one of them in full", _show).add_argument("key", help="a key, or its beginning")
+    action("clear", "remove all results and verdicts", _clear)
     exported = action("export", "write all results into one file", _export)
     exported.add_argument("file", help="the file to write, or - for standard output")
     imported = action("import", "add the results of a file that `export` wrote", _import)
     imported.add_argument("file", help="the file to read, or - for standard input")
+
+
+def _everything() -> list[Entry | Verdict]:
+    return [*Cache.current().entries(), *Verdicts.current().entries()]
 
 
 # ---------------------------------------------------------------------- actions
@@ -46,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     cache = Cache.current()
-    entries = list(cache.entries())
+    entries = _everything()
     if options.json:
         return _print_json([_summary(entry) for entry in entries])
     if not entries:
@@ -61,8 +68,10 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    entry = _the_one(list(Cache.current().entries()), options.key)
+    entry = _the_one(_everything(), options.key)
     if options.json:
+        return _print_json({"digest": entry.digest} | entry.to_dict())
+    if isinstance(entry, Verdict):
         return _print_json({"digest": entry.digest} | entry.to_dict())
     told = _summary(entry)
     lines = [(name, str(told[name])) for name in ("key", *(name for name in told if name != "key"))]
@@ -83,12 +92,12 @@ def _show(options: argparse.Namespace) -> int:
 def _clear(options: argparse.Namespace) -> int:
     cache = Cache.current()
     try:
-        removed = cache.clear()
+        removed = cache.clear() + Verdicts.current().clear()
     except OSError as error:
         raise CommandError(f"not everything could be removed: {error}") from None
     if options.json:
         return _print_json({"removed": removed})
-    print(f"removed {_counted(removed)} from {cache.folder}")
+    print(f"removed {_counted(removed)} from {cache.folder and cache.folder.parent}")
     return 0
 
 
@@ -158,7 +167,15 @@ def _archived(file: str) -> list[Entry]:
 # ---------------------------------------------------------------------- what is told of an entry
 
 
-def _summary(entry: Entry) -> dict[str, Any]:
+def _summary(entry: Entry | Verdict) -> dict[str, Any]:
+    if isinstance(entry, Verdict):
+        until = datetime.datetime.fromtimestamp(entry.until).date().isoformat()
+        told = f"{entry.outcome}{f' ({entry.stage}): {entry.error}' if entry.stage else ''}, until {until}"
+        names = {"operation": "operation", "implementation": "implementation", "direction": "direction"}
+        shown = {name: str(entry.key.get(field, "")) for name, field in (names | {"device": "device_kind"}).items()}
+        bucket = entry.key.get("bucket")
+        bucketed = " ".join(map(str, bucket)) if isinstance(bucket, list) else ""
+        return {"key": entry.digest} | shown | {"bucket": bucketed, "outcome": entry.outcome, "result": told}
     row = entry.row
     if row is None:
         result = f"{entry.outcome}: {entry.reason}"
@@ -178,7 +195,7 @@ def _summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _the_one(entries: Sequence[Entry], beginning: str) -> Entry:
+def _the_one(entries: Sequence[Entry | Verdict], beginning: str) -> Entry | Verdict:
     found = [entry for entry in entries if beginning and entry.digest.startswith(beginning.lower())]
     if not found:
         raise CommandError(f"no key begins with {beginning!r}; `autopallas cache list` shows all")

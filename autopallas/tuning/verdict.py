@@ -6,7 +6,6 @@ Kept beside the tuning results, one checked JSON file per key, good and bad, and
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ FORMAT = 1
 DAY = 86400.0
 _LIFETIME = {"works": 90 * DAY, "fails": 7 * DAY, "memory": DAY}
 """How long a verdict is believed.  What was short of memory may have enough tomorrow."""
+_LATEST = 2.0**35
 _FIELDS = {"format", "key", "outcome", "stage", "error", "until"}
 
 
@@ -61,9 +61,13 @@ class Verdict:
         """Whether it is still believed; one from the future is not."""
         return time.time() <= self.until <= time.time() + max(_LIFETIME.values()) + DAY
 
-    def to_json(self) -> str:
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict in JSON's types."""
         data = {"format": FORMAT, "key": dict(self.key), "outcome": self.outcome, "stage": self.stage}
-        return canonical(data | {"error": printable(self.error), "until": self.until})
+        return data | {"error": printable(self.error), "until": self.until}
+
+    def to_json(self) -> str:
+        return canonical(self.to_dict())
 
 
 def parse(text: str | bytes, digest: str) -> Verdict:
@@ -79,14 +83,15 @@ def parse(text: str | bytes, digest: str) -> Verdict:
         raise EntryError("it is no verdict of this version")
     key, outcome, until = data["key"], data["outcome"], data["until"]
     try:
-        if not isinstance(key, dict) or digest_of(key) != digest:
-            raise EntryError("it is another key's")
+        mine = isinstance(key, dict) and digest_of(key) == digest
     except (ValueError, RecursionError):
-        raise EntryError("it is another key's") from None
+        mine = False
+    if not mine:
+        raise EntryError("it is another key's")
     if outcome not in ("works", "fails") or not isinstance(outcome, str):
         raise EntryError("its outcome is neither works nor fails")
-    if isinstance(until, bool) or not isinstance(until, (int, float)) or not math.isfinite(until):
-        raise EntryError("its date is not a number")
+    if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0 <= until <= _LATEST:
+        raise EntryError("its date is not one")
     stage, error = checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
     if bool(stage) != (outcome == "fails"):
         raise EntryError("its outcome and its stage contradict each other")
