@@ -12,7 +12,7 @@ import numpy as np
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.graph.numbering import loops
+from autopallas.graph.loops import loops
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, operation, precision_of
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch

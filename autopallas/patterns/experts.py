@@ -16,8 +16,8 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node, flatten
-from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand
@@ -62,7 +62,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
         except Mismatch as mismatch:
             misses[root] = NearMiss(OP, location, mismatch.reason, root)
     _with_backward(graph, drafts, matches, misses)
-    places = {}  # a sum that is written in parts is one miss
+    places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
         if root not in matches:
             places.setdefault(miss.location, miss)
@@ -109,7 +109,7 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
     """The sums that may be over experts: of a product, and of what was compared, scattered or normalised."""
     weighs = [False] * len(graph.avals)
     product = [False] * len(graph.avals)
-    found = []
+    found: list[Node] = []
     for node in graph.nodes:
         own = [any(flags[i] for i in node.inputs) for flags in (weighs, product)]
         sums = node.name == "reduce_sum" or node.name == "dot_general" and not is_product(node)
@@ -306,7 +306,7 @@ class Draft:
         backwards = []
         for backward in search.found:
             body = self._home(backward)
-            if not all(at_hand(graph, use.number, self.body, body, across=True) for use in forward.uses):
+            if not all(at_hand(graph, use.number, (self.body,), body, across=True) for use in forward.uses):
                 raise Mismatch("the backward lacks an operand where it stands")
             gradients = tuple((use, levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients))
@@ -318,7 +318,7 @@ class Draft:
         equations: list[Any] = []
         given: list[Any] = []
         for use, variable in zip(forward.uses, inputs, strict=True):
-            # A use with a gradient is an operand of its own; what has none, such as the choices, is the same everywhere.
+            # A use with a gradient is an operand of its own; what has none, as the choices, is the same everywhere.
             if self._constant(use.number):
                 if use.number not in made and use.number not in graph.literals:
                     nodes, _ = nodes_between(graph, tuple(made), [use.number])

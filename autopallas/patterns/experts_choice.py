@@ -9,12 +9,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.custom_rules import Rule, rule_of
 from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope
 
@@ -296,12 +296,12 @@ def _from_choices(graph: Graph) -> frozenset[int]:
 
 def is_relu(node: Node) -> bool:
     """Whether a node is ``jax.nn.relu``, whose derivative at zero is its own."""
-    return node.name == "custom_jvp_call" and compat.source_of(node.params["call_jaxpr"]) == _source_of_relu()
+    return node.name == "custom_jvp_call" and rule_of(node.equation) == _relu(node.equation.outvars[0].aval.dtype.name)
 
 
 @functools.cache
-def _source_of_relu() -> str:
-    (equation,) = compat.opened(compat.make_jaxpr(jax.nn.relu, jax.ShapeDtypeStruct((), jnp.float32)))[0].eqns
+def _relu(dtype: str) -> Rule | None:
+    (equation,) = compat.opened(compat.make_jaxpr(jax.nn.relu, jax.ShapeDtypeStruct((1,), dtype)))[0].eqns
     while equation.primitive.name != "custom_jvp_call":
         (equation,) = compat.opened(compat.bodies(equation)[0][2])[0].eqns
-    return compat.source_of(equation.params["call_jaxpr"])
+    return rule_of(equation)

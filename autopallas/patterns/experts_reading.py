@@ -392,4 +392,6 @@ class _Reader:
 
     def _dtype(self, step: int) -> Any:
         found = self.result.steps[step]
-        return self.graph.dtype(self.result.arrays[found.source.position]) if isinstance(found, Gathered) else found.dtype
+        if isinstance(found, Gathered):
+            return self.graph.dtype(self.result.arrays[found.source.position])
+        return found.dtype

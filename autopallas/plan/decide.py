@@ -233,7 +233,8 @@ def judge(
 
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
         must = options.strict or isinstance(options.implementation_for(operation.name), str)
-        return Decision(verdict, reason, device.platform, name, choice.block_sizes, choice.source, row, attempts, must)
+        given = (device.platform, name, choice.block_sizes, choice.source, row, attempts)
+        return Decision(verdict, reason, *given, must=must)
 
     if options.implementation_for(operation.name) is not None:
         return decision("applied", "the implementation was asked for by name")
