@@ -269,6 +269,8 @@ class Graph:
             hash(params)
         except TypeError:
             params = _hashable(params)
+        if name == "broadcast_in_dim" and operands:
+            operands, params = self._broadcast(equation, operands)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple((v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape"))
         key = (name, frame, tuple(ordered), params, types)
@@ -277,6 +279,15 @@ class Graph:
         except TypeError:
             return None
         return key
+
+    def _broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[Sequence[int], Hashable]:
+        """What a broadcast is, in one step, where its operand is one too: vmap makes two of what grad makes one of."""
+        number, dimensions = operands[0], [int(d) for d in equation.params["broadcast_dimensions"]]
+        while (node := self.definitions.get(number)) is not None and node.name == "broadcast_in_dim":
+            if len(node.inputs) > 1 or len(operands) > 1:
+                break
+            number, dimensions = node.inputs[0], [dimensions[int(d)] for d in node.params["broadcast_dimensions"]]
+        return [number, *operands[1:]], (tuple(equation.params["shape"]), tuple(dimensions))
 
     def _holding(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]

@@ -11,10 +11,9 @@ from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
-from autopallas.kernels.layout import Operand
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import Backward, Forward, Level, Search, differentiable
-from autopallas.patterns.carry import Carrier, at_hand
+from autopallas.patterns.carry import Carrier, at_hand, leanest
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
 __all__ = ["AttentionDraft", "Escape"]
@@ -131,23 +130,8 @@ class AttentionDraft(ProvedAttention):
         Raises:
           Mismatch: what the site reads cannot be had where its backward stands.
         """
-        found: list[Match] = []
-        reasons: list[Mismatch] = []
-        for across in (False, True):
-            try:
-                found.append(self._joined(search, across))
-            except Mismatch as mismatch:
-                reasons.append(mismatch)
-            if found and self._side_elements(found[0]) < math.prod(self.graph.shape(self.score.value)[-2:]):
-                return found[0]  # nothing to gain from other operands
-        if not found:
-            raise reasons[-1]
-        return min(found, key=self._side_elements)
-
-    def _side_elements(self, match: Match) -> int:
-        """How many numbers the side inputs hold: of a mask fewer where what it is computed from can be had."""
-        sides = {side.position for side in match.site.sides if isinstance(side, Operand)}
-        return sum(math.prod(self.graph.shape(match.operands[position])) for position in sides)
+        tile = math.prod(self.graph.shape(self.score.value)[-2:])
+        return leanest(self.graph, lambda across: self._joined(search, across), tile)
 
     def _joined(self, search: Search, across: bool) -> Match:
         """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
@@ -197,6 +181,7 @@ class AttentionDraft(ProvedAttention):
                     body,
                     backward.cotangent,
                     tuple((positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items()),
+                    backward.mapped,
                 )
                 for backward, body in zip(search.found, bodies, strict=True)
             ),

@@ -54,10 +54,12 @@ class Backward:
       cotangent: number of the result's cotangent.
       levels: per use whose cotangent the program computes, what stands for operand and cotangent: the use itself, then
         the values from which it comes by layout operations alone, as far back as the program has their cotangents.
+      mapped: how many cotangents there are, along a leading axis of each cotangent; None for one without that axis.
     """
 
     cotangent: int
     levels: dict[int, list[Level]] = field(default_factory=dict)
+    mapped: int | None = None
 
 
 class Forward:
@@ -73,7 +75,7 @@ class Forward:
         numbers = graph.numbers[body]
         self._defined = body.defined
         self.root = graph.positions[body][root][1]
-        wanted: set[int] = set()
+        wanted: dict[tuple[int, int], JaxprEqn] = {}
         todo = [self.root]
         self.complete = True
         while todo:
@@ -83,13 +85,17 @@ class Forward:
             if position is None or (position in body.children and not called):
                 self.complete = False  # part of the site lies in another body
                 return
-            if position in wanted:
+            equation, part = body.equations[position], 0
+            if is_identity(equation):  # a barrier may be around several values, of which one is the site's
+                part = equation.outvars.index(variable)
+                equation = equation.replace(invars=[equation.invars[part]], outvars=[variable])
+            if (position, part) in wanted:
                 continue
-            wanted.add(position)
-            for atom in body.equations[position].invars:
+            wanted[position, part] = equation
+            for atom in equation.invars:
                 if isinstance(atom, Var) and inside(numbers[atom]):
                     todo.append(atom)
-        self.equations = [body.equations[i] for i in sorted(wanted)]
+        self.equations = [wanted[place] for place in sorted(wanted)]
         own = {v for e in self.equations for v in e.outvars}
         self.uses = [
             Use(i, k, atom, numbers[atom])
@@ -177,8 +183,24 @@ class Lookup:
 
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
         """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
+        found = self._backwards(forward, wanted, None)
+        for size in () if found else self._many(forward):
+            found += self._backwards(forward, wanted, size)
+        return found
+
+    def _many(self, forward: Forward) -> list[int]:
+        """How many cotangents there may be for one forward: a Jacobian has a row for each."""
+        shape, dtype = tuple(forward.root.aval.shape), forward.root.aval.dtype
+        sizes: dict[int, None] = {}
+        for aval in self.graph.avals:
+            own = getattr(aval, "shape", ())
+            if len(own) == len(shape) + 1 and tuple(own[1:]) == shape and aval.dtype == dtype:
+                sizes[int(own[0])] = None
+        return list(sizes)[:4]
+
+    def _backwards(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> list[Backward]:
         graph, frame = self.graph, self.graph.frames[forward.body]
-        pattern = self._derivative(forward, wanted)
+        pattern = self._derivative(forward, wanted, mapped)
         cotangent, *inputs = pattern.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
         found: dict[int, Backward] = {}
@@ -190,16 +212,17 @@ class Lookup:
             for candidate in dict.fromkeys(candidates):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
                 if numbers is not None:
-                    backward = found.setdefault(candidate, Backward(candidate))
+                    backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
         for backward in found.values():
             for i, levels in backward.levels.items():
-                self._extend(forward, forward.uses[i], levels, frame)
-        return [found[c] for c in found if graph.shape(c) == tuple(forward.root.aval.shape)]
+                self._extend(forward, forward.uses[i], levels, frame, mapped)
+        return [found[c] for c in found if graph.shape(c) == tuple(cotangent.aval.shape)]
 
-    def _derivative(self, forward: Forward, wanted: Sequence[int]) -> Body:
-        """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``."""
-        key = (forward.shape(), tuple(wanted))
+    def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
+        """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
+        cotangents as ``mapped`` says."""
+        key = (forward.shape(), tuple(wanted), mapped)
         if key not in self._derivatives:
             program = forward.jaxpr()
 
@@ -214,32 +237,39 @@ class Lookup:
 
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+            if mapped is not None:
+                pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
+                shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
             self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
         return self._derivatives[key]
 
-    def _extend(self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...]) -> None:
+    def _extend(
+        self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...], mapped: int | None
+    ) -> None:
         """Follows a use back through layout operations for as long as the program transposes them too."""
         numbers = self.graph.numbers[forward.body]
         for equation in forward.steps_back(use):
             before = equation.invars[0]
             if is_identity(equation):
                 continue
-            pattern = self._transposed(equation)
+            pattern = self._transposed(equation, mapped)
             found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
             result = pattern.outvars[0]
             if found is None or not isinstance(result, Var):
                 return
             levels.append(Level(numbers[before], found[result]))
 
-    def _transposed(self, equation: JaxprEqn) -> Body:
+    def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """The equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
-        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype))
+        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped)
         if key not in self._transposes:
             step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
             transpose = jax.linear_transpose(lambda x: step(x)[0], jax.ShapeDtypeStruct(before.shape, before.dtype))
-            cotangent = jax.ShapeDtypeStruct(after.shape, after.dtype)
-            self._transposes[key] = flatten(compat.make_jaxpr(lambda ct: transpose(ct)[0], cotangent))
+            shape = after.shape if mapped is None else (mapped, *after.shape)
+            pull: Callable[[Any], Any] = lambda ct: transpose(ct)[0]  # noqa: E731
+            pull = pull if mapped is None else jax.vmap(pull)
+            self._transposes[key] = flatten(compat.make_jaxpr(pull, jax.ShapeDtypeStruct(shape, after.dtype)))
         return self._transposes[key]
 
     def _follow(

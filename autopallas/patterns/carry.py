@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from autopallas.graph.crossing import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
-from autopallas.patterns.match import Mismatch
+from autopallas.patterns.match import Match, Mismatch
 from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, parameters
 
-__all__ = ["Carrier", "ProgramBuilder", "at_hand"]
+__all__ = ["Carrier", "ProgramBuilder", "at_hand", "leanest"]
 
 
 def at_hand(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
@@ -26,6 +26,32 @@ def at_hand(graph: Graph, value: int, homes: Sequence[Body], body: Body, across:
     if value in graph.positions[body]:
         return True
     return across and any(value in graph.positions[home] and linked(graph, home, body) for home in homes)
+
+
+def leanest(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:
+    """Of a site with what its bodies have, and one with what they can be given from ``across`` bodies, the one whose
+    side inputs hold fewer numbers: instead of a mask that is at hand, what it is computed from.
+
+    With fewer than ``enough``, the first will do.
+
+    Raises:
+      Mismatch: neither can be had.
+    """
+
+    def size(match: Match) -> int:
+        sides = {side.position for side in match.site.sides if isinstance(side, Operand)}
+        return sum(math.prod(graph.shape(match.operands[position])) for position in sides)
+
+    found: list[Match] = []
+    for across in (False, True):
+        try:
+            found.append(attempt(across))
+        except Mismatch:
+            if across and not found:
+                raise
+        if found and size(found[0]) < enough:
+            return found[0]
+    return min(found, key=size)
 
 
 class Carrier:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -18,7 +19,7 @@ from autopallas.kernels.cross_entropy.site import CrossEntropySite, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.attention_site import Labels
-from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.carry import Carrier, ProgramBuilder, leanest
 from autopallas.patterns.cross_entropy_region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
@@ -58,10 +59,8 @@ def passes(region: Region) -> list[Match]:
 
 def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
     """One of several passes: from what its body has, or else also from what that of the logits can give it."""
-    try:
-        return _Pass(region, terminals).match()
-    except Mismatch:
-        return _Pass(region, terminals, across=True).match()
+    size = math.prod(region.graph.shape(region.logits))
+    return leanest(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
 
 
 def _in_one(region: Region) -> bool:

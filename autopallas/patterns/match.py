@@ -26,11 +26,13 @@ class BackwardMatch:
       body: the body that holds it.
       cotangent: number of the cotangent of the site's result.
       gradients: (position among the site's operands, number of the value that is its cotangent).
+      mapped: how many cotangents there are, along a leading axis of each; None for one without that axis.
     """
 
     body: Body
     cotangent: int
     gradients: tuple[tuple[int, int], ...]
+    mapped: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
-from autopallas.graph import Body, Graph
+from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.crossing import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.carry import at_hand
@@ -89,17 +91,14 @@ class _Splicer:
             outputs[body] = variables
         operands = self._operands_in(body, match)
         gradients = [Var(self.graph.avals[number]) for _, number in backward.gradients]
-        edit.added.append(
-            compat.new_jaxpr_eqn(
-                [*operands, *variables, known[backward.cotangent][1]],
-                gradients,
-                backward_p,
-                params | {"active": tuple(position for position, _ in backward.gradients)},
-                set(),
-                like.source_info,
-                like.ctx,
+        given = [*operands, *variables, known[backward.cotangent][1]]
+        full = params | {"active": tuple(position for position, _ in backward.gradients)}
+        if backward.mapped is None:
+            edit.added.append(
+                compat.new_jaxpr_eqn(given, gradients, backward_p, full, set(), like.source_info, like.ctx)
             )
-        )
+        else:
+            edit.added += _mapped(given, gradients, full)
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             self._give(body, number, gradient)
 
@@ -210,6 +209,22 @@ class _Splicer:
                 stacked = Var(aval)
         edits[0].stacked.append((variable, stacked))
         edits[1].read.append((inner, outside(stacked)))
+
+
+def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: dict[str, Any]) -> list[JaxprEqn]:
+    """The equations of the backward of a site for many cotangents, along a leading axis of the last operand."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given]
+    axes = (*(None for _ in given[1:]), 0)
+    many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
+    inner = flatten(compat.make_jaxpr(many, *shapes))
+    names: dict[Var, Var] = dict(zip([*inner.invars, *inner.outvars], [*given, *gradients], strict=True))
+
+    def named(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+    return [
+        e.replace(invars=[named(a) for a in e.invars], outvars=[named(v) for v in e.outvars]) for e in inner.equations
+    ]
 
 
 def _carried(holder: JaxprEqn, place: int) -> bool:

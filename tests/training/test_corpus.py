@@ -10,19 +10,11 @@ from recognition.test_corpus import CASES, _built
 
 from training.checks import exact, replaced
 
-NOT_YET = {
-    "hand/lm_perexample/train_step+perexample+sgd": "only a part of its backward was recognised",
-}
-"""Cases in which not all sites are replaced yet, with the reason in the report."""
-
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind in ("loss", "train_step")])
 def test_every_attention_is_replaced_in_both_directions(name):
     case, function, args = _built(name)
     report = exact(function, args)
     reasons = [miss.reason for miss in report.near_misses]
-    if name in NOT_YET:
-        assert len(replaced(report)) < case.count("attention")
-        assert any(NOT_YET[name] in reason for reason in reasons), reasons
-    elif case.origin != "negative":
+    if case.origin != "negative":
         assert replaced(report) == ["forward+backward"] * case.count("attention"), reasons

@@ -18,11 +18,6 @@ PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "60"))
 FIRST = int(os.environ.get("FUZZ_SEED", "0"))
 BATCH = 10
 
-NOT_YET: dict[str, str] = {
-    "barrier_between": "also used by mul",  # The backward has a barrier of its own, around the cotangents of both.
-}
-"""Spellings of which the backward is not found yet, with the reason in the report."""
-
 
 @pytest.mark.parametrize("name", [n for n, s in SPELLINGS.items() if s.gradients and n not in test_spellings.NOT_YET])
 def test_spelling_is_replaced_in_both_directions(name):
@@ -30,10 +25,6 @@ def test_spelling_is_replaced_in_both_directions(name):
     args = spelling.arguments(ODD, "float32")
     report = exact(with_gradients(spelling.program(ODD), args), args)
     reasons = [miss.reason for miss in report.near_misses]
-    if name in NOT_YET:
-        assert len(replaced(report)) < spelling.sites(ODD)
-        assert any(NOT_YET[name] in reason for reason in reasons), reasons
-        return
     assert replaced(report) == ["forward+backward"] * spelling.sites(ODD), reasons
 
 

@@ -21,15 +21,8 @@ NOT_YET: dict[str, str] = {
     # Forward mode keeps the probabilities.
     "linearize": "also used by mul",
     "jvp": "",
-    # The forward is computed once, its backward for each example or cotangent, by batched equations that a derivative
-    # of the batched forward does not hold.
-    "vjp_pulled_for_many_cotangents": "also used by broadcast_in_dim",
-    "a_jacobian_of_two_losses": "also used by broadcast_in_dim",
-    "per_example_gradients": "only a part of its backward was recognised",
+    # Keys without an example's axis have a gradient for each example.
     "per_example_gradients_of_shared_keys": "also used by mul",
-    "per_head_and_example_value_and_gradients": "only a part of its backward was recognised",
-    "per_example_gradients_of_a_scan": "only a part of its backward was recognised",
-    "per_example_gradients_of_layers": "only a part of its backward was recognised",
 }
 """Steps in which not every site is replaced yet, with the reason that the report gives.  Their results are right."""
 
