@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
+from autopallas.graph.labels import ELEMENTWISE
 from autopallas.patterns.attention_site import ProvedAttention
-from autopallas.patterns.backward import Backward, Forward, Level, Search, differentiable
+from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, at_hand, leanest
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
@@ -84,16 +87,52 @@ class AttentionDraft(ProvedAttention):
     def search(self) -> Search | None:
         """What to look for in the program as this site's backward; None if the site spans several bodies."""
         products = self._products()
-        forward = Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in products)
-        if not forward.complete:
+        plain = Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in products)
+        if not plain.complete:
             return None
-        roles = self._uses(forward)
+        roles = self._uses(plain)
         if roles is None:
             return None
-        others = [i for i, use in enumerate(forward.uses) if i not in roles and differentiable(use)]
-        query, key, value = roles
-        wanted = [i for i in (value, query, key) if differentiable(forward.uses[i])]
-        return Search(forward, wanted, others)
+        wide = self._computed_sides(plain, roles)
+        forwards = [plain]
+        if wide:  # better: they are computed tile by tile, and so are the gradients of what they are computed from
+            inner = products | wide
+            forwards.insert(0, Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in inner))
+        search: Search | None = None
+        for forward in reversed(forwards):
+            roles = self._uses(forward)
+            assert roles is not None
+            query, key, value = roles
+            wanted = [i for i in (value, query, key) if differentiable(forward.uses[i])]
+            others = [i for i, use in enumerate(forward.uses) if i not in roles and differentiable(use)]
+            search = Search(forward, wanted, others, instead=search)
+        return search
+
+    def _computed_sides(self, forward: Forward, roles: Sequence[int]) -> set[int]:
+        """The side inputs as large as a tile of all scores that are computed elementwise from smaller numbers, and the
+        values on the way."""
+        graph, body = self.graph, self.body
+        tile = math.prod(graph.shape(self.score.value)[-2:])
+
+        def values(variable: Any) -> set[int] | None:
+            """The values from smaller ones to this; None if it comes from one as large."""
+            aval = variable.aval
+            if math.prod(aval.shape) < tile or not jnp.issubdtype(aval.dtype, jnp.floating):
+                return set()
+            position = body.defined.get(variable)
+            equation = None if position is None or position in body.children else body.equations[position]
+            if equation is None or not (equation.primitive.name in ELEMENTWISE or equation.primitive.name in LAYOUT):
+                return None
+            found = {graph.numbers[body][variable]}
+            for atom in equation.invars:
+                inner = values(atom) if isinstance(atom, Var) else set()
+                if inner is None:
+                    return None
+                found |= inner
+            return found
+
+        sides = (use for i, use in enumerate(forward.uses) if i not in roles and differentiable(use))
+        return set().union(*(values(use.variable) or () for use in sides))
 
     def _products(self) -> set[int]:
         """Where the scores are a sum of products: the values between the product and the sum."""

@@ -23,9 +23,9 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.numbering import is_identity
 
-__all__ = ["Backward", "Forward", "Level", "Lookup", "Merged", "Search", "Use", "differentiable", "settle"]
+__all__ = ["LAYOUT", "Backward", "Forward", "Level", "Lookup", "Merged", "Search", "Use", "differentiable", "settle"]
 
-_LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
+LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Forward:
         variable = use.variable
         while (position := self._defined.get(variable)) is not None:
             equation = self.body.equations[position]
-            if equation.primitive.name not in _LAYOUT or not isinstance(equation.invars[0], Var):
+            if equation.primitive.name not in LAYOUT or not isinstance(equation.invars[0], Var):
                 if not (is_identity(equation) and isinstance(equation.invars[0], Var)):
                     return
             yield equation
@@ -340,12 +340,22 @@ class Lookup:
 
 @dataclass(slots=True)
 class Search:
-    """One site whose backward is looked for, and what is asked: first ``roles``, then ``roles`` and ``others``."""
+    """One site whose backward is looked for, and what is asked: first ``roles``, then ``roles`` and ``others``; and
+    where that does not find all of it, what is asked ``instead``."""
 
     forward: Forward
     roles: Sequence[int]
     others: Sequence[int]
     found: list[Backward] = field(default_factory=list)
+    instead: Search | None = None
+
+    def give_way(self) -> bool:
+        """Asks what is to be asked instead, if anything is."""
+        other = self.instead
+        if other is None:
+            return False
+        self.forward, self.roles, self.others, self.instead = other.forward, other.roles, other.others, other.instead
+        return True
 
     def replaced(self) -> set[int]:
         """The values that kernels would give in place of the program."""
@@ -372,10 +382,14 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
     chosen = list(searches)
     left = incomplete(chosen)
-    if any(search.others for search in left):
-        for search in left:
+    for given_way in (False, True):
+        if given_way:
+            asked = [search for search in left if search.give_way()]
+        else:
+            asked = left if any(search.others for search in left) else []
+        for search in asked:
             search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
-        left = incomplete(chosen)
+        left = incomplete(chosen) if asked else left
     while left:
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []

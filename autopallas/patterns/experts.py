@@ -309,7 +309,7 @@ class Draft:
             if not all(at_hand(graph, use.number, (self.body,), body, across=True) for use in forward.uses):
                 raise Mismatch("the backward lacks an operand where it stands")
             gradients = tuple((use, levels[0].cotangent) for use, levels in backward.levels.items())
-            backwards.append(BackwardMatch(body, backward.cotangent, gradients))
+            backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))
         if not backwards:
             raise Mismatch("the backward was not recognised")
         inputs = [Var(use.variable.aval) for use in forward.uses]

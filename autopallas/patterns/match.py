@@ -63,13 +63,17 @@ class Match:
     location: str
     backwards: tuple[BackwardMatch, ...] = ()
     homes: tuple[Body, ...] = ()
-    """The bodies that have the operands, where other bodies in which a part of the site stands may lack some."""
+    """The bodies that have all operands, of which others with a part of the site may lack some; by default ``body``."""
     then: tuple[Match, ...] = ()
     """Further passes of the same site, such as its backward where that is a computation of its own."""
 
     @property
     def passes(self) -> tuple[Match, ...]:
         return (self, *self.then)
+
+    @property
+    def sources(self) -> tuple[Body, ...]:
+        return self.homes or (self.body,)
 
     @property
     def replaced(self) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ class _Splicer:
         them."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
         for body in bodies:
-            if not all(at_hand(self.graph, number, match.homes, body, across=True) for number in match.operands):
+            if not all(at_hand(self.graph, number, match.sources, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
             held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
@@ -148,7 +148,7 @@ class _Splicer:
         """The operands in a body, brought there from the loop of the forward where the body does not have them."""
         known = self.graph.positions[body]
         return [
-            known[number][1] if number in known else self._brought_from(match.homes, number, body)
+            known[number][1] if number in known else self._brought_from(match.sources, number, body)
             for number in match.operands
         ]
 
@@ -217,7 +217,7 @@ def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: dict[str, An
     axes = (*(None for _ in given[1:]), 0)
     many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
     inner = flatten(compat.make_jaxpr(many, *shapes))
-    names: dict[Var, Var] = dict(zip([*inner.invars, *inner.outvars], [*given, *gradients], strict=True))
+    names: dict[Any, Any] = dict(zip([*inner.invars, *inner.outvars], [*given, *gradients], strict=True))
 
     def named(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)

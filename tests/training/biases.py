@@ -127,3 +127,18 @@ def scan_with_a_bias_computed_in_the_body(w, x):
         return biased(x, w, jnp.sin(x @ w[3]) @ jnp.sin(x).mT)
 
     return jax.value_and_grad(loss_of(over_layers(body)), argnums=(0, 1))(w, x)
+
+
+@step(lambda: [*deep(), jnp.asarray([0.5, 0.2])], sizes=None)
+def scan_with_learned_slopes_per_step(w, x, slopes):
+    """Distances come from outside the loop: the bias is taken as it is, and so is its gradient."""
+
+    def model(w, x, slopes):
+        def attention(scale):
+            distance = jnp.abs(jnp.arange(T)[None, :] - jnp.arange(T)[:, None])
+            bias = (slopes * scale)[:, None, None] * -distance
+            return lambda q, k, v: jax.nn.softmax((q @ k.mT) * 0.5 + bias) @ v
+
+        return over_layers(lambda x, w: layer(x, w, attention(jnp.mean(w) + 1)))(w, x)
+
+    return all_gradients(model)(w, x, slopes)

@@ -278,7 +278,7 @@ def bias_and_nothing_else(q, k, v, bias):
     return jax.grad(loss_of(biased), argnums=3)(q, k, v, bias)
 
 
-@step(lambda: [*qkv(), jnp.asarray([0.5, 0.2, 0.1])], sizes=None)
+@step(lambda: [*qkv(), jnp.asarray([0.5, 0.2, 0.1])])
 def learned_alibi_slopes(q, k, v, slopes):
     distance = jnp.arange(S)[None, :] - jnp.arange(T)[:, None]
 
