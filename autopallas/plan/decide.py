@@ -233,8 +233,8 @@ def judge(
 
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
         must = options.strict or isinstance(options.implementation_for(operation.name), str)
-        given = (device.platform, name, choice.block_sizes, choice.source, row, attempts)
-        return Decision(verdict, reason, *given, must=must)
+        sizes, source = choice.block_sizes, choice.source
+        return Decision(verdict, reason, device.platform, name, sizes, source, row, attempts, must=must)
 
     if options.implementation_for(operation.name) is not None:
         return decision("applied", "the implementation was asked for by name")

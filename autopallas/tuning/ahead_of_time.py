@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -356,7 +357,7 @@ class _Child:
     def _last_words(self) -> str:
         status = self._process.wait()
         text = self._log.read_text(errors="replace")
-        fatal = [line for line in text.splitlines() if line.startswith("F") or "Error" in line]
+        fatal = [line for line in text.splitlines() if re.match(r"F\d{4} ", line)]
         said = (fatal or text.strip().splitlines()[-1:] or [""])[0]
         return f"the compiler ended with status {status}: {said.strip()[:400]}"
 

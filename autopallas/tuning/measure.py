@@ -229,7 +229,8 @@ def measure(
 
     order = list(records.values())
     shuffle = random.Random(seed).shuffle
-    gc.collect()  # so that it is not the first candidate that pays for what was allocated while compiling
+    if len(order) > 1:
+        gc.collect()  # so that it is not the first candidate that pays for what was allocated while compiling
     begin = clocks.wall()
     done = 0
     for done in range(repetitions):

@@ -41,9 +41,9 @@ def ranked(
 ) -> Ranking:
     """Compiles the original and every candidate, and ranks those that compile.
 
-    A candidate is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Where
-    the generation cannot be simulated, what remains is a bound from arithmetic and traffic: candidates are then in the
-    order in which the operation offers them, and the evidence is "estimated".
+    A program is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Of one
+    that cannot be simulated a bound from arithmetic and traffic is known, below which it cannot come; where that is the
+    original, or a candidate, the evidence is "estimated".  Without any simulation the operation's first guess is taken.
 
     Args:
       match: the site.
@@ -73,9 +73,9 @@ def ranked(
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
         return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
-    simulated = [row for row in rows if row.evidence == "simulated"]
+    simulated = [one.row for one in tried if one.row is not None and one.cycles is not None]
     fastest = min(simulated, key=lambda row: row.kernel_us) if simulated else rows[0]
-    bearable = [r for r in rows if r.evidence == fastest.evidence and r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
+    bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
     return Ranking(fastest, least if least.kernel_bytes < fastest.kernel_bytes else None, tuple(tried))
 
@@ -98,10 +98,9 @@ def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compila
         return Tried(sizes.to_dict(), "lower", reason)
     if found.failure is not None:
         return Tried(sizes.to_dict(), found.stage or "compile", found.failure)
-    own, base = found.estimated_seconds, original.estimated_seconds
-    simulated = own is not None and base is not None
-    if own is None or base is None:
-        own, base = found.bound_seconds, original.bound_seconds
+    simulated = found.estimated_seconds is not None and original.estimated_seconds is not None
+    own = found.bound_seconds if found.estimated_seconds is None else found.estimated_seconds
+    base = original.bound_seconds if original.estimated_seconds is None else original.estimated_seconds
     row = Row(
         block_sizes=sizes.to_dict(),
         kernel_us=float(f"{max(own, 1e-9) * 1e6:.4g}"),

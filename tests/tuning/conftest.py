@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from autopallas.kernels.run import kernel_backward, kernel_forward
@@ -18,3 +19,22 @@ def user_cache(tmp_path, monkeypatch):
     kernel_forward.cache_clear()
     kernel_backward.cache_clear()
     WARNED.forget()
+
+
+_COMPILED = {}
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """Programs that are the same to the letter are compiled once for all tests: that is most of a search's time."""
+    genuine = jax.stages.Lowered.compile
+
+    def compile(self, *arguments, **options):
+        text = self.as_text()
+        if arguments or options or "custom_call" in text:  # a callback is a place in memory
+            return genuine(self, *arguments, **options)
+        if text not in _COMPILED:
+            _COMPILED[text] = genuine(self)
+        return _COMPILED[text]
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)

@@ -107,6 +107,13 @@ def test_without_a_simulation_there_is_an_estimate_only():
     assert found.time.block_sizes["row_block"] == 128, "the operation's best guess"
 
 
+def test_an_original_that_cannot_be_simulated_has_a_bound_and_candidates_are_ranked_all_the_same():
+    original = compiled(None, 10, operations_counted=197_000_000)
+    found = rank(Fake("tpu-v5e", original, compiled(3000, 1), compiled(600, 1), compiled(900, 1)))
+    assert found.time.block_sizes["row_block"] == 256
+    assert (found.time.evidence, found.time.kernel_us, found.time.original_us) == ("estimated", 0.4, 1.0)
+
+
 def test_what_cannot_be_lowered_or_has_no_turn_is_recorded():
     found = rank(Fake("tpu-v5e", compiled(9000, 1), *[ValueError("no such block")] * 3))
     assert found.time is None
@@ -131,9 +138,10 @@ def test_a_pallas_kernel_is_ranked_by_its_compiler():
 @needs_compiler
 def test_an_operation_is_tuned_for_a_tpu_that_is_not_there(capsys, tmp_path):
     arguments = ["--target", "tpu-v5e", "--shapes", ", ".join(["f32[1,64,1,64]"] * 3), "--direction", "forward"]
-    assert main(["tune", "attention", *arguments, "--output", str(tmp_path), "--json"]) == 0
+    assert main(["tune", "attention", *arguments, "--output", str(tmp_path), "--budget", "200", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
-    assert (result["evidence"], result["searched"]) == ("simulated", True)
+    assert result["evidence"] in ("simulated", "estimated"), "the compiler cannot simulate every original"
+    assert result["searched"]
     rows = json.loads((tmp_path / "results.json").read_text())
     assert {row["device"] for row in rows} == {"TPU v5e"}
     assert any(row["cycles"] for row in rows)

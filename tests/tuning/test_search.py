@@ -25,6 +25,8 @@ from autopallas.tuning.measure import Failure, Measurement, Timing
 from autopallas.tuning.search import ORIGINAL, search
 from autopallas.tuning.trial import Trial
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 FIRST = BlockSizes(200, 200)
 ONLY_THE_FIRST = classmethod(lambda cls, spec: ())
 CANDIDATES = [BlockSizes(*pair) for pair in ((200, 200), (128, 200), (128, 128))]
@@ -386,20 +388,25 @@ def layers(q, k, v):
     return jax.lax.scan(lambda x, _: (attend_all(x, k, v).astype(x.dtype), None), q, None, length=2)[0]
 
 
+def sharded(f):
+    """The same inside shard_map, on the one device there is."""
+    mesh, everywhere = jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec()
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=everywhere, out_specs=everywhere))
+
+
 USES = {
-    "called": lambda f: f,
     "jit": jax.jit,
     "grad": lambda f: jax.grad(lambda q, k, v: jnp.sum(f(q, k, v).astype(jnp.float32))),
     "vmap": lambda f: lambda *a: jax.vmap(f)(*(jnp.stack([x, x]) for x in a)),
-    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "scan": lambda f: lambda q, k, v: jax.lax.scan(lambda x, _: (f(x, k, v), None), q, None, length=2)[0],
+    "shard_map": sharded,
 }
 
 
 @pytest.mark.parametrize(("use", "function"), [*((use, attend_all) for use in USES), ("jit", layers)])
 def test_a_search_works_while_jax_is_tracing(use, function, monkeypatch):
     monkeypatch.setattr(BlockSizes, "candidates", ONLY_THE_FIRST)
-    operands = qkv(150)
+    operands = qkv(40)
     optimized = autopallas.optimize(function, autotune=True, objective="always", strict=True)
     found = USES[use](optimized)(*operands)
     wanted = USES[use](function)(*operands)
@@ -415,7 +422,7 @@ def test_a_search_works_in_another_thread(monkeypatch):
 
     def work():
         optimized = autopallas.optimize(attend_all, autotune=True, strict=True)
-        jax.block_until_ready(optimized(*qkv(150)))
+        jax.block_until_ready(optimized(*qkv(40)))
         reports.append(optimized.report())
 
     thread = threading.Thread(target=work)
@@ -428,7 +435,7 @@ def test_a_search_works_in_another_thread(monkeypatch):
 def test_a_search_has_the_numeric_setting_of_the_caller(monkeypatch):
     monkeypatch.setattr(BlockSizes, "candidates", ONLY_THE_FIRST)
     with jax.enable_x64(True):
-        operands = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in qkv(150, "float32"))
+        operands = tuple(jnp.asarray(np.asarray(x), jnp.float64) for x in qkv(40, "float32"))
         optimized = autopallas.optimize(attend_all, autotune=True, strict=True)
         optimized(*operands)
         assert optimized.report().sites[0].block_sizes_from == "autotune"

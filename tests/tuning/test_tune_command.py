@@ -26,6 +26,8 @@ from autopallas.tuning.key import key_of
 from autopallas.tuning.search import Tried, _Search
 from autopallas.tuning.table import Row
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SHAPES = "f16[150,64], f16[150,64], f16[150,64]"
 
 
