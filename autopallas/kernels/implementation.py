@@ -51,6 +51,11 @@ class Device:
         """The description of one of JAX's devices."""
         return Device({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)
 
+    @property
+    def here(self) -> bool:
+        """Whether this process can run something on such a device."""
+        return self.platform == Device.of(jax.devices()[0]).platform
+
     def targeted(self) -> AbstractContextManager[None]:
         """A context in which code is traced and lowered for this device, whatever this process runs on."""
         context: AbstractContextManager[None] = _target(self)

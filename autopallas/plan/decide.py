@@ -105,6 +105,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     foreign = isinstance(wanted, str) and HOME.get(wanted, device.platform) != device.platform and not interpretation()
     if isinstance(wanted, str) and foreign:
         device = Device(HOME[wanted], "")
+    foreign = foreign or not device.here
     attempts: list[tuple[str, str, str]] = []
     for name, answer in operation.candidates(match.spec, device, wanted):
         if isinstance(answer, Unsupported):
