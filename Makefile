@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz lint bench clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -39,6 +39,12 @@ test-corpus: $(VENV)/.installed  ## Runs the corpus of models with the libraries
 fuzz: $(VENV)/.installed  ## Runs 2,000 random programs against their originals (FUZZ_SEED: the first one)
 	FUZZ_PROGRAMS=2000 $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/recognition/test_random_programs.py $(ARGS)
+
+check-tpu: $(VENV)/.installed  ## Compiles the TPU kernels for every generation, without a TPU; 700 MB are installed once
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
+	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
+	  tests/kernels tests/tuning/test_ahead_of_time.py $(ARGS)
+	$(VENV)/bin/python -m benchmarks.tpu_schedule
 
 lint: $(VENV)/.installed  ## Checks style and types
 	$(VENV)/bin/python -m ruff check .

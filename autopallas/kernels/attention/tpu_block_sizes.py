@@ -23,6 +23,9 @@ _BACKWARD_TILES = {"query": 0.6, "key_value": 0.75}
 _TILE_IN_REGISTERS = 1 * MIB
 """From v5 on, a backward's tile up to this size needs no room of its own."""
 
+_UNCERTAINTY = 1.25
+"""How far the compiler's account may be from the estimate; nothing that may fit is left out."""
+
 _PREFERRED = ((1024, 1024), (512, 2048), (1024, 2048), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128))
 
 
@@ -67,8 +70,10 @@ def _twice(blocks: Sequence[Block]) -> int:
     return 2 * sum(block.bytes for block in blocks)
 
 
-def _fits(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> bool:
-    return max(vmem_bytes(spec, block_sizes, generation).values()) <= generation.budget
+def _fits(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation, certain: bool = False) -> bool:
+    """Whether the blocks may fit into vector memory; if certain, whether they do by the estimate itself."""
+    estimate = max(vmem_bytes(spec, block_sizes, generation).values())
+    return estimate <= generation.budget * (1 if certain else _UNCERTAINTY)
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> BlockSizes | None:
@@ -89,5 +94,9 @@ def candidates(spec: AttentionSpec, generation: Generation) -> tuple[BlockSizes,
 
 def default(spec: AttentionSpec, generation: Generation) -> BlockSizes:
     """The first candidate; large blocks, for each step of the grid costs time of its own."""
-    first = next(iter(candidates(spec, generation)), None)
-    return first or fitting(spec, BlockSizes(128, 128).fitted(spec), generation) or BlockSizes(16, 128).fitted(spec)
+    fit = (sizes for sizes in candidates(spec, generation) if _fits(spec, sizes, generation, certain=True))
+    return (
+        next(fit, None)
+        or fitting(spec, BlockSizes(128, 128).fitted(spec), generation)
+        or BlockSizes(16, 128).fitted(spec)
+    )
