@@ -27,6 +27,7 @@ Task: TypeAlias = Literal["statistics", "rows", "columns"]
 
 SUBLANES = 32
 """Of the narrowest dtype that a side input may have."""
+_ADDED = 4 * 2**20
 _OUTER = (2048, 1024, 512, 256, 128, 64, 32)
 _INNER = (1024, 512, 256, 128)
 
@@ -63,11 +64,12 @@ def fitting(
     rows = blocks(sizes.rows_block, spec.rows, sublanes, _OUTER if task != "columns" else _INNER)
     columns = blocks(sizes.vocabulary_block, spec.vocabulary, lanes, _OUTER if task == "columns" else _INNER)
     outers, inners = (columns, rows) if task == "columns" else (rows, columns)
+    room = budget - budget // 16  # for what the compiler spills
     for least in (min(256, inners[0]), 0):
         for outer in outers:
             for inner in inners:
                 shape = Shape(inner, outer) if task == "columns" else Shape(outer, inner)
-                if inner >= least and vmem_bytes(spec, shape, task) <= budget:
+                if inner >= least and vmem_bytes(spec, shape, task) <= room:
                     return shape
     return None
 
@@ -77,17 +79,18 @@ def vmem_bytes(spec: CrossEntropySpec, shape: Shape, task: Task) -> int:
     rows, columns = shape
     weight = (columns, spec.hidden) if spec.vocabulary_major else (spec.hidden, columns)
     total = block_bytes((rows, spec.hidden), spec.row_dtype, 2) + block_bytes(weight, spec.weight_dtype, 2)
-    total += block_bytes((rows, LANES), np.float32, 4)  # the packed numbers per row
+    numbers = block_bytes((rows, 1), np.float32, 2)
     if task == "statistics":
-        total += len(spec.statistics) * block_bytes((rows, 1), np.float32, 3)
-    elif task == "rows":
-        total += block_bytes((rows, spec.hidden), np.float32) + block_bytes((rows, spec.hidden), spec.row_dtype, 2)
+        total += (1 + len(spec.statistics)) * numbers
     else:
-        total += block_bytes(weight, np.float32) + block_bytes(weight, spec.weight_dtype, 2)
+        block, dtype = ((rows, spec.hidden), spec.row_dtype) if task == "rows" else (weight, spec.weight_dtype)
+        sums = block_bytes(block, np.float32)
+        # A part of what is added to the sums is there at a time.
+        total += 2 * numbers + sums + min(sums, _ADDED) + block_bytes(block, dtype, 2)
     for side in spec.sides:
         if side.varies[1]:
             total += block_bytes((rows if side.varies[0] else 1, columns), side.dtype, 2)
-    return total + 4 * block_bytes((rows, columns), np.float32)
+    return total + 3 * block_bytes((rows, columns), np.float32)
 
 
 # ---------------------------------------------------------------------- side inputs
