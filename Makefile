@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu lint bench clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -52,6 +52,12 @@ lint: $(VENV)/.installed  ## Checks style and types
 
 bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.installed  ## Makes pages of docs/ in build/site; a warning is an error
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(VENV)/bin/python docs/generate.py --check
+	$(VENV)/bin/python -m mkdocs build --strict --quiet --site-dir build/site
+	@echo "== Made build/site/index.html"
 
 clean:  ## Removes everything that make, the tests and the tools have made
 	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

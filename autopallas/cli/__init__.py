@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from autopallas.errors import OptionError
 
-__all__ = ["COMMANDS", "CommandError", "main"]
+__all__ = ["COMMANDS", "CommandError", "main", "parser"]
 
 COMMANDS = {
     "cache": "tuning results kept on disk: list, show, clear, export, import",
@@ -40,6 +40,18 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    whole = _Parser(
+        prog="autopallas", description="Finds reference computations in JAX programs and runs tuned kernels instead."
+    )
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    for name, purpose in COMMANDS.items():
+        module = importlib.import_module(f"autopallas.cli.{name}")
+        module.add(commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
+    return whole
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line.
 
@@ -49,14 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, or 2 where the input was bad.
     """
-    parser = _Parser(
-        prog="autopallas", description="Finds reference computations in JAX programs and runs tuned kernels instead."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, purpose in COMMANDS.items():
-        module = importlib.import_module(f"autopallas.cli.{name}")
-        module.add(commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int | Callable[[], int]] = options.run
     try:
         status = run(options)

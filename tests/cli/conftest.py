@@ -44,4 +44,5 @@ def process(tmp_path):
             check=False,
         )
 
+    run.folder = tmp_path
     return run
