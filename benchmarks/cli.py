@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopallas.progress import Progress
 from benchmarks import environment, rows, terminal
 from benchmarks.case import AUTOPALLAS, KERNELS
 from benchmarks.run import Effort, run, select
@@ -52,12 +53,13 @@ def main(arguments: Sequence[str]) -> int:
     # Parts of a grid have files of their own, so that they do not take the place of a whole one.
     suffix = environment.backend() + ("" if grid == "standard" else f"-{grid}")
     found: list[rows.Row] = []
-    for of_case in run(cases, effort, terminal.progress()):
-        if not found:
-            print(terminal.header(of_case))
-        found += of_case
-        print(terminal.table(of_case), flush=True)
-        paths = _write(found, options.output, f"{suffix}-part")
+    with Progress("benchmarks") as say:
+        for of_case in run(cases, effort, say):
+            if not found:
+                print(terminal.header(of_case))
+            found += of_case
+            print(terminal.table(of_case), flush=True)
+            paths = _write(found, options.output, f"{suffix}-part")
     if not options.filter:
         for path in paths:
             path.unlink()

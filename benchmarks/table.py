@@ -18,11 +18,12 @@ from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.patterns import Match, find
 from autopallas.plan import Decision
+from autopallas.progress import Progress
 from autopallas.rewrite import splice
 from autopallas.tuning import Measurement, measure
 from autopallas.tuning.table import Key, Row, table_device
 from autopallas.tuning.table_source import literal, source_with_rows
-from benchmarks import environment, terminal
+from benchmarks import environment
 from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
 from benchmarks.run import select
 
@@ -150,13 +151,13 @@ def main(arguments: Sequence[str]) -> int:
     device = Device.current()
     implementation = options.implementation or operation.requested(None, device)[0]
     known = tables.TABLE.get(table_device(device), {})
-    say = terminal.progress()
     measured: dict[Key, Row] = {}
     missing = 0
     for number, case in enumerate(cases, 1):
-        say(f"[{number}/{len(cases)}] {case}")
         try:
-            tuned = tune(case, implementation, options.candidates, options.seconds)
+            with Progress("benchmarks") as say:
+                say(f"[{number}/{len(cases)}] {case}")
+                tuned = tune(case, implementation, options.candidates, options.seconds)
         except Exception as error:
             missing += 1
             print(f"{case}: {type(error).__name__}: {error}", flush=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.case import AUTOPALLAS, ORIGINAL
 from benchmarks.rows import Row
@@ -21,19 +19,6 @@ _COLUMNS = (
     ("error", 7),
 )
 _INDENT = "  "
-
-
-def progress() -> Callable[[str], None]:
-    """A function that shows one line of progress on a terminal, over the last one, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda line: None
-
-    def show(line: str) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write("\r" + line[:width].ljust(width) + "\r")
-        sys.stderr.flush()
-
-    return show
 
 
 def header(rows: Sequence[Row]) -> str:

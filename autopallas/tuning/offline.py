@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autopallas.kernels.implementation import Device, Supported
+from autopallas.progress import Progress
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, Generation, missing
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.case import Case, cases_of, match_of
@@ -19,7 +20,7 @@ from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import key_of
 from autopallas.tuning.ranking import ranked
 from autopallas.tuning.results import Result, results_of
-from autopallas.tuning.search import Tried, progress, search
+from autopallas.tuning.search import Tried, search
 from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
 
 __all__ = ["TARGETS", "Outcome", "Subject", "Target", "TargetError", "of_case", "target_of", "tune"]
@@ -145,7 +146,7 @@ def tune(
         first = tables.infer_block_sizes(match.spec, target.device, name, match.direction)
         tried: Sequence[Tried]
         if compiler is not None:
-            with progress(match.op) as say:
+            with Progress(f"autopallas: tuning {match.op}") as say:
                 ranking = ranked(match, name, first, compiler, budget, say)
             time, memory, reason, searched, digest = ranking.time, ranking.memory, ranking.reason, True, ""
             tried = ranking.tried

@@ -6,7 +6,6 @@ import datetime
 import importlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,13 +14,14 @@ from typing import Any
 import jax
 
 from autopallas.kernels.implementation import Device
+from autopallas.progress import Progress
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
 from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 from autopallas.tuning.trial import Trial
 
-__all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "progress", "search"]
+__all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
 
 ORIGINAL = "original"
 
@@ -337,7 +337,7 @@ def search(
     """
     spec = match.spec
     wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
-    with progress(match.op) as say:
+    with Progress(f"autopallas: tuning {match.op}") as say:
         run = _Search(match, implementation, seconds, clock, say, list(wrong))
         every = [
             sizes
@@ -373,28 +373,3 @@ def search(
         rejected=rejected,
         seconds=seconds,
     )
-
-
-class progress:
-    """``with progress(op) as say``: ``say(text)`` shows one line on a terminal, and nothing anywhere else."""
-
-    def __init__(self, op: str):
-        self.op = op
-        self.shown = False
-
-    def __enter__(self) -> Callable[[str], None]:
-        try:
-            self.shown = sys.stderr.isatty()
-        except (AttributeError, ValueError):  # no stream, or a closed one
-            self.shown = False
-        return self.say
-
-    def say(self, text: str) -> None:
-        if self.shown:
-            sys.stderr.write(f"\r\x1b[Kautopallas: tuning {self.op}: {text}")
-            sys.stderr.flush()
-
-    def __exit__(self, *error: object) -> None:
-        if self.shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

@@ -449,6 +449,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(monkeypatch, capsys):
     searched(match_of(attend, *qkv()))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("autopallas.progress._bars", lambda: None)  # as without rich
     searched(match_of(attend, *qkv()))
     shown = capsys.readouterr().err
     assert "tuning attention: candidate 1" in shown
