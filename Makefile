@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu lint bench docs clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -46,6 +46,17 @@ check-tpu: $(VENV)/.installed  ## Compiles the TPU kernels for every generation,
 	  tests/kernels tests/tuning/test_ahead_of_time.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule
 
+faults: $(VENV)/.installed  ## Breaks every kernel at every stage, and prints the matrix of faults
+	FAULTS=all $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 tests/faults $(ARGS)
+	$(VENV)/bin/python -m tests.faults.matrix
+
+soak: $(VENV)/.installed  ## 2,000 train steps with random signatures, threads, and a cache that vanishes
+	$(VENV)/bin/python -m tests.soak $(ARGS)
+
+jax-suite: $(VENV)/.installed  ## Runs tests of JAX, Flax and Optax with jax.jit as it is and optimized
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,corpus]'
+	$(VENV)/bin/python -m tests.strangers .strangers $(ARGS)
+
 lint: $(VENV)/.installed  ## Checks style and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m mypy
@@ -60,7 +71,7 @@ docs: $(VENV)/.installed  ## Makes pages of docs/ in build/site; a warning is an
 	@echo "== Made build/site/index.html"
 
 clean:  ## Removes everything that make, the tests and the tools have made
-	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .strangers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml

@@ -26,7 +26,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     for name in _PATTERNS:
         if ops is None or name in ops:
             found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
-            matches += found
+            taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss, too
+            matches += [match for match in found if taken.isdisjoint(match.replaced)]
             misses += missed
     if ops is None and (patterns := declared()):
         own = importlib.import_module("autopallas.patterns.own")
