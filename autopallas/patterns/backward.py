@@ -193,7 +193,7 @@ class Lookup:
         shape, dtype = tuple(forward.root.aval.shape), forward.root.aval.dtype
         sizes: dict[int, None] = {}
         for aval in self.graph.avals:
-            own = getattr(aval, "shape", ())
+            own: tuple[int, ...] = getattr(aval, "shape", ())
             if len(own) == len(shape) + 1 and tuple(own[1:]) == shape and aval.dtype == dtype:
                 sizes[int(own[0])] = None
         return list(sizes)[:4]
