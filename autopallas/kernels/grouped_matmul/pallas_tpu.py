@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.grouped_matmul import xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import refusal
@@ -43,18 +43,19 @@ _SCALARS = 256 * 2**10
 """Bytes of scalar memory that tables may take: a quarter of what the smallest generation has."""
 
 
-def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
+def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     """bfloat16 and float32, on TPUs."""
     if (answer := refusal("tpu", device)) is not None:
         return answer
-    for dtype in (spec.first_dtype, spec.second_dtype, spec.result_dtype):
+    batch, dtypes = 1, [spec.widest_dtype]
+    if isinstance(spec, GroupedMatmulSpec):
+        batch, dtypes = spec.batch, [spec.first_dtype, spec.second_dtype, spec.result_dtype]
+    for dtype in dtypes:
         if dtype.name not in _DTYPES:
             return Unsupported(f"TPUs' matrix units take {' and '.join(_DTYPES)}, not {dtype}")
-    tables = 6 * 4 * capacity(spec.batch * spec.rows, _LEAST_ROWS, spec.batch * spec.groups)
+    tables = 6 * 4 * capacity(batch * spec.rows, _LEAST_ROWS, batch * spec.groups)
     if tables > _SCALARS:
-        return Unsupported(
-            f"tables of {tables} bytes for {spec.batch * spec.groups} groups do not fit into scalar memory"
-        )
+        return Unsupported(f"the tables of its visits, {tables} bytes, do not fit into scalar memory")
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
     return Supported()

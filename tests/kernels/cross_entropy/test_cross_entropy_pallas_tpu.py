@@ -13,6 +13,7 @@ from cross_entropy_cases import BF16, F32, KINDS, LOSS, ROW, Case, computed, err
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 from jax.experimental.pallas import tpu as pltpu
 
+import autopallas
 from autopallas.kernels import interpret
 from autopallas.kernels.cross_entropy import OPERATION, pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
@@ -21,7 +22,7 @@ from autopallas.kernels.cross_entropy.tpu_blocks import fitting, vmem_bytes
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.tpu import GENERATIONS
 
-EVERYTHING = bool(os.environ.get("CHECK_TPU"))
+EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-tpu` runs what `make test` has no time for."""
 V5E = Device("tpu", "TPU v5 lite")
 TASKS = ("statistics", "rows", "columns")
@@ -163,3 +164,17 @@ def test_what_is_lowered_for_a_tpu_are_the_kernels(major):
     for task in TASKS:
         assert f'kernel_name = "autopallas_cross_entropy_{task}"' in text
     assert "1000x5000" not in text
+
+
+@pytest.mark.parametrize("asked", [{"objective": "always"}, {"implementation": "pallas_tpu"}], ids=str)
+def test_a_train_step_exported_for_a_tpu_contains_the_kernels(asked):
+    def loss(x, w, labels):
+        logits = x @ w
+        return (jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]).mean()
+
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (32, 300))]
+    step = jax.jit(autopallas.optimize(jax.grad(loss, (0, 1)), **asked))
+    text = jax.export.export(step, platforms=["tpu"])(*types, jax.ShapeDtypeStruct((64,), jnp.int32)).mlir_module()
+    for task in TASKS:
+        assert f'kernel_name = "autopallas_cross_entropy_{task}"' in text
+    assert "64x300" not in text

@@ -22,6 +22,7 @@ from test_grouped_matmul_implementations import (
 )
 from test_grouped_matmul_implementations import error as error_of
 
+import autopallas
 from autopallas.kernels import interpret
 from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
@@ -30,7 +31,7 @@ from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, vis
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.tpu import GENERATIONS
 
-EVERYTHING = bool(os.environ.get("CHECK_TPU"))
+EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-tpu` runs what `make test` has no time for."""
 V5E = Device("tpu", "TPU v5 lite")
 
@@ -196,5 +197,17 @@ def test_what_is_lowered_for_a_tpu_is_the_kernel():
     with V5E.targeted():
         traced = jax.jit(both).trace(*types, jax.ShapeDtypeStruct((1, 4), jnp.int32))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    for use in USES:
+        assert f'kernel_name = "autopallas_grouped_matmul_{use}"' in text
+
+
+@pytest.mark.parametrize("asked", [{"objective": "always"}, {"implementation": "pallas_tpu"}], ids=str)
+def test_a_train_step_exported_for_a_tpu_contains_the_kernels(asked):
+    def loss(lhs: Any, rhs: Any, group_sizes: Any) -> Any:
+        return jnp.square(jax.lax.ragged_dot(lhs, rhs, group_sizes)).sum()
+
+    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 32), (4, 32, 48))]
+    step = jax.jit(autopallas.optimize(jax.grad(loss, (0, 1)), **asked))
+    text = jax.export.export(step, platforms=["tpu"])(*types, jax.ShapeDtypeStruct((4,), jnp.int32)).mlir_module()
     for use in USES:
         assert f'kernel_name = "autopallas_grouped_matmul_{use}"' in text
