@@ -19,6 +19,7 @@ from autopallas import compat, environment
 from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
 from autopallas.errors import OptionError
 from autopallas.kernels.implementation import IMPLEMENTATIONS
+from autopallas.own.pattern import declared
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 
@@ -140,7 +141,8 @@ def _require(name: str, value: object) -> tuple[tuple[str, int], ...]:
         value = dict(value)  # its own result: options are checked where they are given and where they are used
     if not isinstance(value, Mapping):
         raise _bad(name, value, 'give a mapping from operation to number of sites, such as {"attention": 2}')
-    required = {one_of(f"an operation in option {name}", op, OPERATIONS): n for op, n in value.items()}
+    known = (*OPERATIONS, *(pattern.name for pattern in declared()))
+    required = {one_of(f"an operation in option {name}", op, known): n for op, n in value.items()}
     return tuple(sorted((op, _count(f"{name}[{op!r}]", n)) for op, n in required.items()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 
 import pytest
@@ -64,6 +65,17 @@ def test_details_are_the_text_of_the_report(command):
     assert "spec            attention" in out
 
 
+def test_a_target_is_decided_and_compiled_for(command):
+    pytest.importorskip("libtpu", reason="the TPU's compiler is not installed (extra tpu-check)")
+    shapes = ",".join(["bf16[512,128]"] * 3)
+    status, out, err = command("report", "reportable:optimized", "--shapes", shapes, "--target", "tpu-v5e", "--json")
+    assert status == 0, err
+    told = json.loads(out)
+    assert told["report"]["device_kind"] == "TPU v5 lite"
+    assert Report.from_dict(told["report"]).counts() == {"attention": 1}
+    assert all(len(pair) == 2 for pair in told["target"].values())
+
+
 @pytest.mark.parametrize("suffix", [".html", ".json", ".txt"])
 def test_it_writes_a_file(command, tmp_path, suffix):
     status, out, _ = command("report", "reportable:optimized", "--shapes", SHAPES, "-o", f"out{suffix}")
@@ -84,6 +96,10 @@ def test_it_writes_a_file(command, tmp_path, suffix):
         (["reportable:attend", "--shapes", SHAPES, "-o", "absent/out.html"], "cannot be written"),
         (["reportable:attend", "--shapes", SHAPES, "--objective", "speed"], "invalid choice"),
         (["reportable:demanding", "--shapes", SHAPES], "fewer sites were replaced than required (attention: 0 of 1)"),
+        (
+            ["reportable:attend", "--shapes", SHAPES, "--target", "tpu-v1"],
+            "there is no target tpu-v1; there are tpu-v4",
+        ),
         (["reportable:attend"], "the following arguments are required: --shapes"),
     ],
 )

@@ -270,6 +270,15 @@ def test_options_switch_own_patterns_off():
     assert autopallas.explain(autopallas.optimize(lambda x: softmax(2 * x), fuel=0), x).counts() == {}
 
 
+def test_own_sites_can_be_required():
+    declare_softmax()
+    fn = autopallas.optimize(lambda x: softmax(2 * x), require={"own_softmax": 1})
+    fn(normal(4, 8))
+    fn = autopallas.optimize(lambda x: x + 1, require={"own_softmax": 1})
+    with pytest.raises(autopallas.RequirementError, match="own_softmax: 0 of 1"):
+        fn(normal(4, 8))
+
+
 def test_a_removed_pattern_is_not_looked_for():
     own, _ = declare_softmax()
     same(own(normal(4, 8)), softmax(normal(4, 8)))
