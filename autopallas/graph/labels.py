@@ -27,7 +27,7 @@ _IDENTITY = frozenset(
 )
 _LAYOUT = _IDENTITY | {
     "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "concatenate", "split", "tile",
-    "reduce_precision", "convert_element_type",
+    "stack", "unstack", "reduce_precision", "convert_element_type",
 }  # fmt: skip
 
 
@@ -266,6 +266,13 @@ class Space:
             pulled = self._pull_tile(view, params["reps"], before, after)
         elif name == "concatenate":
             return self._pull_concatenate(node, view)
+        elif name == "unstack":
+            axis = params["axis"]
+            pulled = [*view[:axis], (node.outputs.index(ref.value), ()), *view[axis:]]
+        elif name == "stack":
+            axis = params["axis"]
+            piece, atoms = view[axis]
+            return None if self.resolve(atoms) else Ref(node.inputs[piece], (*view[:axis], *view[axis + 1 :]))
         return None if pulled is None else Ref(source, tuple(pulled))
 
     def _pull_reshape(self, view: View, after: Sequence[int], before: Sequence[int]) -> list[Dimension] | None:

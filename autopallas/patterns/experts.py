@@ -31,7 +31,7 @@ __all__ = ["find"]
 
 OP = "grouped_matmul"
 _PLAIN = ELEMENTWISE | frozenset(
-    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate copy name optimization_barrier
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack copy name optimization_barrier
     reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
 )
 

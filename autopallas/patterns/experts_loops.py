@@ -57,6 +57,8 @@ class Loop:
 
     target: int
     axis: int | None
+    joined: bool
+    """Whether the results have that axis already, of size 1."""
     count: int
     visited: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
@@ -91,9 +93,11 @@ def loop_at(graph: Graph, root: int) -> Loop | None:
         return None
     if node.name == "add":
         terms = _added(graph, root)
-        return None if terms is None else _loop(graph, root, None, terms)
+        return None if terms is None else _loop(graph, Loop(root, None, False, len(terms)), terms)
     for stack in _stacks(graph, root):
-        loop = _loop(graph, stack.outputs[0], int(stack.params["dimension"]), stack.inputs)
+        joined = stack.name == "concatenate"
+        axis = int(stack.params["dimension" if joined else "axis"])
+        loop = _loop(graph, Loop(stack.outputs[0], axis, joined, len(stack.inputs)), stack.inputs)
         if loop is not None:
             return loop
     return None
@@ -135,7 +139,9 @@ def _stacks(graph: Graph, root: int) -> Iterator[Node]:
         if node is None or number in seen or steps > _STEPS_TO_STACK:
             continue
         seen.add(number)
-        if node.name == "concatenate":
+        if node.name == "stack":
+            yield node
+        elif node.name == "concatenate":
             axis = int(node.params["dimension"])
             if len(node.inputs) > 1 and all(graph.shape(i)[axis] == 1 for i in node.inputs):
                 yield node
@@ -144,15 +150,14 @@ def _stacks(graph: Graph, root: int) -> Iterator[Node]:
             todo += [(i, steps + 1) for i in node.inputs]
 
 
-def _loop(graph: Graph, target: int, axis: int | None, values: Sequence[int]) -> Loop | None:
-    if len({graph.name(v) for v in values}) != 1 or len(set(values)) != len(values):
+def _loop(graph: Graph, loop: Loop, values: Sequence[int]) -> Loop | None:
+    if len({graph.name(v) for v in values}) != 1 or len(set(values)) != len(values) or len(values) < 2:
         return None
-    loop = Loop(target, axis, len(values))
     walk = _Walk(graph, loop)
     result = walk.atom(tuple(values))
     if not loop.products or isinstance(result, Literal):
         return None
-    loop.visited.add(target)
+    loop.visited.add(loop.target)
     loop.term = closed(walk.inputs, [result], walk.equations)
     return loop
 
@@ -228,6 +233,10 @@ class _Walk:
         """The array of which these are the slices along one axis, from the first to the last."""
         graph = self.graph
         nodes = [graph.definitions.get(v) for v in values]
+        if nodes[0] is not None and nodes[0].name == "unstack" and nodes[0].outputs == values:
+            along = int(nodes[0].params["axis"])
+            self.loop.visited.update(values)
+            return _Leaf(nodes[0].inputs, lambda arrays: jnp.moveaxis(arrays[0], along, 0), along)
         if any(node is None or node.name != "slice" for node in nodes):
             return None
         given = [node for node in nodes if node is not None]
@@ -270,7 +279,7 @@ def rolled(graph: Graph, root: int, loop: Loop) -> Any:
         axes = [None if leaf.mapped is None else 0 for leaf in loop.leaves]
         (each,) = jax.vmap(compat.jaxpr_as_fun(loop.term), in_axes=axes)(*given)
         if loop.axis is not None:
-            whole = jnp.moveaxis(jnp.squeeze(each, loop.axis + 1), 0, loop.axis)
+            whole = jnp.moveaxis(jnp.squeeze(each, loop.axis + 1) if loop.joined else each, 0, loop.axis)
         else:
             whole = lax.reduce(each, np.zeros((), each.dtype), lax.add, (0,))
         return after(*operands, whole)[0] if loop.target != root else whole
