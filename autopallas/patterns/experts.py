@@ -23,7 +23,7 @@ from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Poi
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
-from autopallas.patterns.experts_loops import loop_at, rolled
+from autopallas.patterns.experts_loops import added_on_the_way, loop_at, rolled
 from autopallas.patterns.experts_reading import DENSE, Reading, read
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 
@@ -41,24 +41,31 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     matches: dict[int, Match] = {}
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
-    for node in _candidates(graph, alive):
+    covered: set[int] = set()
+    for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
+        if node.outputs[0] in covered:
+            continue
         root, location = node.outputs[0], compat.location(node.equation)
         try:
             found = _found(graph, root)
             if found is None:
                 continue
+            covered.update(added_on_the_way(graph, root))
             if not assume_finite:
                 raise Mismatch(
                     f"{DENSE}, and assume_finite is off: an inf or NaN that an expert computes for a token that it is "
                     "not given would reach the result"
                 )
             draft = Draft(graph, node, *found)
+            match = draft.match()
             draft.settle(alive)
             if not draft.escaped:
-                matches[root] = draft.match()
+                matches[root] = match
             else:
                 drafts[root] = draft
                 misses[root] = NearMiss(OP, location, draft.escaped, root)
+        except _NoMixture:
+            continue
         except Mismatch as mismatch:
             misses[root] = NearMiss(OP, location, mismatch.reason, root)
     _with_backward(graph, drafts, matches, misses)
@@ -69,12 +76,16 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
+class _NoMixture(Mismatch):
+    """A loop, or a sum, of something else."""
+
+
 def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool] | None:
     """(seeds, products, whether there is a loop over experts) of a sum over experts, or None if it is none."""
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
-        if choices or any(graph.name(number) == "eq" for number in loop.visited):
+        if choices or loop.compares:
             return loop.visited | choices, loop.products, True
     reading = read(graph, root)
     return None if reading is None else (reading.seeds, reading.products, False)
@@ -106,25 +117,24 @@ def _with_backward(
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
-    """The sums that may be over experts: of a product, and of what was compared, scattered or normalised."""
+    """The sums that may be over experts: of products, and of what was compared, scattered or normalised."""
     weighs = [False] * len(graph.avals)
     product = [False] * len(graph.avals)
     found: list[Node] = []
     for node in graph.nodes:
-        own = [any(flags[i] for i in node.inputs) for flags in (weighs, product)]
-        sums = node.name == "reduce_sum" or node.name == "dot_general" and not is_product(node)
-        derivative = node.body.transposed or compat.is_transposed(node.equation)
-        if node.name == "add" and own[1]:  # a loop; of a sum that goes on, only the whole
-            sums = True
-            ends = [graph.definitions.get(i) for i in node.inputs]
-            found = [other for other in found if other.name != "add" or not any(other is end for end in ends)]
-        if sums and all(own) and node.outputs[0] in alive and not derivative:
+        weighed, multiplied = (any(flags[i] for i in node.inputs) for flags in (weighs, product))
+        contracts = node.name == "dot_general" and not is_product(node)
+        if node.name == "scan":  # a loop over experts, perhaps
+            chosen = not alive.isdisjoint(node.outputs)
+        else:
+            sums = contracts or node.name in ("reduce_sum", "add")
+            chosen = sums and weighed and multiplied and node.outputs[0] in alive
+        if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
             found.append(node)
         starts = node.name in ("eq", "scatter", "scatter-add", "exp", "logistic")
-        passes = node.name in _PLAIN
         for output in node.outputs:
-            weighs[output] = starts or passes and own[0]
-            product[output] = passes and (own[1] or node.name == "dot_general" and not is_product(node))
+            weighs[output] = starts or weighed and (node.name in _PLAIN or node.name == "scan")
+            product[output] = multiplied or contracts or node.name == "scan"
     return found
 
 
@@ -348,11 +358,11 @@ def _site(program: Any, loops: bool) -> ExpertsSite:
     if loops:
         loop = loop_at(graph, root)
         if loop is None:
-            raise Mismatch(f"{DENSE}, and it cannot be read by itself")
+            raise _NoMixture(f"{DENSE}, and it cannot be read by itself")
         graph, root = _opened(rolled(graph, root, loop))
     reading = read(graph, root)
     if reading is None:
-        raise Mismatch(f"{DENSE}, and it cannot be read by itself")
+        raise _NoMixture(f"{DENSE}, and it cannot be read by itself")
     space = reading.scope.space
     labels: dict[int, int] = {}
 

@@ -51,7 +51,8 @@ class Choices:
         self.sources = _from_choices(self.graph)
         self.expert: tuple[Atom, ...] = ()
         self.found: list[Choice] = []
-        self.obstacle = ""
+        self.others: list[tuple[Atom, ...]] = []
+        """Labels along which something else is chosen, such as a place among an expert's tokens."""
         self.proved: set[int] = set()
         """What is scattered into, and was shown to be zero."""
         self._reduced: dict[Any, tuple[Ref, tuple[Atom, ...]]] = {}
@@ -192,6 +193,7 @@ class Choices:
         if not atoms or not set(atoms) <= self.summed or set(atoms) & self.space.atoms(index):
             return False
         if self.space.extent(atoms) != size or (self.expert and self.space.resolve(self.expert) != atoms):
+            self.others.append(atoms)
             return False
         self.expert = atoms
         return True

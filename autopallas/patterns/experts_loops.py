@@ -25,7 +25,7 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.experts_choice import Choices
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["Loop", "loop_at", "rolled"]
+__all__ = ["Loop", "added_on_the_way", "loop_at", "rolled"]
 
 _STEPS_TO_STACK = 16
 _MOST = 4096
@@ -64,6 +64,8 @@ class Loop:
     products: set[int] = field(default_factory=set)
     leaves: list[_Leaf] = field(default_factory=list)
     term: Any = None
+    compares: bool = False
+    """Whether the computations themselves compare something, such as the number of an expert."""
 
     def choices(self, graph: Graph, root: int) -> set[int]:
         """The values that say which expert is chosen, beside those in the computations."""
@@ -91,10 +93,17 @@ def loop_at(graph: Graph, root: int) -> Loop | None:
     node = graph.definitions.get(root)
     if node is None or not jnp.issubdtype(graph.dtype(root), jnp.floating):
         return None
+    if node.name == "scan":
+        return _scan(graph, node, root)
     if node.name == "add":
         terms = _added(graph, root)
         return None if terms is None else _loop(graph, Loop(root, None, False, len(terms)), terms)
-    for stack in _stacks(graph, root):
+    for stack, value in _stacks(graph, root):
+        if stack.name == "scan":
+            scan = _scan(graph, stack, value)
+            if scan is not None:
+                return scan
+            continue
         joined = stack.name == "concatenate"
         axis = int(stack.params["dimension" if joined else "axis"])
         loop = _loop(graph, Loop(stack.outputs[0], axis, joined, len(stack.inputs)), stack.inputs)
@@ -121,6 +130,16 @@ def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
     return tuple(terms[::-1]) if len(terms) > 1 else None
 
 
+def added_on_the_way(graph: Graph, root: int) -> list[int]:
+    """The sums of fewer terms of which a sum is made."""
+    sums: list[int] = []
+    value = root
+    while graph.name(value) == "add" and len(sums) < _MOST:
+        sums.append(value)
+        value = graph.definitions[value].inputs[0]
+    return sums
+
+
 def _is_zero(graph: Graph, number: int) -> bool:
     node = graph.definitions.get(number)
     while node is not None and node.name in ("broadcast_in_dim", "convert_element_type"):
@@ -129,8 +148,8 @@ def _is_zero(graph: Graph, number: int) -> bool:
     return number in graph.literals and bool(np.all(graph.literals[number] == 0))
 
 
-def _stacks(graph: Graph, root: int) -> Iterator[Node]:
-    """The concatenations of single slices a few steps before a value."""
+def _stacks(graph: Graph, root: int) -> Iterator[tuple[Node, int]]:
+    """The concatenations of single slices, and the loops, a few steps before a value; and their results."""
     seen: set[int] = set()
     todo = [(root, 0)]
     while todo:
@@ -139,12 +158,12 @@ def _stacks(graph: Graph, root: int) -> Iterator[Node]:
         if node is None or number in seen or steps > _STEPS_TO_STACK:
             continue
         seen.add(number)
-        if node.name == "stack":
-            yield node
+        if node.name in ("stack", "scan"):
+            yield node, number
         elif node.name == "concatenate":
             axis = int(node.params["dimension"])
             if len(node.inputs) > 1 and all(graph.shape(i)[axis] == 1 for i in node.inputs):
-                yield node
+                yield node, number
         elif number == root or node.name in ("reshape", "transpose", "broadcast_in_dim", "mul", "convert_element_type",
                                              "squeeze", "dot_general", "select_n"):  # fmt: skip
             todo += [(i, steps + 1) for i in node.inputs]
@@ -158,8 +177,47 @@ def _loop(graph: Graph, loop: Loop, values: Sequence[int]) -> Loop | None:
     if not loop.products or isinstance(result, Literal):
         return None
     loop.visited.add(loop.target)
+    loop.compares = any(graph.name(number) == "eq" for number in loop.visited)
     loop.term = closed(walk.inputs, [result], walk.equations)
     return loop
+
+
+def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
+    """A scan as a loop over experts: what it stacks, or the sum that is all that it carries."""
+    equation = node.equation
+    consts, carried = compat.scan_parts(equation)
+    place = node.outputs.index(value)
+    body, _ = compat.opened(equation.params["jaxpr"])
+    accumulators = body.invars[consts : consts + carried]
+    stacked = place >= carried
+    if stacked and carried or not stacked and (carried != 1 or not _accumulates(body, accumulators[0])):
+        return None
+    if not stacked and not _is_zero(graph, node.inputs[consts]) or equation.effects:
+        return None
+    axis = 0 if stacked else None
+    loop = Loop(value, axis, False, equation.params["length"], set(node.outputs), set(node.outputs))
+    given = [*node.inputs[:consts], *node.inputs[consts + carried :]]
+    variables = [*body.invars[:consts], *body.invars[consts + carried :]]
+    for i, number in enumerate(given):
+        loop.leaves.append(_Leaf((number,)) if i < consts else _Leaf((number,), lambda arrays: arrays[0], 0))
+    run = compat.jaxpr_as_fun(equation.params["jaxpr"])
+
+    def term(*own: Any) -> Any:
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in accumulators]
+        return run(*own[:consts], *zeros, *own[consts:])[place]
+
+    loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
+    loop.compares = any(inner.name == "eq" for inner in graph.nodes if graph.holders.get(inner.body, (None,))[0] is
+                        node.body and inner.body.path[-1:] == ("scan",))  # fmt: skip
+    return loop
+
+
+def _accumulates(body: Any, carry: Var) -> bool:
+    """Whether a loop's body adds something to what it carries, and does nothing else with it."""
+    readers = [e for e in body.eqns if any(a is carry for a in e.invars)]
+    if len(readers) != 1 or readers[0].primitive.name != "add" or body.outvars[0] is not readers[0].outvars[0]:
+        return False
+    return all(a is carry or getattr(a, "aval", None) == carry.aval for a in readers[0].invars)
 
 
 class _Walk:

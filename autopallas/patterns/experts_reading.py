@@ -115,6 +115,7 @@ class _Reader:
         self.result = Reading(scope, top)
         self.expert: frozenset[Atom] = frozenset()
         self.tokens: frozenset[Atom] = frozenset()
+        self.choosing: frozenset[Atom] = frozenset()
         self._known: dict[Any, int] = {}
         self._holds: dict[Any, bool] = {}
 
@@ -129,11 +130,15 @@ class _Reader:
         if not self._find_tokens(choices.found):
             return None
         if not any(self.holds_product(factor) for factor in self.factors):
-            if any(self._product_of_slots(factor) for factor in self.factors):
-                raise Mismatch("tokens are dispatched to slots of their experts by one-hot products, with a capacity")
+            for atoms in (choices.expert, *choices.others):
+                if any(self._product_of_slots(factor, frozenset(atoms)) for factor in self.factors):
+                    raise Mismatch(
+                        "tokens are dispatched to slots of their experts by one-hot products, with a capacity"
+                    )
+            self._refuse_hidden()
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
-            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.obstacle}")
+            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight")
         result = self.result
         result.expert = self.space.resolve(choices.expert)
         for choice in choices.found:
@@ -161,6 +166,7 @@ class _Reader:
         own = chosen - {x for choice in choices for x in self.space.resolve(choice.several)}
         if not own <= set(order):
             return False
+        self.choosing = frozenset(own)
         for factor in self.factors:
             for rows, matrices, inner in self._contractions(factor):
                 if self.expert <= matrices and not matrices & own:
@@ -229,10 +235,28 @@ class _Reader:
                     self._holds[key] = any(self.holds_product(operand, depth + 1) for operand in operands)
         return self._holds[key]
 
-    def _product_of_slots(self, ref: Ref) -> bool:
+    def _product_of_slots(self, ref: Ref, expert: frozenset[Atom]) -> bool:
         """Whether a value is a product with a matrix of each expert, of rows that are no tokens of the result."""
         ref = self.space.canonical(ref)
-        return not self.space.atoms(ref) & self.tokens and self._product(ref) is not None
+        contraction = self.space.contraction(ref)
+        if contraction is None or self.space.atoms(ref) & self.choosing:
+            return False
+        return all(expert <= self.space.atoms(self.space.canonical(side)) for side in contraction[:2])
+
+    def _refuse_hidden(self) -> None:
+        """Refuses a sum of what comes from experts through something that is not elementwise."""
+        space, seen = self.space, set()
+        todo = list(self.factors)
+        while todo:
+            ref = space.canonical(todo.pop())
+            key, atoms, node = (ref.value, space.view(ref.view)), space.atoms(ref), self.scope.node(ref)
+            if key in seen or node is None or not self.expert <= atoms or not atoms & self.tokens:
+                continue
+            seen.add(key)
+            operands = self._uses(ref)
+            if operands is None and atoms - self.tokens - self.expert and not node.name.startswith("scatter"):
+                raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
+            todo += operands or []
 
     def _uses(self, ref: Ref) -> list[Ref] | None:
         """The operands of an elementwise equation, an activation with a rule of its own among them."""
@@ -243,31 +267,44 @@ class _Reader:
 
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
-        space = self.space
-        if len(self.factors) != 2:
-            return
-        for gate, other in (self.factors, self.factors[::-1]):
-            own = space.atoms(space.canonical(gate))
-            self.expert, self.tokens, self._holds = frozenset(self.summed), own - set(self.summed), {}
-            if not self.expert <= own or not self.tokens or space.atoms(space.canonical(other)) <= own:
+        parts = [part for factor in self.factors for part in self._parts(factor)]
+        atoms = {part: self.space.atoms(part) for part in parts}
+        for gate in parts:
+            self.expert = atoms[gate] & frozenset(self.summed)
+            self.tokens, self._holds = atoms[gate] - self.expert, {}
+            if not self.expert or not self.tokens:
                 continue
-            if self._normalised(gate) and self.holds_product(other):
-                raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
+            if not any(atoms[gate] < atoms[other] and self.holds_product(other) for other in parts):
+                continue
+            made_of = self._weight(gate)
+            if not made_of & {"exp", "logistic"}:
+                continue
+            if made_of & {"ge", "gt", "le", "lt"}:
+                raise Mismatch(
+                    f"{DENSE}, and a comparison of weights decides which count, so that how many is not known"
+                )
+            raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
 
-    def _normalised(self, ref: Ref) -> bool:
-        """Whether a value is a softmax or a sigmoid."""
+    def _parts(self, ref: Ref, depth: int = 0) -> list[Ref]:
+        """A factor, and the factors of which it is the product."""
+        ref = self.space.canonical(ref)
+        inner = self.space.uses(ref) if self.scope.name(ref) == "mul" and depth < 3 else None
+        return [ref, *(part for operand in inner or [] for part in self._parts(operand, depth + 1))]
+
+    def _weight(self, ref: Ref) -> set[str]:
+        """The primitives of which a value is made."""
+        names: set[str] = set()
         seen: set[int] = set()
         todo = [ref.value]
-        while todo and len(seen) < 30:
+        while todo and len(seen) < 40:
             node = self.graph.definitions.get(todo.pop())
             if node is None or id(node) in seen:
                 continue
             seen.add(id(node))
-            if node.name in ("exp", "logistic"):
-                return True
+            names.add(node.name)
             if node.name in ELEMENTWISE or node.name in ("broadcast_in_dim", "reshape", "reduce_sum", "transpose"):
                 todo += node.inputs
-        return False
+        return names
 
     # ------------------------------------------------------------------ the steps
 
@@ -329,7 +366,7 @@ class _Reader:
     def _pointwise(self, ref: Ref, node: Node) -> int:
         operands = self._uses(ref)
         if operands is None or node.equation.effects:
-            raise Mismatch(f"{DENSE}, and what experts compute passes through {node.name}")
+            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
         arguments = tuple(self._row(operand) for operand in operands)
         dtype = self.graph.dtype(ref.value)
         if is_relu(node):

@@ -31,13 +31,14 @@ EXPECTED = {
 }
 """How many sites of each operation a case has."""
 DENSE = {"dense einsum, combine by weights"}
-"""Spellings of a mixture of experts in which every expert computes every token: not recognised."""
+"""Spellings of a mixture of experts in which every expert computes every token: the whole is one site."""
 
 
 def _matmuls(site):
-    """The corpus counts a mixture of experts once; each of its matmuls is a site: two, or three with a gate."""
+    """The corpus counts a mixture of experts once; where it is sparse, each of its matmuls is a site: two, or three
+    with a gate."""
     if site.attrs["style"] in DENSE:
-        return 0
+        return site.count
     return site.count * (3 if site.attrs.get("inner_glu") else 2)
 
 

@@ -189,7 +189,8 @@ class ExpertsSite:
         """The site under vmap: more tokens, and where the experts differ between examples, more experts too."""
         label: Labels = (len(self.sizes),)
         inner = self.prelude.axes(axes)
-        sources = [s.weights if isinstance(s, Product) else s.source for s in self.steps if not _free(s)]
+        sources = [s.weights for s in self.steps if isinstance(s, Product)]
+        sources += [s.source for s in self.steps if isinstance(s, Gathered)]
         own = any(inner[s.position] is not None for s in sources if not set(self.token_labels) & set(s.labels))
 
         def moved(step: Step) -> Step:
@@ -209,11 +210,6 @@ class ExpertsSite:
             steps=tuple(map(moved, self.steps)),
             result=((0, label), *self.result),
         )
-
-
-def _free(step: Step) -> bool:
-    """Whether a step reads no array."""
-    return isinstance(step, (Pointwise, Constant))
 
 
 class _Routing(NamedTuple):
