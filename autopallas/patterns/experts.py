@@ -31,8 +31,8 @@ __all__ = ["find"]
 
 OP = "grouped_matmul"
 _PLAIN = ELEMENTWISE | frozenset(
-    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack copy name optimization_barrier
-    reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack copy name
+    optimization_barrier reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
 )
 
 
