@@ -9,12 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autopallas.cli import CommandError
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
+from autopallas.tuning.table import Row
 from autopallas.tuning.verdict import Verdict, Verdicts
 
 __all__ = ["add"]
@@ -76,6 +78,8 @@ def _show(options: argparse.Namespace) -> int:
     told = _summary(entry)
     lines = [(name, str(told[name])) for name in ("key", *(name for name in told if name != "key"))]
     lines += [(name, str(entry.key[name])) for name in ("platform", "runtime", "kernel_version")]
+    if entry.lean is not None:
+        lines.append(("least memory", _result(entry.lean)))
     settings = entry.key["versions"] | entry.key["flags"]
     lines += [(name, str(value)) for name, value in settings.items() if value]
     lines += [("not used", f"{_sizes(r.block_sizes)}: {r.stage}: {r.error}") for r in entry.rejected]
@@ -180,9 +184,7 @@ def _summary(entry: Entry | Verdict) -> dict[str, Any]:
     if row is None:
         result = f"{entry.outcome}: {entry.reason}"
     else:
-        faster = row.original_us / row.kernel_us
-        smaller = row.kernel_bytes / max(row.original_bytes, 1)
-        result = f"{_sizes(entry.block_sizes or {})}: {faster:.2f}x the speed, {smaller:.2f}x the memory ({row.date})"
+        result = _result(replace(row, block_sizes=entry.block_sizes or {}))
     return {
         "key": entry.digest,
         "operation": entry.key["operation"],
@@ -193,6 +195,11 @@ def _summary(entry: Entry | Verdict) -> dict[str, Any]:
         "outcome": entry.outcome,
         "result": result,
     }
+
+
+def _result(row: Row) -> str:
+    smaller = row.kernel_bytes / max(row.original_bytes, 1)
+    return f"{_sizes(row.block_sizes)}: {row.speedup:.2f}x the speed, {smaller:.2f}x the memory ({row.date})"
 
 
 def _the_one(entries: Sequence[Entry | Verdict], beginning: str) -> Entry | Verdict:

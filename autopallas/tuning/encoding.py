@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, primitives
+from jax.extend.core import Primitive
 
 from autopallas.environment import OPERATIONS
 
@@ -243,4 +243,6 @@ def _dataclasses(module: ModuleType) -> dict[str, type]:
 @functools.cache
 def _primitives() -> Mapping[str, Primitive]:
     """JAX's primitives by name."""
+    from jax.extend.core import primitives  # here, for it takes a while
+
     return {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from entries import failed, key, tuned
@@ -67,6 +68,16 @@ def test_show_takes_the_beginning_of_a_key(filled, capsys):
     told = json.loads(run(capsys, "show", key(0).digest, "--json"))
     assert told.pop("digest") == key(0).digest
     assert told == tuned(0).to_dict()
+
+
+def test_show_tells_the_result_of_least_memory_too(filled, capsys):
+    lean = replace(tuned(0).row, block_sizes={"query_block": 64, "key_block": 64}, kernel_bytes=500)
+    filled.put(replace(tuned(0), lean=lean))
+    shown = run(capsys, "show", key(0).digest)
+    assert "query_block=256" in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("least memory"))
+    assert "query_block=64" in line
+    assert "2.50x the speed, 0.12x the memory" in line
 
 
 def test_show_refuses_a_key_that_is_not_there_or_not_one(filled, capsys):

@@ -13,7 +13,10 @@ from places import attend, entry_for, gradient, key_for, match_of, qkv
 import autopallas
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.implementation import Device
+from autopallas.options import resolve
 from autopallas.tuning import choose as module
+from autopallas.tuning.choose import Tuner
 from autopallas.tuning.entry import Entry
 
 
@@ -99,6 +102,28 @@ def test_a_cached_result_that_says_the_kernel_is_slower_keeps_the_original(user_
     user_cache.put(entry_for(match_of(attend, *operands), BlockSizes(64, 64), kernel_us=30.0, original_us=20.0))
     site, _ = traced(attend, *operands)
     assert (site.verdict, site.block_sizes_from) == ("kept", "cache")
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "searches"),
+    [
+        ("cpu", None, False),
+        ("gpu", None, True),
+        ("tpu", None, True),
+        ("cpu", "1", True),
+        ("gpu", "0", False),
+        ("tpu", "0", False),
+    ],
+)
+def test_searches_are_on_for_accelerators_and_off_for_cpus(monkeypatch, platform, asked, searches):
+    if asked is not None:
+        monkeypatch.setenv("AUTOPALLAS_AUTOTUNE", asked)
+    assert Tuner(Device(platform, "some kind"), resolve({}))._may_search is searches
+
+
+def test_processes_that_compile_together_do_not_search(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert not Tuner(Device("gpu", "some kind"), resolve({"autotune": True}))._may_search
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

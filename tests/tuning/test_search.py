@@ -370,6 +370,29 @@ def test_example_labels_are_in_the_vocabulary():
     assert all(np.isfinite(a).all() for a in arrays)
 
 
+def test_example_group_sizes_add_up_and_differ():
+    def experts(lhs, rhs, sizes):
+        return jax.lax.ragged_dot(lhs, rhs, sizes)
+
+    match = match_of(experts, jnp.zeros((64, 16)), jnp.zeros((4, 16, 8)), jnp.zeros(4, jnp.int32))
+    (sizes,) = (np.asarray(x) for x in Trial.of(match).arguments[0][0] if x.dtype == jnp.int32)
+    assert sizes.sum() == 64
+    assert len(set(sizes.ravel())) > 1
+
+
+def test_example_segments_are_in_order_and_several():
+    def packed(q, k, v, segments):
+        same = segments[:, None] == segments[None, :]
+        return jax.nn.softmax(jnp.where(same, q @ k.T / 8, -1e30)) @ v
+
+    match = match_of(packed, *qkv(40, "float32"), jnp.zeros(40, jnp.int32))
+    segments = [np.asarray(x) for x in Trial.of(match).arguments[0][0] if x.dtype == jnp.int32]
+    assert segments
+    for ids in segments:
+        assert (np.diff(ids) >= 0).all()
+        assert len(set(ids)) > 1
+
+
 def test_the_passes_of_a_loss_and_its_gradient_are_searched_together(monkeypatch):
     monkeypatch.setattr(LossBlockSizes, "candidates", ONLY_THE_FIRST)
     step = jax.value_and_grad(loss, argnums=(0, 1))
