@@ -305,7 +305,8 @@ def candidates_of(match: Any, implementation: str, first: Any, device: Device) -
     module = match.site.operation.implementation(implementation)
     kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
     own = getattr(module, "candidates", None)
-    return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))
+    with device.targeted():
+        return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))
 
 
 def search(

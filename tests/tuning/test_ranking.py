@@ -10,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from test_ahead_of_time import matmul, needs_compiler
+from test_tables import PLAIN
 
 from autopallas.cli import main
+from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.implementation import Device
 from autopallas.tuning import offline
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Operation
 from autopallas.tuning.ranking import ranked
+from autopallas.tuning.search import candidates_of
 from autopallas.tuning.table_source import rows_name
 
 BLOCKS = (128, 256, 512)
@@ -121,6 +125,15 @@ def test_what_cannot_be_lowered_or_has_no_turn_is_recorded():
     late = rank(Fake("tpu-v5e", compiled(9000, 1)), seconds=0.0)
     assert {t.stage for t in late.tried} == {"budget"}
     assert "the original cannot be compiled: ValueError: x" in rank(Fake("tpu-v5e", ValueError("x"))).reason
+
+
+def test_an_operation_offers_its_candidates_for_the_target_and_not_for_this_machine():
+    match = offline.of_case(PLAIN["attention"]).match
+    tpu = candidates_of(match, "xla", AttentionBlockSizes(8, 8), GENERATIONS["tpu-v6e"].device)
+    here = candidates_of(match, "xla", AttentionBlockSizes(8, 8), Device.current())
+    with GENERATIONS["tpu-v6e"].device.targeted():
+        assert tpu == [AttentionBlockSizes(8, 8), *AttentionBlockSizes.candidates(match.spec)]
+    assert here == [AttentionBlockSizes(8, 8), *AttentionBlockSizes.candidates(match.spec)]
 
 
 @needs_compiler
