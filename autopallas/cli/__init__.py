@@ -24,7 +24,7 @@ COMMANDS = {
     "lock": "write down what becomes of each site of a program",
     "report": "say what becomes of each site of a program, and why",
     "run": "run a script with every jax.jit in it optimized",
-    "tune": "search for the block sizes of every site of a program",
+    "tune": "search for the block sizes of a program, a saved report or an operation, also for TPUs that are not there",
 }
 """Each command, a module of this package, and what it is for."""
 
