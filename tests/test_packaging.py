@@ -55,6 +55,10 @@ def test_the_wheel_says_that_the_package_is_typed(wheel_names):
     assert "autopallas/py.typed" in wheel_names
 
 
+def test_the_wheel_has_the_style_and_script_of_reports(wheel_names):
+    assert {"autopallas/report/page.css", "autopallas/report/page.js"} <= set(wheel_names)
+
+
 def test_the_source_archive_holds_each_module_once_and_the_tests(source_names):
     assert {name: n for name, n in Counter(source_names).items() if n > 1} == {}
     assert [name for name in source_names if name.startswith(("kernels", "patterns"))] == []
