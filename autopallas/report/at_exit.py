@@ -139,7 +139,8 @@ def write(path: str, entries: list[tuple[str, Report]]) -> None:
     # Written beside the file and renamed, so that a reader never sees half of a report.
     unfinished = f"{path}.{os.getpid()}"
     try:
-        with open(unfinished, "w", encoding="utf-8") as file:
+        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # paths and sizes are the user's own
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(content)
         os.replace(unfinished, path)
     except BaseException:

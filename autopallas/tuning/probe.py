@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.kernels.implementation import Device
+from autopallas.kernels.interpret import interpretation, settled
 from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.options import Options
 from autopallas.tuning.agree import agreement
@@ -63,9 +64,9 @@ class Prober:
             self._child = None
 
     def wanted(self, implementation: str) -> bool:
-        """Whether a kernel is probed.  One in plain JAX on a CPU is not: that would cost a second compilation, of what
-        fails no more often than the program around it."""
-        return self._device.platform != "cpu" or implementation not in _PLAIN
+        """Whether a kernel is probed.  Plain JAX on a CPU, interpreted kernels too, is not: that would cost a
+        second compilation, of what fails no more often than the program around it."""
+        return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
 
     def objection(self, match: Any, name: str, block_sizes: Any, again: bool, measured: bool) -> tuple[str, str] | None:
         """None where an implementation may be used for a site; else the stage that fails, and how.
@@ -116,7 +117,7 @@ class Prober:
         needed = Trial.bytes_needed(match) + block_sizes.temporary_bytes(match.spec, match.direction)
         run = free is None or needed <= free
         try:
-            program = isolated(lambda: _exported(match, name, block_sizes, self._device.platform), SECONDS)
+            program = isolated(lambda: _exported(match, name, block_sizes, self._device), SECONDS)
         except TimeoutError:
             return "hang", f"tracing and lowering took more than {SECONDS:g} seconds"
         except Exception as error:
@@ -162,7 +163,7 @@ class Prober:
         return shared.unanimous(key, fault, jax.process_count())
 
 
-def _exported(match: Any, name: str, block_sizes: Any, platform: str) -> bytes:
+def _exported(match: Any, name: str, block_sizes: Any, device: Device) -> bytes:
     """All kernels of a site as one program."""
     functions = [_kernels(part, name, block_sizes) for part in match.passes]
     counts = [len(part.original.in_avals) for part in match.passes]
@@ -175,7 +176,8 @@ def _exported(match: Any, name: str, block_sizes: Any, platform: str) -> bytes:
         return results
 
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for part in match.passes for t in part.original.in_avals]
-    return compat.exported(run, types, platform)
+    with device.targeted(), settled():
+        return compat.exported(run, types, device.platform)
 
 
 def _kernels(part: Any, name: str, block_sizes: Any) -> Any:

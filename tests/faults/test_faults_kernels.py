@@ -276,3 +276,12 @@ def test_a_transformation_from_outside_has_the_original_to_fall_back_to(monkeypa
     with warned(1, "no backward today"):
         found = jax.grad(lambda *a: fn(*a).sum(), argnums=(0, 1, 2))(*case.operands)
     jax.tree.map(lambda r, w: np.testing.assert_allclose(r, w, atol=5e-5), found, wanted)
+
+
+@pytest.mark.parametrize("options", [{"implementation": "xla"}, {"strict": True}])
+def test_a_derivative_from_outside_raises_where_there_must_be_no_fallback(options, monkeypatch):
+    case = program()
+    break_kernel(monkeypatch, "attention", "backward", raises(ValueError("no backward today")))
+    fn = autopallas.optimize(case.function, objective="always", **options)
+    with warned(0), pytest.raises(ValueError, match="no backward today"):
+        jax.grad(lambda *a: fn(*a).sum())(*case.operands)

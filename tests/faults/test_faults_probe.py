@@ -12,6 +12,7 @@ import pytest
 import autopallas
 from autopallas.cli import main
 from autopallas.kernels.implementation import Device
+from autopallas.kernels.interpret import mode
 from autopallas.options import Options
 from autopallas.tuning import child, probe
 from autopallas.tuning.verdict import DAY, Verdicts
@@ -167,5 +168,7 @@ def test_plain_jax_on_a_cpu_is_not_probed(monkeypatch):
     monkeypatch.undo()
     prober = probe.Prober(Device("cpu", "cpu"), Options())
     assert not prober.wanted("xla")
+    with mode(True):
+        assert not prober.wanted("pallas_tpu"), "interpreted, it is plain JAX too"
     assert prober.wanted("pallas_tpu")
     assert probe.Prober(Device("gpu", "gpu"), Options()).wanted("xla")

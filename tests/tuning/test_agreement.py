@@ -175,3 +175,41 @@ def test_connected_processes_choose_alike_and_do_not_search(tmp_path, count):
     assert found[0]["process 0 knows"] == [sizes, "cache", {"searches": 0, "cache_hits": 1}]
     assert found[0]["another knows"][1:] == ["default", {"searches": 0, "cache_hits": 0}]
     assert found[0]["process 0 comes late"][1] == "default"
+
+
+# --- verdicts on kernels ---------------------------------------------------------------------------------------------
+
+
+def verdicts(agreements, faults, absent=(), patience=5.0):
+    """What each process is told, having found these faults."""
+    told = ["absent"] * len(agreements)
+
+    def ask(number):
+        told[number] = agreements[number].unanimous(key(0), faults[number], len(agreements), patience)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(agreements)) if n not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_a_kernel_that_works_everywhere_is_used_everywhere(tmp_path):
+    assert verdicts(processes(tmp_path, [], [], []), [None, None, None]) == [None] * 3
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_kernel_that_fails_in_one_process_is_used_in_none(number, tmp_path):
+    fault = ("compile", "no such instruction")
+    faults = [fault if n == number else None for n in range(3)]
+    assert verdicts(processes(tmp_path, [], [], []), faults) == [fault] * 3
+
+
+@pytest.mark.parametrize("absent", range(3))
+def test_where_a_process_does_not_answer_no_kernel_is_used(absent, tmp_path):
+    told = verdicts(processes(tmp_path, [], [], []), [None] * 3, absent=(absent,), patience=0.2)
+    others = [answer for n, answer in enumerate(told) if n != absent]
+    assert others[0] == others[1]
+    assert others[0] is not None
+    assert others[0][0] == "probe"
