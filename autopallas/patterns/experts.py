@@ -31,7 +31,7 @@ __all__ = ["find"]
 
 OP = "grouped_matmul"
 _PLAIN = ELEMENTWISE | frozenset(
-    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack copy name
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack copy name
     optimization_barrier reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
 )
 
@@ -377,7 +377,7 @@ def _site(program: Any, loops: bool) -> ExpertsSite:
             case Gathered():
                 return Gathered(operand(given.source), named(given.labels))
             case Pointwise():
-                return Pointwise(given.function, given.params, given.arguments, named(given.labels), given.dtype)
+                return Pointwise(given.program, given.arguments, named(given.labels))
             case Product():
                 weights, inner, outer = operand(given.weights), named(given.inner), named(given.labels)
                 return Product(given.rows, weights, inner, outer, given.dtype, given.precision)

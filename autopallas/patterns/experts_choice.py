@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import jax
-import numpy as np
 from jax.lax import GatherScatterMode
 
-from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
-from autopallas.graph.custom_rules import Rule, rule_of
+from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope
+from autopallas.program import Constant, Side
 
-__all__ = ["Choice", "Choices", "is_relu"]
+__all__ = ["Choice", "Choices"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
 _LAYOUT = frozenset(
@@ -91,8 +88,6 @@ class Choices:
         if node.name == "dot_general" and not is_product(node):
             a, b, summed = self._operands_of(ref)
             return [(a, self.space.resolve(summed)), (b, self.space.resolve(summed))]
-        if node.name == "custom_jvp_call" and len(node.inputs) == 1:
-            return [(Ref(node.inputs[0], ref.view), ())]
         return [(operand, ()) for operand in self.space.uses(ref) or []]
 
     def _key(self, ref: Ref) -> Any:
@@ -229,37 +224,49 @@ class Choices:
             return self.off(Ref(node.inputs[0], ref.view), depth + 1)
         if not self.summed & self.space.atoms(ref):
             return None
-        if node.name == "custom_jvp_call" and not is_relu(node):
-            return None
         given = [self.off(operand, depth + 1) for operand, _ in self._inside(ref, node)]
-        if node.name in ("mul", "and", "dot_general"):
-            if 0 in given:
-                return 0.0
-            return float(np.prod([v for v in given if v is not None])) if self._whole(node, given) else None
-        if node.name == "div" and given[0] == 0:
-            return 0.0
-        if node.name == "select_n" and len(given) == 3:
-            return given[2 if given[0] else 1] if given[0] is not None else (given[1] if given[1] == given[2] else None)
-        if not given or any(v is None for v in given):
-            return None
         if node.name in _REDUCTIONS:
-            summed = node.name == "reduce_sum"
-            return given[0] if given[0] == 0 or not summed and node.name != "reduce_prod" else None
-        if node.name in _KEEPS_ZERO and given[0] == 0:
-            return 0.0
-        fold = _FOLDS.get(node.name)
-        return None if fold is None else float(fold(*given))
+            keeps = given[0] == 0 or node.name not in ("reduce_sum", "reduce_prod")
+            return given[0] if keeps else None
+        if node.name == "dot_general" and not is_product(node):
+            return 0.0 if 0 in given else None
+        program = called_program(node.equation) if is_elementwise_call(node.equation) else None
+        if program is not None:
 
-    @staticmethod
-    def _whole(node: Node, given: Sequence[float | None]) -> bool:
-        return node.name == "mul" and None not in given
+            def load(source: Any) -> float | None:
+                if isinstance(source, Constant):
+                    return float(source.value)
+                return given[source.position] if isinstance(source, Side) else None
+
+            result: float | None = program.run(load, lambda i, arguments: _folded(i.primitive.name, arguments))
+            return result
+        return _folded("mul" if node.name == "dot_general" else node.name, given)
+
+
+def _folded(name: str, given: Sequence[float | None]) -> float | None:
+    """The result of an elementwise operation as far as it is known, None standing for any finite number."""
+    if name in ("mul", "and") and 0 in given:
+        return 0.0
+    if name == "div" and given[0] == 0:
+        return 0.0
+    if name == "select_n" and len(given) == 3:
+        if given[0] is not None:
+            return given[2 if given[0] else 1]
+        return given[1] if given[1] == given[2] else None
+    if not given or None in given:
+        return None
+    if name in _KEEPS_ZERO and given[0] == 0:
+        return 0.0
+    fold = _FOLDS.get(name)
+    return None if fold is None else float(fold(*given))
 
 
 _KEEPS_ZERO = frozenset(
     """neg sign abs sqrt square tanh sin sinh tan asin atan asinh atanh erf expm1 log1p cbrt floor ceil round
-    convert_element_type reduce_precision stop_gradient copy custom_jvp_call""".split()
+    convert_element_type reduce_precision stop_gradient copy""".split()
 )
 _FOLDS: dict[str, Callable[..., Any]] = {
+    "mul": lambda a, b: a * b,
     "add": lambda a, b: a + b,
     "add_any": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -294,16 +301,3 @@ def _from_choices(graph: Graph) -> frozenset[int]:
                 found.update(node.outputs)
         _KNOWN[graph] = frozenset(found)
     return _KNOWN[graph]
-
-
-def is_relu(node: Node) -> bool:
-    """Whether a node is ``jax.nn.relu``, whose derivative at zero is its own."""
-    return node.name == "custom_jvp_call" and rule_of(node.equation) == _relu(node.equation.outvars[0].aval.dtype.name)
-
-
-@functools.cache
-def _relu(dtype: str) -> Rule | None:
-    (equation,) = compat.opened(compat.make_jaxpr(jax.nn.relu, jax.ShapeDtypeStruct((1,), dtype)))[0].eqns
-    while equation.primitive.name != "custom_jvp_call":
-        (equation,) = compat.opened(compat.bodies(equation)[0][2])[0].eqns
-    return rule_of(equation)

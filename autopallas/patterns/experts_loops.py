@@ -19,7 +19,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
-from autopallas.graph.custom_rules import is_elementwise_call, rule_of
+from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.patterns.experts_choice import Choices
@@ -266,8 +266,9 @@ class _Walk:
 
     def _key(self, node: Node) -> Any:
         """Equal for equations that do the same."""
-        if is_elementwise_call(node.equation):
-            return node.name, rule_of(node.equation)
+        if node.name == "custom_jvp_call":
+            rule = rule_of(node.equation)
+            return id(node) if rule is None else (node.name, rule)
         if compat.bodies(node.equation):
             return id(node)
         key = self.graph.key(node.equation, (), ())

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,11 +20,11 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.kernels.layout import Operand
-from autopallas.patterns.experts_choice import Choice, Choices, is_relu
-from autopallas.patterns.expressions import Scope, conversion_params
+from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.expressions import Scope, conversion_params, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
-from autopallas.program import Constant
+from autopallas.program import Constant, Instruction, Program, Side, parameters
 
 __all__ = ["Reading", "read"]
 
@@ -231,7 +230,7 @@ class _Reader:
                 if product is not None:
                     self._holds[key] = bool(self.space.atoms(ref) & self.tokens)
                 else:
-                    operands = self._uses(ref) or []
+                    operands = self.space.uses(ref) or []
                     self._holds[key] = any(self.holds_product(operand, depth + 1) for operand in operands)
         return self._holds[key]
 
@@ -253,17 +252,10 @@ class _Reader:
             if key in seen or node is None or not self.expert <= atoms or not atoms & self.tokens:
                 continue
             seen.add(key)
-            operands = self._uses(ref)
+            operands = self.space.uses(ref)
             if operands is None and atoms - self.tokens - self.expert and not node.name.startswith("scatter"):
                 raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
             todo += operands or []
-
-    def _uses(self, ref: Ref) -> list[Ref] | None:
-        """The operands of an elementwise equation, an activation with a rule of its own among them."""
-        node = self.scope.node(ref)
-        if node is not None and is_relu(node):
-            return [Ref(node.inputs[0], ref.view)]
-        return self.space.uses(ref)
 
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
@@ -316,10 +308,10 @@ class _Reader:
             value = values[0]
             dtype = jnp.promote_types(self._dtype(value), jnp.float32)
             if len(values) == 2:
-                value = self._pointwise_on(lax.mul_p.bind, compat.multiplication_params(),
+                value = self._pointwise_on(lax.mul_p, compat.multiplication_params(),
                                            tuple(self._cast(v, dtype) for v in values), dtype)  # fmt: skip
             elif value != len(self.result.steps) - 1:  # the last step is the term, also where it is an earlier one
-                value = self._pointwise_on(lax.convert_element_type_p.bind, conversion_params(dtype), (value,), dtype)
+                value = self._pointwise_on(lax.convert_element_type_p, conversion_params(dtype), (value,), dtype)
             return self._labels(value)
         if len(self.factors) == 2:
             for rows, matrices in (self.factors, self.factors[::-1]):
@@ -361,35 +353,35 @@ class _Reader:
         """Whether a value is tokens times experts times features, computed elementwise from less."""
         atoms = self.space.atoms(ref)
         features = atoms - self.tokens - self.expert
-        return bool(features and atoms & self.tokens and atoms & self.expert and self._uses(ref))
+        return bool(features and atoms & self.tokens and atoms & self.expert and self.space.uses(ref))
 
     def _pointwise(self, ref: Ref, node: Node) -> int:
-        operands = self._uses(ref)
+        operands = self.space.uses(ref)
         if operands is None or node.equation.effects:
             raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
         arguments = tuple(self._row(operand) for operand in operands)
         dtype = self.graph.dtype(ref.value)
-        if is_relu(node):
-            return self._pointwise_on(jax.nn.relu, {}, arguments, dtype)
         if is_product(node):
             cast = tuple(self._cast(argument, dtype) for argument in arguments)
-            return self._pointwise_on(lax.mul_p.bind, compat.multiplication_params(), cast, dtype)
-        params = {k: None if k in ("sharding", "out_sharding") else v for k, v in node.params.items()}
-        return self._pointwise_on(node.equation.primitive.bind, params, arguments, dtype)
+            return self._pointwise_on(lax.mul_p, compat.multiplication_params(), cast, dtype)
+        primitive, given = operation(node)
+        return self._pointwise_on(primitive, given, arguments, dtype)
 
     def _cast(self, step: int, dtype: Any) -> int:
         if self._dtype(step) == dtype:
             return step
-        return self._pointwise_on(lax.convert_element_type_p.bind, conversion_params(dtype), (step,), dtype)
+        return self._pointwise_on(lax.convert_element_type_p, conversion_params(dtype), (step,), dtype)
 
-    def _pointwise_on(self, function: Any, params: dict[str, Any], arguments: tuple[int, ...], dtype: Any) -> int:
+    def _pointwise_on(self, primitive: Any, params: dict[str, Any], arguments: tuple[int, ...], dtype: Any) -> int:
         labels = dict.fromkeys(x for argument in arguments for x in self._labels(argument))
-        given = tuple(sorted(params.items()))
+        given = parameters(params)
         try:
             hash(given)
         except TypeError:
             raise Mismatch(f"{DENSE}, and an equation on it has a parameter that cannot be compared") from None
-        return self._add(Pointwise(function, given, arguments, tuple(labels), np.dtype(dtype)))
+        sides = tuple(Side(i, np.dtype(self._dtype(argument))) for i, argument in enumerate(arguments))
+        instruction = Instruction(primitive, given, tuple(range(len(sides))), np.dtype(dtype))
+        return self._add(Pointwise(Program(sides, (instruction,), len(sides)), arguments, tuple(labels)))
 
     def _emit(
         self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Any
@@ -429,6 +421,6 @@ class _Reader:
 
     def _dtype(self, step: int) -> Any:
         found = self.result.steps[step]
-        if isinstance(found, Gathered):
-            return self.graph.dtype(self.result.arrays[found.source.position])
-        return found.dtype
+        return (
+            self.graph.dtype(self.result.arrays[found.source.position]) if isinstance(found, Gathered) else found.dtype
+        )

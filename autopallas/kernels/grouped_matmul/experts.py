@@ -25,7 +25,7 @@ from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import Label, Operand, View, read, write
-from autopallas.program import Constant
+from autopallas.program import Constant, Program
 
 __all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
 
@@ -44,13 +44,15 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """An elementwise function of the results of earlier steps."""
+    """An elementwise program over the results of earlier steps, which are its side inputs."""
 
-    function: Callable[..., Any]
-    params: tuple[tuple[str, Any], ...]
+    program: Program
     arguments: tuple[int, ...]
     labels: Labels
-    dtype: Dtype
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.program.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,9 +288,7 @@ class _Rows:
                 return self._gathered(step)
             case Pointwise():
                 arguments = [self._spread(a, values[a], step.labels) for a in step.arguments]
-                shape = jnp.broadcast_shapes(*(a.shape for a in arguments))
-                result: Array = step.function(*(jnp.broadcast_to(a, shape) for a in arguments), **dict(step.params))
-                return result
+                return step.program.evaluate(None, None, None, arguments)
             case Product():
                 return self._product(step, values[step.rows])
 
