@@ -155,7 +155,9 @@ def _read(jaxpr: Any) -> Program | None:
                 if consts:
                     raise _NotElementwise
                 results = inline(inner, registers)
-            elif name == "broadcast_in_dim" and not equation.invars[0].aval.shape:
+            elif name == "broadcast_in_dim" and (
+                not equation.invars[0].aval.shape or isinstance(registers[0], Constant)
+            ):
                 results = registers[:1]
             elif name in ELEMENTWISE:
                 dtype = np.dtype(equation.outvars[0].aval.dtype)

@@ -7,6 +7,7 @@ computed of them outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +56,13 @@ def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
       Mismatch: the factor is something else than a function of sums, maxima and independent values.
     """
     reader = _Reader(softmax, found)
-    expression = reader.product(softmax.combine(found.rows), [Computed("shift", found.argument, reader.wide)])
+    terms = softmax.combine(found.rows)
+    reader.product(terms, 1.0)  # finds the sums
     if not reader.sums:
         return None
     normaliser, further = reader.told_apart()
+    reader.masked = any(w.kind in ("where", "unless") for w in normaliser.weights)
+    expression = reader.product(terms, 1.0)
     if found.guarded:
         total, nothing = Computed("sum 0", found.argument, reader.wide), Constant(0.0, reader.wide)
         some = Apply(lax.gt_p, {}, (total, nothing), np.dtype(bool))
@@ -73,31 +77,27 @@ class _Reader:
         self.softmax, self.scope, self.space = softmax, softmax.scope, softmax.space
         self.argument = found.argument
         self.sums: list[LogSumExp] = []
+        self.masked = False  # whether exponentials are set to 0, whatever they were
         self.length = 0
         assert self.scope.score is not None
         double = self.scope.graph.dtype(self.scope.score) == np.float64
         self.wide: Dtype = np.dtype(np.float64 if double else np.float32)
 
-    def product(self, terms: Sequence[Term], exponents: Sequence[Expression] = ()) -> Expression:
-        """The exponential of a sum of terms and of further exponents."""
-        exponents = list(exponents)
+    def product(self, terms: Sequence[Term], shifts: float = 0.0) -> Expression:
+        """The exponential of a sum of terms, and of the kernel's shift as often as ``shifts`` says."""
+        exponents: list[Expression] = []
         factors: list[tuple[Expression, float]] = []
         for term in terms:
             if term.kind == "constant":
                 exponents.append(Constant(term.coefficient, self.wide))
             elif term.kind == "logsumexp":
                 factors.append((self._sum(term.expression), term.coefficient))
-                exponents.append(self._times(Computed("shift", self.argument, self.wide), term.coefficient))
+                shifts += term.coefficient
             elif term.kind == "log":
                 factors.append((self._convert(self._row(term.expression), self.wide), term.coefficient))
             else:
                 exponents.append(self._times(self._convert(self._row(term.expression), self.wide), term.coefficient))
-        result: Expression = Constant(1.0, self.wide)
-        if exponents:
-            total = exponents[0]
-            for exponent in exponents[1:]:
-                total = Apply(lax.add_p, {}, (total, exponent), self.wide)
-            result = Apply(lax.exp_p, {"accuracy": None}, (total,), self.wide)
+        result: Expression = Apply(lax.exp_p, {"accuracy": None}, (self._exponent(exponents, shifts),), self.wide)
         for factor, power in factors:
             if power != int(power):
                 raise Mismatch("a factor of the row enters with a fractional power")
@@ -105,6 +105,26 @@ class _Reader:
                 divided = Apply(lax.div_p, {}, (result, factor), self.wide)
                 result = self._multiply(result, factor) if power > 0 else divided
         return result
+
+    def _exponent(self, exponents: Sequence[Expression], shifts: float) -> Expression:
+        """The sum of exponents and shifts.
+
+        A row without any key has a shift of -inf, and nothing but zeros to multiply: then any number will do.  Where
+        the program's own exponent is none, its exponentials are not either, but for a mask over them.
+        """
+        zero: Expression = Constant(0.0, self.wide)
+        total = exponents[0] if exponents else zero
+        for exponent in exponents[1:]:
+            total = Apply(lax.add_p, {}, (total, exponent), self.wide)
+        if not shifts:
+            return total
+        boolean = np.dtype(bool)
+        shift = Computed("shift", self.argument, self.wide)
+        empty = Apply(lax.eq_p, {}, (shift, Constant(-math.inf, self.wide)), boolean)
+        whole = Apply(lax.add_p, {}, (total, self._times(shift, shifts)), self.wide)
+        finite = Apply(lax.is_finite_p, {}, (total,), boolean)
+        alone = zero if self.masked else Apply(lax.select_n_p, {}, (finite, total, zero), self.wide)
+        return Apply(lax.select_n_p, {}, (empty, whole, alone), self.wide)
 
     def _sum(self, inner: LogSumExp) -> Computed:
         """A sum of the exponentials, relative to the kernel's shift."""

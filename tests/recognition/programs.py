@@ -610,3 +610,21 @@ def masked_probabilities_renormalised_with_an_epsilon(sizes, q, k, v, mask):
 def weighted_probabilities_renormalised_with_an_epsilon(sizes, q, k, v, weights):
     p = jnp.where(triangle(sizes), softmax(q @ k.mT), 0) * jnp.exp(weights)
     return (p / (p.sum(-1, keepdims=True) + 0.1)) @ v
+
+
+@spelling(extra=with_an_empty_row)
+def finite_fill_and_masked_exponentials_with_an_epsilon(sizes, q, k, v, mask):
+    e = jnp.where(mask, shifted(jnp.where(mask, q @ k.mT, -1e9)), 0)
+    return (e / (e.sum(-1, keepdims=True) + 1e-9)) @ v
+
+
+@spelling(extra=with_an_empty_row, gradients=False)
+def infinite_fill_and_masked_exponentials_with_an_epsilon(sizes, q, k, v, mask):
+    e = jnp.where(mask, shifted(jnp.where(mask, q @ k.mT, -jnp.inf)), 0)
+    return (e / (e.sum(-1, keepdims=True) + 1e-3)) @ v
+
+
+@spelling(extra=with_an_empty_row, gradients=False)
+def infinite_fill_without_a_guard_and_an_epsilon_is_nan(sizes, q, k, v, mask):
+    e = shifted(jnp.where(mask, q @ k.mT, -jnp.inf))
+    return (e / (e.sum(-1, keepdims=True) + 1e-3)) @ v

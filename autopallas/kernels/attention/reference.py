@@ -53,7 +53,7 @@ def forward(
         maximum = jnp.maximum(maximum, sink.astype(dtype))
     maximum = lax.stop_gradient(maximum)
     if spec.statistics is not None:
-        maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
+        maximum, highest = jnp.where(maximum == -jnp.inf, 0, maximum), maximum
     e = weighted(jnp.exp(x - maximum), spec.inner_weights)
     total = jnp.sum(e, axis=-1, keepdims=True)
     if sink is not None:
@@ -69,7 +69,7 @@ def forward(
         for y in spec.statistics
     )
     kept = (jnp.any(weighted(jnp.ones_like(e), masks) != 0, -1),) if (masks := _masks(spec)) else ()
-    statistics = (total[..., 0], maximum[..., 0], *further, *kept)
+    statistics = (total[..., 0], highest[..., 0], *further, *kept)
     return out, *(statistic.astype(dtype) for statistic in statistics)
 
 

@@ -43,8 +43,8 @@ class RowTerm:
 class RowStatistic:
     """What the kernel finds out about each row, as an input of a row program.
 
-    ``sum``: of the exponentials.  ``shift``: what was subtracted in them.  ``further``: the spec's statistic
-    ``position``.
+    ``sum``: of the exponentials.  ``shift``: the maximum, which was subtracted in them.  ``further``: the spec's
+    statistic ``position``.
     """
 
     kind: Literal["sum", "shift", "further"]

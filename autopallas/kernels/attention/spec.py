@@ -57,7 +57,7 @@ class AttentionSpec:
     A row whose every x is -inf has the result NaN, as ``0 / 0`` in the original, except where a ``where`` weight has
     turned each of its probabilities into 0.
 
-    With ``statistics`` nothing is divided by the sum, and the maximum is taken to be 0 where it is -inf, so that rows
+    With ``statistics`` nothing is divided by the sum, and where the maximum is -inf 0 is subtracted, so that rows
     without any key give 0.  Instead of the logsumexp the results are, each [B, K, G, T] in its dtype: the sum; the
     maximum; of each statistic, the greatest value of a program like ``score``, or the sum of e with further weights;
     and, if there is a ``where`` weight, whether it keeps any key (1 or 0).

@@ -102,8 +102,9 @@ def forward(
                 result = jnp.where(running.kept, result, 0)
             found = [running.maximum + jnp.log(running.total)]
         else:
-            result, shift = running.accumulator, jnp.where(running.maximum == -jnp.inf, 0, running.maximum)
-            found = [running.total, shift, *running.statistics, *(() if running.kept is None else (running.kept,))]
+            result = running.accumulator
+            kept = () if running.kept is None else (running.kept,)
+            found = [running.total, running.maximum, *running.statistics, *kept]
         window = place.window("BKGT")
         stored = (store(c, window, place.restored(x)[..., 0]) for c, x in zip(carry[1:], found, strict=True))
         return store(carry[0], place.window("BKGT-"), place.restored(result)), *stored
@@ -208,7 +209,7 @@ def backward(
         return _backward_rows(spec, plan, place, carry, *operands, out, normalizers, dout, dsums)
 
     with jax.named_scope("autopallas_attention_xla_backward"):
-        normalizers = logsumexp, jnp.ones_like(logsumexp)
+        normalizers = jnp.where(logsumexp == -jnp.inf, 0, logsumexp), jnp.ones_like(logsumexp)
         if spec.statistics is None:
             normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp)
         found = _over_rows(plan, spec, rows, gradients)

@@ -32,7 +32,7 @@ from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import interpretation
 from autopallas.kernels.tpu import LANES, call, cost_of, generation, reason_against
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "candidates", "forward", "supports"]
 
 INTERPRETED_UNITS = (8, 8)
 """Interpreted kernels have no registers to fill, and with small tiles show what large ones do."""
@@ -69,6 +69,16 @@ def _tasks(spec: CrossEntropySpec) -> tuple[Task, ...]:
         *(("rows",) if "rows" in kinds else ()),
         *(("columns",) if kinds & {"columns", "column_sum"} else ()),
     )  # fmt: skip
+
+
+def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]:
+    """What a search should try, best guess first; each gives one of the kernels another tile."""
+    budget = generation(device).budget
+    different: dict[Any, BlockSizes] = {}
+    for pair in ((2048, 2048), (1024, 1024), (1024, 512), (512, 1024), (512, 512), (2048, 256), (256, 2048)):
+        sizes = BlockSizes(*pair).fitted(spec)
+        different.setdefault(tuple(fitting(spec, sizes, task, budget) for task in _tasks(spec)), sizes)
+    return tuple(different.values())
 
 
 def forward(

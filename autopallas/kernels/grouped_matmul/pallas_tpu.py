@@ -30,7 +30,7 @@ from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import refusal
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, rounded
 
-__all__ = ["Tile", "backward", "forward", "supports"]
+__all__ = ["Tile", "backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
@@ -59,6 +59,14 @@ def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
     return Supported()
+
+
+def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
+    """What a search should try, best guess first: where VMEM is large, more rows for each block of weights."""
+    rows = (1024, 512) if generation(device).budget > 2**26 else (512, 1024)
+    sizes = [BlockSizes(n).fitted(spec) for n in (*rows, 256, 128)]
+    sizes += [BlockSizes(n, 1024, 1024).fitted(spec) for n in rows]
+    return tuple(dict.fromkeys(sizes))
 
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:

@@ -1,8 +1,9 @@
 """Tuned block sizes of the grouped matmul implementations, and the times and bytes that justify using them.
 
 Every row was measured as its ``evidence`` says, by ``python -m benchmarks table grouped_matmul``: medians of
-interleaved runs in one process against ``lax.ragged_dot``.  Other work on the machine disturbs times more than ratios,
-which are those of paired runs: compare within a row only.
+interleaved runs in one process against ``lax.ragged_dot``, rows "dense" against einsums over all experts, with two of
+them chosen for each token.  Other work on the machine disturbs times more than ratios, which are those of paired runs:
+compare within a row only.
 """
 
 from __future__ import annotations
@@ -487,6 +488,10 @@ def infer_block_sizes(
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
     found = find(spec, device, implementation, direction, objective)
+    if found is None and (implementation or OPERATION.usual(device)) == "pallas_tpu":
+        from autopallas.kernels.grouped_matmul import pallas_tpu
+
+        return pallas_tpu.candidates(spec, device)[0]
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)

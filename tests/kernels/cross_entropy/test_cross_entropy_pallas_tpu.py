@@ -124,6 +124,13 @@ def test_tiles_fit_and_are_aligned(generation):
     assert "no tile of hidden size 1000000" in pallas_tpu.supports(large(1_000_000), device).reason
 
 
+def test_candidates_give_different_tiles():
+    for generation in GENERATIONS:
+        found = pallas_tpu.candidates(large(), Device("tpu", generation.kinds[0]))
+        tiles = [tuple(fitting(large(), sizes, task, generation.budget) for task in TASKS) for sizes in found]
+        assert len(set(tiles)) == len(tiles) > 1
+
+
 def test_a_short_axis_is_one_block():
     case = Case("short", rows=7, hidden=64, vocabulary=100, kinds=LOSS)
     assert fitting(case.spec(), BlockSizes(7, 100), "statistics", 2**24) == (7, 100)

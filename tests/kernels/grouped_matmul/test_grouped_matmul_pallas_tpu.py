@@ -27,6 +27,7 @@ from autopallas.kernels import interpret
 from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.tpu import GENERATIONS
@@ -184,6 +185,14 @@ def test_tiles_fit_every_generation_and_are_aligned(use, inner, columns, groups)
             assert tile.rows % 16 == 0
             assert tile.columns % 128 == 0 or tile.columns == wide
             assert tile.inner % 128 == 0 or tile.inner == deep
+
+
+def test_a_tpu_has_block_sizes_of_its_own():
+    spec = spec_of("forward", "bfloat16", rows=8192, inner=4096, columns=4096, groups=8)
+    found = pallas_tpu.candidates(spec, V5E)
+    assert len(set(found)) == len(found) > 3
+    assert infer_block_sizes(spec, V5E, "pallas_tpu") == found[0]
+    assert infer_block_sizes(spec, Device("tpu", "TPU v6 lite"), "pallas_tpu").row_block == 1024
 
 
 def test_what_is_lowered_for_a_tpu_is_the_kernel():
