@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
-from autopallas.graph.flatten import Body
+from autopallas.graph.flatten import Body, Child
 
 __all__ = ["Loop", "Loops", "loops"]
 
@@ -38,11 +38,11 @@ class Loops:
     Attributes:
       read: the number of a literal, or of a value that an equation computes, if the program has it: given a literal, or
         an equation with the numbers of its operands and its frame.
-      transparent: whether an equation's results are those of the body that it holds.
+      held: the numbers of the results of an equation that holds bodies, likewise, as far as the program has them.
     """
 
     read: Callable[[Literal | JaxprEqn, list[int], tuple[int, ...]], list[int] | None]
-    transparent: Callable[[Body, int], bool]
+    held: Callable[[JaxprEqn, Sequence[Child], Sequence[int | None], tuple[int, ...]], Sequence[int | None] | None]
     _known: dict[Hashable, list[Loop]] = field(default_factory=lambda: defaultdict(list))
     _ends: dict[int, int] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Loops:
         body: Body,
         frame: tuple[int, ...],
         inputs: Sequence[int | None],
-        starts: Sequence[int],
+        starts: Sequence[int | None],
     ) -> tuple[Loop | None, dict[int, int]]:
         """An earlier scan of which some carried values are the same as this one's, and which: {position here: there}.
 
@@ -73,7 +73,7 @@ class Loops:
                 given = list(inputs)
                 for here, there in pairs.items():
                     given[constants + here] = loop.within[there]
-                results = self._follow(body, given, frame)
+                results = self.follow(body, given, frame)
                 right = {here: there for here, there in pairs.items() if results[here] == loop.after[there]}
                 if right == pairs:
                     return loop, pairs
@@ -84,7 +84,7 @@ class Loops:
         """What a value that an earlier scan carries is at the end."""
         return self._ends.get(within)
 
-    def _follow(self, body: Body, inputs: Sequence[int | None], frame: tuple[int, ...]) -> list[int | None]:
+    def follow(self, body: Body, inputs: Sequence[int | None], frame: tuple[int, ...]) -> list[int | None]:
         """The numbers of a body's results, as far as the program has computed the same before."""
         numbers: dict[Var, int | None] = dict(zip(body.invars, inputs, strict=True))
 
@@ -98,8 +98,7 @@ class Loops:
             operands = [number(atom) for atom in equation.invars]
             results: Sequence[int | None] | None = None
             if position in body.children:
-                if self.transparent(body, position):
-                    results = self._follow(body.children[position][0].body, operands, frame)
+                results = self.held(equation, body.children[position], operands, frame)
             else:
                 known = [n for n in operands if n is not None]
                 if len(known) == len(operands):
@@ -113,7 +112,7 @@ def _kind(equation: JaxprEqn, body: Body, frame: tuple[int, ...]) -> Hashable:
     return equation.params["length"], equation.params["reverse"], loops(body), frame
 
 
-def _paired(starts: Sequence[int], others: Sequence[int]) -> dict[int, int]:
+def _paired(starts: Sequence[int | None], others: Sequence[int]) -> dict[int, int]:
     """Positions of equal numbers, in order."""
     pairs: dict[int, int] = {}
     free = list(range(len(others)))

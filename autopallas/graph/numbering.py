@@ -21,6 +21,15 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body, Child
+from autopallas.graph.keys import (
+    branch_key,
+    chosen_key,
+    hashable,
+    literal_key,
+    spec_key,
+    spread_over_all,
+    stacked_key,
+)
 from autopallas.graph.loops import Loop, Loops, loops
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
@@ -87,7 +96,7 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
-        self._loops = Loops(self._read, lambda body, position: _is_transparent(body.equations[position]))
+        self._loops = Loops(self._read, self._held)
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
@@ -124,7 +133,7 @@ class Graph:
         return len(self.avals) - 1
 
     def _literal(self, literal: Literal) -> int:
-        key = _literal_key(literal)
+        key = literal_key(literal)
         if key not in self._table:
             number = self._new(literal.aval)
             self._table[key] = (number,)
@@ -228,9 +237,42 @@ class Graph:
         number = self.find_literal(atom)
         return None if number is None else [number]
 
+    def _held(
+        self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
+    ) -> Sequence[int | None] | None:
+        """The numbers of the results of an equation that holds bodies, as far as the program has them already."""
+        inner, name = children[0].body, equation.primitive.name
+        if len(children) == 1 and _is_transparent(equation):
+            return self._loops.follow(inner, operands, frame)
+        if compat.has_side_effects(equation):
+            return None
+        keys: list[Hashable]
+        if name == "scan":
+            constants, carried = compat.scan_parts(equation)
+            last = constants + carried
+            slices = [self._table.get(("element", number, loops(inner)), (None,))[0] for number in operands[last:]]
+            given = [*operands[:constants], *(None for _ in range(carried)), *slices]
+            loop, pairs = self._loops.alike(equation, inner, frame, given, operands[constants:last])
+            for here, there in pairs.items():
+                given[constants + here] = loop.within[there] if loop is not None else None
+            results = self._loops.follow(inner, given, frame)
+            ends = [None if n is None else self._loops.end(n) for n in given[constants:last]]
+            keys = [stacked_key(equation, inner, number, frame) for number in results[carried:]]
+            return [*ends, *(self._table.get(key, (None,))[0] for key in keys)]
+        if name == "cond" and operands[0] is not None:
+            own = [n for n in operands if n is not None]
+            branches = []
+            for child in children:
+                found = [(branch_key(equation, own, child, n), n) for n in operands[1:]]
+                given = [self._table.get(key, (number,))[0] for key, number in found]
+                branches.append(self._loops.follow(child.body, given, frame))
+            keys = [chosen_key(equation, own, list(given)) for given in zip(*branches, strict=True)]
+            return [self._table.get(key, (None,))[0] for key in keys]
+        return None
+
     def find_literal(self, literal: Literal) -> int | None:
         """The number of a literal, if the program has it."""
-        found = self._table.get(_literal_key(literal))
+        found = self._table.get(literal_key(literal))
         return None if found is None else found[0]
 
     def _element(self, stacked: int, aval: Any, depth: int) -> int:
@@ -268,7 +310,7 @@ class Graph:
         try:
             hash(params)
         except TypeError:
-            params = _hashable(params)
+            params = hashable(params)
         if name == "broadcast_in_dim" and operands:
             operands, params = self._broadcast(equation, operands)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
@@ -352,7 +394,7 @@ class Graph:
             shared.update(range(start, start + count))
         elif name == "cond":
             start = 1
-            keys = [_branch_key(equation, operands, child, number) for number in operands[1:]]
+            keys = [branch_key(equation, operands, child, number) for number in operands[1:]]
             given = [self._table.get(key, (number,))[0] for key, number in zip(keys, operands[1:], strict=True)]
         elif name == "shard_map":
             for i, (number, spec) in enumerate(zip(operands, equation.params["in_specs"], strict=True)):
@@ -378,19 +420,23 @@ class Graph:
         name = equation.primitive.name
         if name not in ("cond", "shard_map"):
             return tuple(self._new(v.aval) for v in equation.outvars)
-        specs = [_spec_key(spec) for spec in equation.params["out_specs"]] if name == "shard_map" else None
-        known: dict[Hashable, int] = {}
         outputs: list[int] = []
         for i, variable in enumerate(equation.outvars):
-            key = tuple(r[i] for r in results), None if specs is None else specs[i]
-            if key not in known:
-                known[key] = self._new(variable.aval)
-            outputs.append(known[key])
-            for child, given in zip(children, results, strict=True):
-                if specs is None:
-                    self._table[_branch_key(equation, operands, child, outputs[i])] = (given[i],)
-                elif equation.params["check_vma"] or _spread_over_all(equation, i):
-                    self._table["part", outputs[i], inside, specs[i]] = (given[i],)
+            given = [r[i] for r in results]
+            if name == "cond":
+                whole: Hashable = chosen_key(equation, operands, given)
+            else:
+                spec = spec_key(equation.params["out_specs"][i])
+                exact = equation.params["check_vma"] or spread_over_all(equation, i)
+                whole = ("spread", given[0], inside, spec, None if exact else (id(equation), i))
+            if whole not in self._table:
+                self._table[whole] = (self._new(variable.aval),)
+            outputs.append(self._table[whole][0])
+            if name == "cond":
+                for child, number in zip(children, given, strict=True):
+                    self._table[branch_key(equation, operands, child, outputs[i])] = (number,)
+            elif exact:
+                self._table["part", outputs[i], inside, spec] = (given[0],)
         return tuple(outputs)
 
     def _after_steps(
@@ -412,7 +458,7 @@ class Graph:
                 outputs.append(self._new(variable.aval) if known is None else known)
                 continue
             # What a loop stacks is known by what it is in a step, the length, and how many loops are around it.
-            key = ("stacked", results[i], equation.params["length"], loops(body), inside)
+            key = stacked_key(equation, body, results[i], inside)
             if key not in self._table:
                 self._table[key] = (self._new(variable.aval),)
             outputs.append(self._table[key][0])
@@ -423,9 +469,9 @@ class Graph:
 
     def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:
         """What each device of a mesh has of a value: the whole, where the value is the same on all."""
-        key = ("part", number, inside, _spec_key(spec))
+        key = ("part", number, inside, spec_key(spec))
         if key not in self._table:
-            self._table[key] = (number if _spec_key(spec) == _spec_key(()) else self._new(aval),)
+            self._table[key] = (number if spec_key(spec) == spec_key(()) else self._new(aval),)
         return self._table[key][0]
 
 
@@ -450,40 +496,3 @@ def is_identity(equation: JaxprEqn) -> bool:
         own = jnp.finfo(equation.invars[0].aval.dtype)
         return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (own.nexp, own.nmant)
     return False
-
-
-def _branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int) -> Hashable:
-    """For what a value is in one branch: another where another cond that decides the same gave it."""
-    return "branch", operands[0], len(equation.params["branches"]), child.position, number
-
-
-def _spread_over_all(equation: JaxprEqn, position: int) -> bool:
-    """Whether each device has a part of its own of a shard_map's result.  One that is said to be the same on all need
-    not be, unless that is checked."""
-    parts, _, _ = _spec_key(equation.params["out_specs"][position])
-    return {name for part in parts for name in part} == set(equation.params["newly_manual_axes"])
-
-
-def _spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
-    """Equal for partition specs that say the same."""
-    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
-    while parts and not parts[-1]:
-        parts.pop()
-    return tuple(parts), getattr(spec, "unreduced", frozenset()), getattr(spec, "reduced", frozenset())
-
-
-def _literal_key(literal: Literal) -> Hashable:
-    return "literal", str(literal.aval.dtype), np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
-
-
-def _hashable(value: Any) -> Hashable:
-    """Parameters hold numpy integers, dtypes, tuples and the odd array or dictionary."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_hashable(v) for v in value)
-    if isinstance(value, dict):
-        return tuple(sorted((str(k), _hashable(v)) for k, v in value.items()))
-    if isinstance(value, np.ndarray):
-        return (value.shape, str(value.dtype), value.tobytes())
-    if isinstance(value, np.integer):
-        return int(value)
-    return value  # type: ignore[no-any-return]

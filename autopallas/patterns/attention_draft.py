@@ -177,10 +177,10 @@ class AttentionDraft(ProvedAttention):
         graph, forward = self.graph, search.forward
         roles = self._uses(forward)
         assert roles is not None
-        bodies = [_home(graph, backward) for backward in search.found]
+        pairs = [(backward, body) for backward in search.found for body in _homes(graph, backward)]
         levels: dict[int, int] = {}  # per use, how far back its operand lies
         for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
-            known = [(b.levels[use], body) for b, body in zip(search.found, bodies, strict=True) if use in b.levels]
+            known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
             depth = min(len(steps) for steps, _ in known)
             for brought in (False, across):  # what both bodies have is preferred to what is further back
                 fitting = [i for i in range(depth) if all(self._fits(s[i], body, brought) for s, body in known)]
@@ -198,7 +198,7 @@ class AttentionDraft(ProvedAttention):
         if len(set(sides)) != len(sides):
             raise Mismatch("a side input with a gradient is read in two places")
         site, carrier = self.assemble(
-            {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(bodies), across
+            {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
         )
         positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
@@ -222,7 +222,7 @@ class AttentionDraft(ProvedAttention):
                     tuple((positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items()),
                     backward.mapped,
                 )
-                for backward, body in zip(search.found, bodies, strict=True)
+                for backward, body in pairs
             ),
         )
 
@@ -260,11 +260,14 @@ class AttentionDraft(ProvedAttention):
         return closed(inputs, [forward.root], [*equations, *forward.over(given)])
 
 
-def _home(graph: Graph, backward: Backward) -> Body:
-    """The body that computes the cotangents."""
-    for body, positions in graph.positions.items():
-        firsts = (levels[0].cotangent for levels in backward.levels.values())
-        if all(positions.get(number, (-1,))[0] >= 0 for number in firsts):
-            if backward.cotangent in positions:
-                return body
-    raise Mismatch("the backward is spread over several bodies")
+def _homes(graph: Graph, backward: Backward) -> list[Body]:
+    """The bodies that compute the cotangents: more than one where two branches do the same."""
+    firsts = [levels[0].cotangent for levels in backward.levels.values()]
+    homes = [
+        body
+        for body, positions in graph.positions.items()
+        if backward.cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in firsts)
+    ]
+    if not homes:
+        raise Mismatch("the backward is spread over several bodies")
+    return homes

@@ -24,6 +24,11 @@ def over_layers(body, **options):
     return lambda w, x: lax.scan(lambda x, w: (body(x, w), None), x, w, **options)[0]
 
 
+def batches():
+    weights, _ = deep()
+    return [weights, array(3, 2, T, W, seed=9)]
+
+
 # --- Scan over layers ------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +269,27 @@ def checkpoint_of_a_scan_with_a_mask_of_a_carried_number(w, x):
     return gradients(jax.checkpoint(lambda w, x: lax.scan(body, (x, 1), w)[0][0]))(w, x)
 
 
+@step(batches, sizes=(T, T))
+def checkpoint_of_loops_of_loops(w, xs):
+    def model(w, xs):
+        one = lambda total, x: (total + jnp.sum(jnp.sin(over_layers(layer)(w, x))), None)  # noqa: E731
+        return lax.scan(one, 0.0, xs)[0]
+
+    return jax.value_and_grad(jax.checkpoint(model), argnums=(0, 1))(w, xs)
+
+
+@step(batches, sizes=None)
+def loops_of_loops_with_branches_that_do_the_same_with_other_weights(w, xs):
+    """The weights of the branch are chosen outside of the loops: then both branches are one site."""
+
+    def model(w, xs):
+        body = lambda x, w: lax.cond(jnp.sum(w) > 0, layer, lambda x, w: layer(x, -w), x, w)  # noqa: E731
+        one = lambda total, x: (total + jnp.sum(jnp.sin(over_layers(body)(w, x))), None)  # noqa: E731
+        return lax.scan(one, 0.0, xs)[0]
+
+    return jax.value_and_grad(model, argnums=(0, 1))(w, xs)
+
+
 @step(deep, sites=2)
 def two_loops_that_start_alike_and_differ(w, x):
     """The second goes on in another way: what it carries is something else, though both start with the same."""
@@ -281,11 +307,6 @@ def scan_of_checkpoints_unrolled_in_part(w, x):
 
 
 # --- Loops around loops ----------------------------------------------------------------------------------------------
-
-
-def batches():
-    weights, _ = deep()
-    return [weights, array(3, 2, T, W, seed=9)]
 
 
 def accumulated(model):

@@ -1,0 +1,61 @@
+"""Keys under which a graph knows values: equal for what is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopallas.compat import JaxprEqn, Literal
+from autopallas.graph.flatten import Body, Child
+from autopallas.graph.loops import loops
+
+__all__ = ["branch_key", "chosen_key", "hashable", "literal_key", "spec_key", "spread_over_all", "stacked_key"]
+
+
+def stacked_key(equation: JaxprEqn, body: Body, number: int | None, frame: tuple[int, ...]) -> Hashable:
+    """For what a scan stacks: known by what it is in a step, the length, and how many loops are around it."""
+    return "stacked", number, equation.params["length"], loops(body), frame
+
+
+def chosen_key(equation: JaxprEqn, operands: Sequence[int], given: Sequence[int | None]) -> Hashable:
+    """For a result of a cond: known by what decides, and what each branch gives."""
+    return "chosen", operands[0], tuple(given)
+
+
+def branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int) -> Hashable:
+    """For what a value is in one branch: another where another cond that decides the same gave it."""
+    return "branch", operands[0], len(equation.params["branches"]), child.position, number
+
+
+def spread_over_all(equation: JaxprEqn, position: int) -> bool:
+    """Whether each device has a part of its own of a shard_map's result.  One that is said to be the same on all need
+    not be, unless that is checked."""
+    parts, _, _ = spec_key(equation.params["out_specs"][position])
+    return {name for part in parts for name in part} == set(equation.params["newly_manual_axes"])
+
+
+def spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
+    """Equal for partition specs that say the same."""
+    parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
+    while parts and not parts[-1]:
+        parts.pop()
+    return tuple(parts), getattr(spec, "unreduced", frozenset()), getattr(spec, "reduced", frozenset())
+
+
+def literal_key(literal: Literal) -> Hashable:
+    return "literal", str(literal.aval.dtype), np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
+
+
+def hashable(value: Any) -> Hashable:
+    """Parameters hold numpy integers, dtypes, tuples and the odd array or dictionary."""
+    if isinstance(value, (tuple, list)):
+        return tuple(hashable(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), hashable(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes())
+    if isinstance(value, np.integer):
+        return int(value)
+    return value  # type: ignore[no-any-return]
