@@ -24,7 +24,7 @@ def chosen_key(equation: JaxprEqn, operands: Sequence[int], given: Sequence[int 
     return "chosen", operands[0], tuple(given)
 
 
-def branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int) -> Hashable:
+def branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int | None) -> Hashable:
     """For what a value is in one branch: another where another cond that decides the same gave it."""
     return "branch", operands[0], len(equation.params["branches"]), child.position, number
 
