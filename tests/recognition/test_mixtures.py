@@ -210,5 +210,14 @@ def test_verify_agrees():
     assert autopallas.verify(autopallas.optimize(one_einsum, objective="always"), P, X).ok
 
 
-def test_a_residual_connection_stays_outside():
-    found(lambda p, x: x + mixtures.loop_with_columns_of_weights(p, x) + jax.nn.silu(x @ p["up"][0]) @ p["down"][1])
+def shared_expert(p, x):
+    return jax.nn.silu(x @ p) @ p.T
+
+
+def test_a_residual_connection_and_a_shared_expert_stay_outside():
+    found(lambda p, x: x + mixtures.loop_with_columns_of_weights(p, x) + shared_expert(2 * p["up"][0], x))
+
+
+def test_an_expert_that_is_used_outside_too_is_a_near_miss():
+    reasons = refused(lambda p, x: mixtures.loop_with_columns_of_weights(p, x) + shared_expert(p["up"][0], x))
+    assert any("what they compute is also used by" in reason for reason in reasons)
