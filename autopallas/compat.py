@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -91,7 +92,9 @@ __all__ = [
     "location",
     "lowering_device",
     "make_jaxpr",
+    "missing_mosaic_gpu",
     "mlir",
+    "mosaic_gpu_kernel",
     "multiplication_params",
     "name_stack",
     "new_jaxpr_eqn",
@@ -377,6 +380,25 @@ def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) 
     with config.export_ignore_forward_compatibility(True):
         made = export.export(jax.jit(function), platforms=[name], disabled_checks=unchecked)
         return bytes(made(*types).serialize())
+
+
+def missing_mosaic_gpu() -> str | None:
+    """Why kernels for Mosaic GPU cannot be written here, or None."""
+    if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"its Mosaic GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
+    return None
+
+
+def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **settings: Any) -> Callable[..., Any]:
+    """``plgpu.kernel``, with the keyword arguments that this version takes; the cost from 0.12."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu
+
+    make: Any = mosaic_gpu.kernel
+    if "cost_estimate" in inspect.signature(make).parameters:
+        settings["cost_estimate"] = pl.CostEstimate(**cost)
+    kernel: Callable[..., Any] = make(body, **settings)
+    return kernel
 
 
 def is_outermost() -> bool:

@@ -1,0 +1,224 @@
+"""What the GPU kernels of all operations share: which GPUs, tiles of their shared memory, and the one ``kernel`` call.
+
+Kernels are written for Hopper's H100 with Mosaic GPU (``plgpu.kernel``).  Everything here but :func:`mosaic`,
+:func:`tile` and :func:`call` is plain arithmetic that needs no GPU and no Pallas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from autopallas import compat
+from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.interpret import interpretation, refusal
+from autopallas.program import Program
+
+__all__ = [
+    "MATRIX_DTYPES",
+    "PROGRAM_PRIMITIVES",
+    "SHARED_MEMORY",
+    "call",
+    "is_h100",
+    "mosaic",
+    "processors",
+    "reason_against",
+    "rounded",
+    "shared_bytes",
+    "swizzle",
+    "tile",
+]
+
+Dtype: TypeAlias = np.dtype[Any]
+
+SHARED_MEMORY = 227 * 2**10
+"""Bytes of shared memory that one block of an H100 may have."""
+
+MATRIX_DTYPES = ("bfloat16", "float16")
+"""What wgmma multiplies without loss: float32 operands would be cut to TF32, 10 bits of fraction."""
+
+_REDUCTION_SCRATCH = 2048
+"""Bytes of shared memory that Mosaic sets aside for reductions across warps."""
+_BARRIER, _ALIGNMENT = 8, 1024
+
+
+def is_h100(device: Device) -> bool:
+    """Whether this is an H100, of any form.
+
+    Example:
+      >>> is_h100(Device("gpu", "NVIDIA H100 80GB HBM3")), is_h100(Device("gpu", "NVIDIA A100-SXM4-40GB"))
+      (True, False)
+    """
+    return device.platform == "gpu" and "H100" in device.kind.split()
+
+
+def processors(device: Device) -> int:
+    """How many streaming multiprocessors it has: the blocks of a persistent kernel.  Few where it is interpreted."""
+    if not is_h100(device):
+        return 2
+    return 114 if "PCIe" in device.kind else 132
+
+
+# ---------------------------------------------------------------------- what is supported
+
+PROGRAM_PRIMITIVES = frozenset(
+    """
+    abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq erf exp exp2 ge gt integer_pow le
+    log logistic lt max min mul ne neg not or rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sqrt square sub tanh xor
+    """.split()
+)
+"""The elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
+
+_PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float16 float32".split())
+
+
+def reason_against(
+    device: Device, dtypes: Iterable[Any] = (), programs: Iterable[Program] = (), held: Iterable[Any] = ()
+) -> Unsupported | None:
+    """What stops a Hopper kernel, from rules alone; None where nothing is known to.
+
+    Args:
+      device: where it is to run.
+      dtypes: of what the tensor cores multiply.
+      programs: what it evaluates on a tile.
+      held: dtypes of its other operands and of its results.
+    """
+    if (answer := refusal("gpu", device)) is not None:
+        return answer
+    if (missing := compat.missing_mosaic_gpu()) is not None:
+        return Unsupported(missing)
+    if device.platform == "gpu" and not is_h100(device):
+        return Unsupported(f"it is written for the H100 (sm_90a: TMA and wgmma), and this GPU is {device.kind}")
+    names = dict.fromkeys(np.dtype(d).name for d in dtypes)
+    if wrong := [name for name in names if name not in MATRIX_DTYPES]:
+        return Unsupported(f"wgmma multiplies {' and '.join(MATRIX_DTYPES)} without loss, and not {', '.join(wrong)}")
+    if len(names) > 1:
+        return Unsupported(f"wgmma does not multiply {' with '.join(names)}")
+    programs = tuple(programs)
+    if absent := sorted({p for program in programs for p in program.primitives} - PROGRAM_PRIMITIVES):
+        return Unsupported(f"Mosaic GPU has no {', '.join(absent)}")
+    others = {np.dtype(d).name for d in held}
+    others |= {np.dtype(x.dtype).name for program in programs for x in (*program.inputs, *program.instructions)}
+    if absent := sorted(others - _PROGRAM_DTYPES):
+        return Unsupported(f"the GPU kernels do not compute with {', '.join(absent)}")
+    return None
+
+
+# ---------------------------------------------------------------------- tiles of shared memory
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple at or above."""
+    return -(-number // multiple) * multiple
+
+
+def swizzle(columns: int, dtype: Any) -> int:
+    """Bytes of the widest swizzle that a tile's rows of so many columns are whole numbers of.
+
+    Raises:
+      ValueError: the rows have no multiple of 32 bytes.
+
+    Example:
+      >>> swizzle(64, np.float16), swizzle(96, np.float16), swizzle(16, np.float16)
+      (128, 64, 32)
+    """
+    size = columns * np.dtype(dtype).itemsize
+    for width in (128, 64, 32):
+        if size % width == 0:
+            return width
+    raise ValueError(f"rows of {columns} {np.dtype(dtype).name} are no multiple of 32 bytes")
+
+
+def shared_bytes(tiles: Iterable[tuple[Sequence[int], Any]], barriers: int = 0) -> int:
+    """Shared memory of one block: its tiles, each from an aligned address on, its barriers, and Mosaic's own scratch.
+
+    Args:
+      tiles: shape, with the stages of a pipeline in front, and dtype.
+      barriers: their number, counted with the stages.
+
+    Example:
+      >>> shared_bytes([((4, 128, 64), np.float16), ((4, 64, 256), np.float16)], barriers=8)
+      198720
+    """
+    sizes = (math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in tiles)
+    return sum(rounded(size, _ALIGNMENT) for size in sizes) + barriers * _BARRIER + _REDUCTION_SCRATCH
+
+
+# ---------------------------------------------------------------------- Pallas
+
+
+def mosaic() -> Any:
+    """``jax.experimental.pallas.mosaic_gpu``, imported when first asked for."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def tile(shape: Sequence[int], dtype: Any) -> Any:
+    """Shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
+
+    Args:
+      shape: rows and columns last, and stages in front.
+      dtype: of 16 bits, where wgmma reads it.
+    """
+    plgpu = mosaic()
+    width = swizzle(shape[-1], dtype)
+    transforms = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width)
+    return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
+
+
+def call(
+    body: Callable[..., None],
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    out_type: Any,
+    scratch: Sequence[Any],
+    warpgroups: int,
+    flops: int = 0,
+    bytes_accessed: int = 0,
+    transcendentals: int = 0,
+    approximate: bool = False,
+) -> Callable[..., Any]:
+    """A ``plgpu.kernel`` as every GPU kernel here has it: named, scoped, and interpreted where that is asked for.
+
+    Args:
+      body: of inputs, outputs and scratch.  ``lax.axis_index`` of the grid's names and of "warpgroup" says where it is.
+      name: of the kernel and of the scope around it.
+      grid: the number of blocks along each named axis.
+      out_type: shapes and dtypes of the results.
+      scratch: shared memory and barriers, as :func:`tile` and Pallas make them.
+      warpgroups: threads of 128 lanes in a block.
+      flops, bytes_accessed, transcendentals: what XLA's scheduler is told of its cost.
+      approximate: whether exp and log may be the hardware's approximations, of about 2 units in the last place.
+
+    Returns:
+      A function of the operands.
+    """
+    plgpu = mosaic()
+    mode = interpretation()
+    kernel = compat.mosaic_gpu_kernel(
+        body,
+        cost=dict(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
+        out_type=out_type,
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        interpret=plgpu.InterpretGPUParams() if mode is True else mode,
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
+    )
+
+    def run(*operands: Any) -> Any:
+        # Indices are of 32 bits, also where the program around has 64.
+        with jax.named_scope(name), jax.enable_x64(False):
+            return kernel(*operands)
+
+    return run
