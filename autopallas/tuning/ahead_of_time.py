@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Literal
@@ -29,7 +30,17 @@ from autopallas import compat
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
 
-__all__ = ["GENERATIONS", "Compilation", "Compiler", "Generation", "Operation", "compile_for", "lowered_for", "missing"]
+__all__ = [
+    "GENERATIONS",
+    "Child",
+    "Compilation",
+    "Compiler",
+    "Generation",
+    "Operation",
+    "compile_for",
+    "lowered_for",
+    "missing",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +258,7 @@ class Compiler:
 
     generation: str | Generation
     simulate: bool = False
-    _children: dict[bool, _Child] = field(default_factory=dict)
+    _children: dict[bool, Child] = field(default_factory=dict)
 
     @property
     def target(self) -> Generation:
@@ -288,7 +299,7 @@ class Compiler:
     def _asked(self, module: bytes, simulate: bool, seconds: float) -> Compilation:
         generation = self.target
         if simulate not in self._children:
-            self._children[simulate] = _Child(generation.topology, simulate)
+            self._children[simulate] = Child(partial(_started, generation.topology, simulate))
         child = self._children[simulate]
         begin = time.monotonic()
         answer = child.ask(module, seconds)
@@ -305,34 +316,19 @@ class Compiler:
 _FIELDS = tuple(Compilation.__dataclass_fields__)
 
 
-class _Child:
-    """One child process: a module's file goes in, a line of JSON comes out."""
+class Child:
+    """One child process: a module's file goes in, a line of JSON comes out.
 
-    def __init__(self, topology: str, simulate: bool):
+    Args:
+      start: starts it; of a folder that lives as long as it does, and a file for its standard error.
+    """
+
+    def __init__(self, start: Callable[[Path, IO[bytes]], subprocess.Popen[bytes]]):
         self._folder = tempfile.TemporaryDirectory(prefix="autopallas-")
         folder = Path(self._folder.name)
         self._log = folder / "log"
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file ends the second of two processes
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_STDERR_LOG_LEVEL": "3",
-            "JAX_ENABLE_X64": "1",  # the module's types are what they are
-        }
-        if simulate:
-            given = os.environ.get("LIBTPU_INIT_ARGS", "")
-            environment["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_static_llo_profile_to={folder}".strip()
-        script = Path(__file__).with_name("tpu_compiler.py")
         with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script), topology],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
+            self._process = start(folder, log)
 
     def ask(self, module: bytes, seconds: float) -> dict[str, Any]:
         """What the child answers; a failure where it dies or takes too long."""
@@ -371,6 +367,28 @@ class _Child:
             except OSError:  # what was not sent can not be
                 pass
         self._folder.cleanup()
+
+
+def _started(topology: str, simulate: bool, folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file ends the second of two processes
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "JAX_ENABLE_X64": "1",  # the module's types are what they are
+    }
+    if simulate:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_static_llo_profile_to={folder}".strip()
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("tpu_compiler.py")), topology],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+    )
 
 
 def _line(stream: IO[bytes], until: float) -> bytes | None:
