@@ -1,6 +1,7 @@
-"""Grouped matmul: the spelling that is measured, and the cases.
+"""Grouped matmul: the spellings that are measured, and the cases.
 
-Letters: M rows, K inner size, N columns, G groups.  Arrays are [M, K] and [G, K, N].
+Letters: M rows, K inner size, N columns, G groups.  Arrays are [M, K] and [G, K, N].  In the cases "dense", every one
+of G experts computes every one of T = M / 2 tokens, of which two count: M is the rows that have to be computed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.kernels.grouped_matmul.cases import in_direction, ragged_dot, table_grid
+from autopallas.kernels.grouped_matmul.cases import DENSE, ORIGINALS, in_direction, table_grid
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
 
 ORACLE_LIMIT = 2**33
@@ -22,12 +23,12 @@ ORACLE_LIMIT = 2**33
 
 def original(case: Case) -> Callable[..., jax.Array]:
     """The forward computation as people write it."""
-    return ragged_dot
+    return ORIGINALS[case.mask]
 
 
 def candidates(case: Case) -> dict[str, Candidate]:
     """The original, and the original under ``autopallas.optimize``."""
-    optimized = autopallas.optimize(ragged_dot, objective="always", strict=True)
+    optimized = autopallas.optimize(original(case), objective="always", strict=True)
 
     def chosen() -> Chosen:
         report = optimized.report()
@@ -38,7 +39,7 @@ def candidates(case: Case) -> dict[str, Candidate]:
         return Chosen("kept: " + ("; ".join(reasons) or "no site was found"))
 
     return {
-        ORIGINAL: Candidate(in_direction(case, ragged_dot), lambda: Chosen(ORIGINAL)),
+        ORIGINAL: Candidate(in_direction(case, original(case)), lambda: Chosen(ORIGINAL)),
         AUTOPALLAS: Candidate(in_direction(case, optimized), chosen),
     }
 
@@ -53,13 +54,20 @@ def group_sizes(case: Case) -> np.ndarray[Any, Any]:
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
-    """lhs, rhs, group sizes, and last the cotangent where there is a backward pass."""
+    """lhs, rhs, group sizes, or those of a mixture; and last the cotangent where there is a backward pass."""
     rows, inner, columns, groups = (case.size(letter) for letter in "MKNG")
     random = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(random.standard_normal(shape, np.float32), case.dtype)
 
+    if case.mask == DENSE:
+        tokens = rows // 2
+        popular = np.log(random.dirichlet(np.full(groups, 2.0)))
+        experts = np.argsort(popular + random.gumbel(size=(tokens, groups)), axis=1)[:, -2:]
+        given = [normal(tokens, inner), normal(groups, inner, columns), normal(groups, columns, inner)]
+        given += [normal(tokens, 2), jnp.asarray(experts, jnp.int32)]
+        return (*given, normal(tokens, inner)) if case.direction == "forward+backward" else tuple(given)
     given = [normal(rows, inner), normal(groups, inner, columns), jnp.asarray(group_sizes(case), jnp.int32)]
     if case.direction == "forward+backward":
         given.append(normal(rows, columns))
@@ -68,13 +76,13 @@ def arguments(case: Case) -> tuple[jax.Array, ...]:
 
 def operations(case: Case) -> float:
     """A multiply-add for each row, inner element and column; twice that more in the backward pass."""
-    forward = 2.0 * case.size("M") * case.size("K") * case.size("N")
+    forward = (4.0 if case.mask == DENSE else 2.0) * case.size("M") * case.size("K") * case.size("N")
     return forward * (3.0 if case.direction == "forward+backward" else 1.0)
 
 
 def oracle(case: Case, arguments: tuple[Any, ...]) -> Any:
-    """The result in float64, of the arguments as they were rounded to the case's dtype."""
-    if case.size("M") * case.size("K") * case.size("N") > ORACLE_LIMIT:
+    """The result in float64, of the arguments as they were rounded; None for large and for dense cases."""
+    if case.mask == DENSE or case.size("M") * case.size("K") * case.size("N") > ORACLE_LIMIT:
         return None
     lhs, rhs = (np.asarray(a).astype(np.float64) for a in arguments[:2])
     sizes = np.asarray(arguments[2])
@@ -104,6 +112,7 @@ def grid(name: str) -> tuple[Case, ...]:
         return (
             *(_case("forward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
             *(_case("forward+backward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
+            *(_case(direction, dtype, 2048, 16, 256, 512, DENSE) for direction in DIRECTIONS for dtype in dtypes),
         )
     if name == "wide":
         return tuple(

@@ -13,7 +13,7 @@ import jax
 
 from autopallas.kernels.implementation import Operation
 
-__all__ = ["SiteDescription", "kernel_backward", "kernel_forward"]
+__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "with_residuals"]
 
 
 class SiteDescription(Protocol):
@@ -54,6 +54,12 @@ class SiteDescription(Protocol):
 
     def batched(self, axes: Sequence[int | None], size: int) -> SiteDescription:
         """The place under vmap: each operand with an axis, and each result and residual, has it in front."""
+
+
+def with_residuals(site: SiteDescription) -> SiteDescription:
+    """The place where a backward follows, for which some sites save more: those with a method of that name."""
+    own: Callable[[], SiteDescription] | None = getattr(site, "with_residuals", None)
+    return site if own is None else own()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.patterns import experts
+from autopallas.patterns.epilogue import with_epilogue
 from autopallas.patterns.match import Match, Mismatch, NearMiss
 from autopallas.patterns.ragged_dot import ragged_dot
 
@@ -39,6 +40,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         origin = origins.of(node)
         try:
             match = ragged_dot(graph, node, assume_finite)
+            if match.spec.use != "drhs":
+                match = with_epilogue(graph, match, alive)
         except Mismatch as mismatch:
             miss = NearMiss("grouped_matmul", compat.location(node.equation), mismatch.reason)
             misses.setdefault(miss.location, miss)  # a near miss's backward is not another one

@@ -23,7 +23,7 @@ from autopallas import compat
 from autopallas.compat import ad, batching, mlir
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
-from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
+from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.plan import Decision, elsewhere
 from autopallas.tuning.cache import WARNED
 
@@ -178,6 +178,7 @@ def _zero(x: Any) -> Any:
 def _site_jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, residuals: bool, **params: Any
 ) -> tuple[list[Any], list[Any]]:
+    params = params | {"site": with_residuals(params["site"])}
     outputs = site_p.bind(*primals, residuals=True, **params)
     count = len(params["original"].out_avals)
     active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)

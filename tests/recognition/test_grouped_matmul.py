@@ -189,3 +189,111 @@ def test_only_the_operations_asked_for():
 
 def test_verify_agrees():
     assert autopallas.verify(autopallas.optimize(lax.ragged_dot, objective="always"), X, W, SIZES).ok
+
+
+# ---------------------------------------------------------------------- epilogues
+
+
+def epilogue(function: Any, args: Any = (X, W), **options: Any) -> Any:
+    """The epilogue of a program's only site, one instruction a line; empty where there is none."""
+    (site,) = found(function, args, **options).sites
+    return site.replacement.partition("epilogue: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(jax.nn.silu, jnp.bfloat16), (jax.nn.relu, jnp.float32), (lambda y: jax.nn.gelu(y) * 2 + 1, jnp.float32)],
+    ids=["silu", "relu", "gelu and more"],
+)
+def test_an_activation_is_the_epilogue_of_its_product(activation, dtype):
+    """Rows that no group owns are activated zeros."""
+    assert epilogue(lambda x, w: activation(lax.ragged_dot(x, w, SIZES)), (X.astype(dtype), W.astype(dtype)))
+
+
+def test_a_cast_after_a_wide_product_is_its_epilogue():
+    def function(x, w):
+        return jax.nn.silu(lax.ragged_dot(x, w, SIZES, preferred_element_type=jnp.float32)).astype(jnp.bfloat16)
+
+    text = epilogue(function, (X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)))
+    assert "score: float32" in text
+    assert "convert_element_type" in text
+
+
+def test_groups_that_overlap_are_added_before_the_activation():
+    sizes = jnp.array([12, -5, 9, 6], jnp.int32)
+    optimized = optimized_like_a_user(lambda x, w: jax.nn.silu(lax.ragged_dot(x, w, sizes)))
+    given = compiled(lambda *a: optimized(*a))(X, W)
+    wanted = compiled(lambda x, w: jax.nn.silu(lax.ragged_dot(x, w, sizes)))(X, W)
+    np.testing.assert_allclose(given, wanted, rtol=1e-5, atol=1e-5)
+    assert "epilogue" in optimized.report().sites[0].replacement
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: (y := lax.ragged_dot(x, w, SIZES), jnp.sin(y)),
+        lambda x, w: jnp.sin(y := lax.ragged_dot(x, w, SIZES)) @ y.T,
+        lambda x, w: lax.ragged_dot(x, w, SIZES) * x[0, 0],
+        lambda x, w: lax.ragged_dot(x, w, SIZES) + jnp.arange(N, dtype=jnp.float32),
+        lambda x, w: lax.ragged_dot(x, w, SIZES) > 0,
+        lambda x, w: lax.scan(lambda c, _: (c + jnp.sin(y), None), y := lax.ragged_dot(x, w, SIZES), None, 2)[0],
+        lambda x, w: jax.nn.softmax(lax.ragged_dot(x, w, SIZES)),
+    ],
+    ids=["returned", "read twice", "unknown scalar", "other elements", "no number", "in a loop", "of a row"],
+)
+def test_what_else_reads_a_product_leaves_it_without_an_epilogue(function):
+    assert not epilogue(function, gradients=False)
+
+
+def test_only_what_follows_the_product_alone_is_its_epilogue():
+    def gated(x, w, u):
+        return jax.nn.silu(lax.ragged_dot(x, w, SIZES)) * lax.ragged_dot(x, u, SIZES)
+
+    report = found(gated, (X, W, 2 * W[::-1]), 2)
+    programs = [site.replacement.partition("epilogue: ")[2] for site in report.sites]
+    assert sorted(map(bool, programs)) == [False, True]
+    assert "logistic" in max(programs)
+
+
+def test_a_train_step_keeps_the_product_that_its_backward_reads():
+    """What silu's derivative reads is no epilogue; that of tanh reads the activated value alone."""
+    for activation, carried in ((jax.nn.silu, False), (jnp.tanh, True)):
+
+        def step(x, w, activation=activation):
+            return jax.value_and_grad(lambda x, w: jnp.sum(activation(lax.ragged_dot(x, w, SIZES)) ** 2), (0, 1))(x, w)
+
+        optimized = optimized_like_a_user(step)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            compiled(lambda *a, f=optimized: f(*a))(X, W), compiled(step)(X, W),
+        )  # fmt: skip
+        (site,) = optimized.report().sites
+        assert site.direction == "forward+backward"
+        assert ("epilogue" in site.replacement) is carried
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: lambda x, w: jax.jvp(f, (x, w), (w[0, :, :1].T + 0 * x, w))[1],
+        lambda f: lambda x, w: jax.jvp(jax.grad(f, 1), (x, w), (x, w))[1],
+        lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+        lambda f: lambda x, w: jax.vmap(jax.grad(f, (0, 1)))(jnp.stack([x, x + 1]), jnp.stack([w, 2 * w]), BOTH_WAYS),
+    ],
+    ids=["forward mode", "second order", "checkpoint", "vmap"],
+)
+def test_derivatives_of_an_epilogue(transformed):
+    def function(x, w, sizes=SIZES):
+        return jnp.sum(jax.nn.silu(lax.ragged_dot(x, w, sizes)) ** 2)
+
+    optimized = optimized_like_a_user(function)
+    given, wanted = compiled(transformed(lambda *a: optimized(*a)))(X, W), compiled(transformed(function))(X, W)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), given, wanted)
+    assert "epilogue" in optimized.report().sites[0].replacement
+
+
+def test_the_backward_does_not_compute_the_product_again():
+    optimized = optimized_like_a_user(lambda w: jnp.sum(jax.nn.silu(lax.ragged_dot(X, w, SIZES)) ** 2))
+    text = str(jax.make_jaxpr(jax.grad(lambda w: optimized(w)))(W))
+    assert text.count("saves=True") >= 2
+    assert text.count("saves=False") == 0

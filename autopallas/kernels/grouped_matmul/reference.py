@@ -20,6 +20,9 @@ __all__ = ["backward", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 
+EPILOGUES = True
+"""Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
+
 
 def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     """Everything, everywhere."""
@@ -52,7 +55,7 @@ def forward(
         other = owned(second, g) if spec.use == "drhs" else second[:, g]
         parts.append(product(equation, owned(first, g), other))
     result = jnp.stack(parts, axis=1) if spec.use == "drhs" else sum(parts[1:], parts[0])
-    return jnp.broadcast_to(result, (spec.batch, *spec.result_shape())).astype(spec.result_dtype)
+    return spec.finished(jnp.broadcast_to(result, (spec.batch, *spec.result_shape())).astype(spec.result_dtype))
 
 
 def backward(
@@ -65,6 +68,6 @@ def backward(
     wanted: Sequence[bool] = (True, True),
 ) -> tuple[Array | None, Array | None]:
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
-    _, pull = jax.vjp(lambda a, b: forward(spec, block_sizes, a, b, group_sizes), first, second)
+    _, pull = jax.vjp(lambda a, b: forward(spec.product, block_sizes, a, b, group_sizes), first, second)
     dfirst, dsecond = pull(cotangent)
     return dfirst if wanted[0] else None, dsecond if wanted[1] else None

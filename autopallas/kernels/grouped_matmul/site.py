@@ -19,6 +19,7 @@ from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import Label, Operand, View, read, write
+from autopallas.program import Program
 
 __all__ = ["GroupedMatmulSite"]
 
@@ -38,6 +39,9 @@ class GroupedMatmulSite:
       batch_labels: all others.
       result: the view of the result.
       types: dtypes of the operands.
+      result_dtype: of the product.
+      epilogue: what becomes of each of its elements.
+      saves: whether the product is handed to the backward, which asks for it only where there is an epilogue.
     """
 
     use: Use
@@ -55,6 +59,8 @@ class GroupedMatmulSite:
     result_dtype: Dtype
     precision: str | None = None
     assume_finite: bool = True
+    epilogue: Program | None = None
+    saves: bool = False
 
     @property
     def operation(self) -> Operation:
@@ -83,6 +89,7 @@ class GroupedMatmulSite:
             result_dtype=self.result_dtype,
             precision=self.precision,
             assume_finite=self.assume_finite,
+            epilogue=self.epilogue,
         )
 
     # ------------------------------------------------------------------ to canonical arrays and back
@@ -107,13 +114,24 @@ class GroupedMatmulSite:
     def forward(
         self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(the program's result, no residuals)."""
-        out = kernel.forward(self.spec, block_sizes, *self._canonical(operands))
-        return (write(out, self.result, self.sizes, self.axes[2]),), ()
+        """(the program's result, and the product if it is saved)."""
+        # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
+        fused = not self.saves and getattr(kernel, "EPILOGUES", False)
+        spec = self.spec if fused else self.spec.product
+        out = self._written(kernel.forward(spec, block_sizes, *self._canonical(operands)))
+        return ((out if fused else self.spec.finished(out),), (out,) if self.saves else ())
+
+    def _written(self, out: jax.Array) -> jax.Array:
+        return write(out, self.result, self.sizes, self.axes[2])
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """None: the gradients are products of the operands."""
-        return ()
+        """The product, for the derivative of the epilogue; the gradients themselves are products of the operands."""
+        shape = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.result)
+        return (jax.ShapeDtypeStruct(shape, self.result_dtype),) if self.saves else ()
+
+    def with_residuals(self) -> GroupedMatmulSite:
+        """The site where a backward follows: what a kernel applies its epilogue to is lost otherwise."""
+        return self if self.epilogue is None else replace(self, saves=True)
 
     def backward(
         self,
@@ -138,9 +156,13 @@ class GroupedMatmulSite:
             return (first, second), sizes
 
         (first, second), pull, sizes = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
-        cotangent = read(Operand(0, self.result), (cotangents[0],), self.sizes, self.axes[2])
+        given = cotangents[0]
+        if self.epilogue is not None:
+            found = residuals or (self._written(kernel.forward(spec.product, block_sizes, first, second, sizes)),)
+            (given,) = jax.vjp(spec.finished, found[0])[1](given)
+        cotangent = read(Operand(0, self.result), (given,), self.sizes, self.axes[2])
         wanted = [self.first.position in active, self.second.position in active]
-        gradients = kernel.backward(spec, block_sizes, first, second, sizes, cotangent, wanted)
+        gradients = kernel.backward(spec.product, block_sizes, first, second, sizes, cotangent, wanted)
         filled = tuple(
             jnp.zeros_like(x) if gradient is None else gradient
             for x, gradient in zip((first, second), gradients, strict=True)

@@ -5,10 +5,14 @@ Letters, in this package: B batch, M rows, K and N the weights' two sides, G gro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from autopallas.program import Program
 
 __all__ = ["GroupedMatmulSpec", "Use"]
 
@@ -50,6 +54,26 @@ class GroupedMatmulSpec:
     assume_finite: bool = True
     """Whether a row need not be multiplied with the weights of groups that do not own it: ``lax.ragged_dot`` does on
     some platforms, with zeros in the row's place, so that an inf or NaN in one group's weights reaches every row."""
+    epilogue: Program | None = None
+    """What becomes of each element of the result, such as an activation: a program over the product, its score, in
+    ``result_dtype``.  Of "forward" and "dlhs" alone."""
+
+    @property
+    def output_dtype(self) -> Dtype:
+        """Of what an implementation gives: the product's, or the epilogue's."""
+        return self.result_dtype if self.epilogue is None else self.epilogue.dtype
+
+    @property
+    def product(self) -> GroupedMatmulSpec:
+        """The same without its epilogue."""
+        return replace(self, epilogue=None)
+
+    def finished(self, product: jax.Array) -> jax.Array:
+        """The epilogue of what :attr:`product` gives, or of a part of it."""
+        if self.epilogue is None:
+            return product
+        # A program of constants alone has no shape of its own.
+        return jnp.broadcast_to(self.epilogue.evaluate(product, None, None, ()), product.shape)
 
     @property
     def accumulation_dtype(self) -> Dtype:
@@ -87,15 +111,16 @@ class GroupedMatmulSpec:
         return ()
 
     def programs(self) -> str:
-        """Nothing: kernels evaluate no program of the user's here."""
-        return ""
+        """The epilogue, one instruction a line; empty where there is none."""
+        return "" if self.epilogue is None else f"epilogue: {self.epilogue}"
 
     def __str__(self) -> str:
         batch = f"B={self.batch} " if self.batch != 1 else ""
         use = "" if self.use == "forward" else f" {self.use}"
+        epilogue = "" if self.epilogue is None else ", with an epilogue"
         return (
             f"grouped_matmul{use} {batch}M={self.rows} K={self.contracting} N={self.columns} G={self.groups} "
-            f"{self.widest_dtype}"
+            f"{self.widest_dtype}{epilogue}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,6 +26,9 @@ __all__ = ["backward", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 
+EPILOGUES = True
+"""Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
+
 
 def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     """Everything but the original's propagation of non-finite weights into other groups' rows, on every platform."""
@@ -47,6 +50,10 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, seco
     Returns:
       out [B, M, N], or dlhs [B, M, K], or drhs [B, G, K, N].
     """
+    if spec.epilogue is not None:
+        # Not tile by tile: a compiler makes one pass of it, in place, on all cores; and rows of groups that overlap
+        # are sums, known only at the end.
+        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
     single = _weights if spec.use == "drhs" else _rows
 
     def one(first: Array, second: Array, group_sizes: Array) -> Array:
@@ -69,7 +76,7 @@ def backward(
 
     Args:
       spec, block_sizes, first, second, group_sizes: as in :func:`forward`; first and second with all of the batch.
-      cotangent: of the result, of its shape and dtype.
+      cotangent: of the product, which is the result where there is no epilogue.
       wanted: which of the gradients are asked for.
 
     Returns:
@@ -102,7 +109,7 @@ def gradients(
             found.append(None)
             continue
         a, b = operands
-        part = replace(spec, use=use, first_dtype=a.dtype, second_dtype=b.dtype, result_dtype=dtype)
+        part = replace(spec.product, use=use, first_dtype=a.dtype, second_dtype=b.dtype, result_dtype=dtype)
         found.append(forward(part, block_sizes, a, b, group_sizes))
     return found[0], found[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.programs import traced
+from autopallas.program import Score
 
 TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Of accumulation in float32 and one rounding to the dtype; the gradients are products of the same kind."""
@@ -170,6 +172,22 @@ class GroupedMatmulImplementation:
         found = self.run(module, spec, first, second, group_sizes, cotangent)
         wanted = truths(spec, first, second, group_sizes, cotangent)
         assert error(found["result"], wanted["result"]) < 1e-6  # a rounding to bfloat16 would cost 4e-3
+
+    @pytest.mark.parametrize("use", USES[:2])
+    def test_an_epilogue(self, module, use):
+        """In the product's dtype, in rows of no group too; it may give another dtype."""
+        if not getattr(module, "EPILOGUES", False):
+            pytest.skip(f"{self.name}: has no epilogues; its sites apply them to what it gives")
+        program = traced(lambda y: jax.nn.sigmoid(y * 2).astype(jnp.float32), Score(np.dtype(jnp.bfloat16)))
+        spec = spec_of(use, "bfloat16", epilogue=program)
+        first, second, _ = operands(spec)
+        if isinstance(answer := module.supports(spec, Device.current()), Unsupported):
+            pytest.skip(f"{self.name}: {answer.reason}")
+        group_sizes = jnp.asarray([SIZES["rows past the sum"]])
+        found = jax.jit(partial(module.forward, spec, self.sizes))(first, second, group_sizes)
+        assert found.dtype == jnp.float32
+        product = truth(use, first[0], second[0], SIZES["rows past the sum"])
+        assert error(found[0], 1 / (1 + np.exp(-2 * product))) < TOLERANCES["bfloat16"]
 
     # Each subclass runs this test for itself; what one of them finds need not fail in the other.
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
