@@ -67,7 +67,7 @@ bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")
 docs: $(VENV)/.installed  ## Makes pages of docs/ in build/site; a warning is an error
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(VENV)/bin/python docs/generate.py --check
-	$(VENV)/bin/python -m mkdocs build --strict --quiet --site-dir build/site
+	$(VENV)/bin/python -m mkdocs build --strict --site-dir build/site  # --quiet would hide warnings from --strict
 	@echo "== Made build/site/index.html"
 
 clean:  ## Removes everything that make, the tests and the tools have made

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopallas.cli import CommandError
+from autopallas.cli.dump import dump_to
 from autopallas.progress import Progress
 from benchmarks import environment, rows, terminal
 from benchmarks.case import AUTOPALLAS, KERNELS
@@ -41,6 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := [kernel for kernel in options.kernels if kernel not in KERNELS]:
         parser.error(f"no benchmark is called {unknown[0]!r}; there are: {', '.join(KERNELS)}")
     grid = "quick" if options.quick else "wide" if options.wide else "standard"
+    if options.xla_dump_dir is not None:
+        try:
+            dump_to(options.xla_dump_dir)
+        except CommandError as error:
+            parser.error(str(error))
     cases = select(options.kernels or KERNELS, grid, options.filter)
     if options.list:
         for case in cases:
@@ -104,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repetitions", type=int, default=usual.repetitions, help="runs of each candidate at most (%(default)s)"
     )
+    parser.add_argument("--xla-dump-dir", metavar="DIR", help="write there what XLA compiles, and the flags in force")
     parser.add_argument(
         "--no-resident-memory", action="store_true", help="do not start processes to measure peak resident memory"
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from autopallas.report import Failure, NearMiss, Report, Site
+from autopallas.report import Failure, NearMiss, Report, Site, at_exit
+
+ROOT = Path(__file__).parent.parent
 
 APPLIED = Site(
     op="attention",
@@ -187,39 +191,56 @@ def test_html_escapes_every_text_and_loads_nothing():
 
 
 PROGRAM = """
+import json, os, sys
 from autopallas.report import Report, Site, at_exit
-import os
-for name in ("first", "second"):
-    site = Site("attention", name + ".py:1 (f)", "", "forward", "applied", "faster")
-    at_exit.record(name, Report((site,), platform="cpu"))
-os.chdir("/")
+
+def work(destination):
+    os.environ["AUTOPALLAS_REPORT"] = destination
+    for name in ("first", "second"):
+        site = Site("attention", name + ".py:1 (f)", "", "forward", "applied", "faster")
+        at_exit.record(name, Report((site,), platform="cpu"))
+    os.chdir("/")
+
+for number, destination in enumerate(sys.argv[1:]):  # one process for each, of which none has to import again
+    child = os.fork()
+    if not child:
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        work(destination)
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def _run(destination: str, folder: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"AUTOPALLAS_REPORT": destination},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """(standard output, standard error, folder) of a process that ended, for each AUTOPALLAS_REPORT."""
+    folder = tmp_path_factory.mktemp("ended")
+    destinations = ["1", "0", *(f"reports/report{s}" for s in (".json", ".html", ".txt")), "absent/report.json"]
+    (folder / "reports").mkdir()
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *destinations]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder, check=True)
+
+    def read(number, name):
+        return (folder / f"{number}.{name}").read_text()
+
+    return {d: (read(n, "out"), read(n, "err"), folder) for n, d in enumerate(destinations)}
 
 
-def test_autopallas_report_prints_every_report_to_standard_error(tmp_path):
-    result = _run("1", tmp_path)
-    assert result.stdout == ""
-    assert "== first ==" in result.stderr
-    assert "second.py:1 (f)" in result.stderr
-    assert _run("0", tmp_path).stderr == ""
+def test_autopallas_report_prints_every_report_to_standard_error(ended):
+    out, err, _ = ended["1"]
+    assert out == ""
+    assert "== first ==" in err
+    assert "second.py:1 (f)" in err
+    assert ended["0"][:2] == ("", "")
 
 
 @pytest.mark.parametrize("suffix", [".json", ".html", ".txt"])
-def test_autopallas_report_writes_every_report_to_the_path(tmp_path, suffix):
-    _run(f"report{suffix}", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"report{suffix}"]
-    content = (tmp_path / f"report{suffix}").read_text()
+def test_autopallas_report_writes_every_report_to_the_path(ended, suffix):
+    out, err, folder = ended[f"reports/report{suffix}"]
+    assert (out, err) == ("", "")
+    assert len(list((folder / "reports").iterdir())) == 3, "nothing unfinished is left beside them"
+    content = (folder / "reports" / f"report{suffix}").read_text()
     if suffix == ".json":
         assert [Report.from_dict(item).counts() for item in json.loads(content)] == [{"attention": 1}] * 2
     else:
@@ -227,11 +248,22 @@ def test_autopallas_report_writes_every_report_to_the_path(tmp_path, suffix):
         assert "second.py:1 (f)" in content
 
 
-def test_a_path_that_cannot_be_written_costs_one_line(tmp_path):
-    result = _run(str(tmp_path / "absent" / "report.json"), tmp_path)
-    assert result.returncode == 0
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert "cannot be written" in result.stderr
+def test_a_path_that_cannot_be_written_costs_one_line(ended):
+    _, err, _ = ended["absent/report.json"]
+    assert len(err.strip().splitlines()) == 1
+    assert "cannot be written" in err
+
+
+def test_where_the_report_was_written_is_told_on_a_terminal_alone(tmp_path, monkeypatch, capsys):
+    log = at_exit._Log()
+    monkeypatch.chdir(tmp_path)
+    log.begin("report.txt")
+    atexit.unregister(log.flush)
+    log.flush()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log.flush()
+    assert capsys.readouterr().err == "autopallas: wrote report.txt\n"
 
 
 def test_the_text_tells_what_it_took_to_find_block_sizes():

@@ -69,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, OptionError) as error:
         print(f"autopallas {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS, or a device that is in use
+            raise
+        print(f"autopallas {options.command}: JAX finds no device: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

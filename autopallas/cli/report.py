@@ -21,7 +21,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", required=True, help='its arguments, such as "f32[8,1024],i32[8]"')
     parser.add_argument("--objective", choices=OBJECTIVES, help="what a replacement has to improve")
     parser.add_argument(
-        "--target", metavar="TPU", help="decide and compile for a TPU that need not be here, such as tpu-v5e"
+        "--target",
+        metavar="TARGET",
+        help="compile it too, before and after: for a TPU that need not be here, such as tpu-v5e, or for cpu or gpu",
     )
     parser.add_argument("--details", action="store_true", help="everything about each site, not only the table")
     parser.add_argument(
@@ -42,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
     suffix = os.path.splitext(options.output or "")[1]
     if options.output not in (None, "-") and suffix not in REPORT_SUFFIXES:
         raise CommandError(f"{options.output} is no report; its name has to end in {', '.join(REPORT_SUFFIXES)}")
-    target = None if options.target is None else _generation(options.target)
+    target = None if options.target is None else _target(options.target)
     shapes = shapes_of(options.shapes)
     function = function_of(options.function)
     known = function._explicit if isinstance(function, Optimized) else {}
@@ -81,42 +83,53 @@ def _run(options: argparse.Namespace) -> int:
     if compiled is not None and not options.json:
         print(f"\nCompiled for {options.target}, before and after:")
         for name, (before, after) in compiled.items():
-            print(f"- {name}: {_shown(before)}, {_shown(after)}")
+            print(f"- {name}: {_shown(before)} -> {_shown(after)}")
     return 0
 
 
-def _generation(name: str) -> Any:
-    from autopallas.tuning.ahead_of_time import GENERATIONS, missing
+def _target(name: str) -> Any:
+    from autopallas.tuning.offline import TARGETS, TargetError, target_of
 
-    if name not in GENERATIONS:
-        raise CommandError(f"there is no target {name}; there are {', '.join(GENERATIONS)}")
-    if reason := missing():
-        raise CommandError(f"nothing can be compiled for {name}: {reason}")
-    return GENERATIONS[name]
+    if name not in TARGETS:
+        raise CommandError(f"there is no target {name}; there are {', '.join(TARGETS)}")
+    try:
+        return target_of(name)
+    except TargetError as error:
+        raise CommandError(f"--target {name}: {error}") from None
 
 
 def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: Any) -> dict[str, tuple[Any, Any]]:
     """(of the original, of the optimized) for everything that the compiler says; a text where it failed."""
     from autopallas.cli.program import one_line
+
+    compiler = _here if target.generation is None else _ahead
+    try:
+        before, after = (compiler(function, shapes, target.generation) for function in (original, optimized))
+    except Exception as error:
+        raise CommandError(f"it cannot be compiled for {target.device.kind}: {one_line(error)}") from None
+    if "failure" in before or "failure" in after:
+        return {"failure": (before.get("failure"), after.get("failure"))}
+    return {name: (before[name], after[name]) for name in before if name in after}
+
+
+def _ahead(function: Any, shapes: tuple[Any, ...], generation: Any) -> dict[str, Any]:
+    """What the TPU's compiler says."""
     from autopallas.tuning.ahead_of_time import compile_for
 
-    found = []
-    for function in (original, optimized):
-        try:
-            found.append(compile_for(function, shapes, target, simulate=target.simulates))
-        except Exception as error:
-            raise CommandError(f"it cannot be compiled for {target.name}: {one_line(error)}") from None
-    before, after = found
-    if before.failure or after.failure:
-        failures = [f"{c.stage}: {c.failure}".split("\n")[0] if c.failure else None for c in found]
-        return {"failure": (failures[0], failures[1])}
-    told: dict[str, tuple[Any, Any]] = {
-        "temporary bytes": (before.temporary_bytes, after.temporary_bytes),
-        "bytes accessed": (before.bytes_accessed, after.bytes_accessed),
-    }
-    if before.cycles is not None and after.cycles is not None:
-        told["simulated cycles"] = (before.cycles, after.cycles)
-    return told
+    found = compile_for(function, shapes, generation, simulate=generation.simulates)
+    if found.failure:
+        return {"failure": f"{found.stage}: {found.failure}".split("\n")[0]}
+    told = {"temporary bytes": found.temporary_bytes, "bytes accessed": found.bytes_accessed}
+    return told if found.cycles is None else told | {"simulated cycles": found.cycles}
+
+
+def _here(function: Any, shapes: tuple[Any, ...], generation: None) -> dict[str, Any]:
+    """What this machine's compiler says."""
+    import jax
+
+    lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*shapes)
+    analysis = lowered.compile().memory_analysis()
+    return {} if analysis is None else {"temporary bytes": analysis.temp_size_in_bytes}
 
 
 def _shown(value: Any) -> str:

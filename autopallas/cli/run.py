@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from autopallas import environment
 from autopallas.cli import CommandError
 from autopallas.environment import OBJECTIVES, OPERATIONS, REPORT_SUFFIXES
 from autopallas.kernels.implementation import IMPLEMENTATIONS
@@ -32,12 +33,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fuel", type=int, metavar="N", help="replace at most so many sites of each function")
     parser.add_argument("--verify", action="store_true", help="check first calls against float64")
     parser.add_argument("--strict", action="store_true", help="raise what goes wrong inside autopallas")
+    parser.add_argument("--xla-dump-dir", metavar="DIR", help="write there what XLA compiles, and the flags in force")
     parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="run a module")
     parser.add_argument("script", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script and its arguments")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> Callable[[], int]:
+    from autopallas.cli.dump import dump_to
     from autopallas.cli.script import module, script
     from autopallas.options import validated
     from autopallas.report import at_exit
@@ -46,6 +49,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
         raise CommandError(f"{options.report} is no report; its name has to end in {', '.join(REPORT_SUFFIXES)}")
     if options.report is not None and not os.path.isdir(os.path.dirname(os.path.abspath(options.report))):
         raise CommandError(f"{options.report} cannot be written: there is no such folder")
+    environment.read()  # what is misspelt there is said now, and not out of the middle of the script
     names = ("objective", "implementation", "ops", "autotune", "fuel")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     given |= {name: True for name in ("verify", "strict") if getattr(options, name)}
@@ -54,6 +58,8 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
     if not command:
         raise CommandError("there is nothing to run; give a script, or a module with -m")
     program = (script if options.module is None else module)(command[0], command[1:])
+    if options.xla_dump_dir is not None:
+        dump_to(options.xla_dump_dir)
     if options.report or options.json or not os.environ.get("AUTOPALLAS_REPORT"):
         at_exit.collect(options.report or (at_exit.JSON if options.json else at_exit.TABLE))
     optimize_every_jit(given)

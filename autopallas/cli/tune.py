@@ -79,6 +79,8 @@ def _tune(options: argparse.Namespace) -> int:
     except TargetError as error:
         raise CommandError(f"--target {options.target}: {error}") from None
     subjects = _subjects(options)
+    if options.output is not None:
+        _write(Path(options.output), [])  # a folder that takes nothing is said before the search
     known: dict[Any, Outcome] = {}
     outcomes: list[tuple[Subject, Outcome]] = []
     with contextlib.ExitStack() as stack:

@@ -55,6 +55,8 @@ class _Log:
                 print(_as_text(entries), file=sys.stderr)
             else:
                 write(self.destination, entries)
+                if sys.stderr.isatty():
+                    print(f"autopallas: wrote {os.path.relpath(self.destination)}", file=sys.stderr)
         except (OSError, ValueError) as error:
             try:
                 print(f"autopallas: the report cannot be written to {self.destination}: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Literal
@@ -264,6 +265,11 @@ class Compiler:
     def target(self) -> Generation:
         """The generation."""
         return _generation(self.generation)
+
+    @property
+    def version(self) -> str:
+        """The compiler's name and version, as tables have them."""
+        return f"libtpu {metadata.version('libtpu')}"
 
     def __enter__(self) -> Compiler:
         self.generation = self.target

@@ -55,7 +55,8 @@ def target_of(name: str | None) -> Target:
         if table_device(generation.device) == own:
             return Target(here)
         if (reason := missing()) is not None:
-            raise TargetError(f"this machine has no {generation.kind}, and to compile for one: {reason}")
+            kind = table_device(generation.device)
+            raise TargetError(f"this machine has no {kind}, and to compile for one: {reason}")
         return Target(generation.device, generation)
     if name in {"cpu": (here.platform,), "gpu": (here.platform,), "h100": ("h100",) * (own == "NVIDIA H100")}[name]:
         return Target(here)

@@ -6,7 +6,6 @@ import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -68,7 +67,7 @@ def ranked(
             continue
         say(f"candidate {number} of {len(candidates)}")
         found, reason = _compiled(compiler, trial.kernel(implementation, sizes), trial, left)
-        tried.append(_tried(sizes, found, reason, original))
+        tried.append(_tried(sizes, found, reason, original, compiler.version))
     rows = [one.row for one in tried if one.row is not None]
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
@@ -93,7 +92,7 @@ def _first_line(compilation: Compilation | None) -> str:
     return "" if compilation is None else str(compilation.failure).strip().split("\n")[0]
 
 
-def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compilation) -> Tried:
+def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compilation, version: str) -> Tried:
     if found is None:
         return Tried(sizes.to_dict(), "lower", reason)
     if found.failure is not None:
@@ -109,7 +108,7 @@ def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compila
         original_bytes=original.temporary_bytes,
         evidence="simulated" if simulated else "estimated",
         date=datetime.date.today().isoformat(),
-        versions=f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
+        versions=f"jax {jax.__version__}, {version}",
     )
     return Tried(
         sizes.to_dict(),

@@ -76,6 +76,14 @@ def test_a_target_is_decided_and_compiled_for(command):
     assert all(len(pair) == 2 for pair in told["target"].values())
 
 
+def test_this_machines_compiler_tells_memory_before_and_after(command):
+    status, out, err = command("report", "reportable:optimized", "--shapes", SHAPES, "--target", "cpu", "--json")
+    assert status == 0, err
+    before, after = json.loads(out)["target"]["temporary bytes"]
+    assert before > 300 * 300 * 4 > 0, "all scores at once"
+    assert after < before
+
+
 @pytest.mark.parametrize("suffix", [".html", ".json", ".txt"])
 def test_it_writes_a_file(command, tmp_path, suffix):
     status, out, _ = command("report", "reportable:optimized", "--shapes", SHAPES, "-o", f"out{suffix}")
@@ -98,8 +106,9 @@ def test_it_writes_a_file(command, tmp_path, suffix):
         (["reportable:demanding", "--shapes", SHAPES], "fewer sites were replaced than required (attention: 0 of 1)"),
         (
             ["reportable:attend", "--shapes", SHAPES, "--target", "tpu-v1"],
-            "there is no target tpu-v1; there are tpu-v4",
+            "there is no target tpu-v1; there are cpu, gpu, h100, tpu-v4",
         ),
+        (["reportable:attend", "--shapes", SHAPES, "--target", "h100"], "this machine has cpu, not h100"),
         (["reportable:attend"], "the following arguments are required: --shapes"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 
 SCRIPT = """
@@ -59,15 +60,26 @@ def test_the_script_runs_as_with_python_and_its_sites_are_replaced(process):
     assert all(site["verdict"] == "applied" for r in reports for site in r["sites"])
 
 
-@pytest.mark.parametrize(("how", "status"), [("fail", 1), ("status", 7)])
-def test_errors_and_exit_status_are_the_scripts_own(process, tmp_path, how, status):
+def test_an_error_is_the_scripts_own_and_the_report_is_written_all_the_same(process, tmp_path):
     path = str(tmp_path / "scripts" / "train.py")
-    plain = process(path, how, python=("-B",))
-    ours = process("run", "--report", "out.txt", path, how)
-    assert ours.returncode == plain.returncode == status
+    plain = process(path, "fail", python=("-B",))
+    ours = process("run", "--report", "out.txt", path, "fail")
+    assert ours.returncode == plain.returncode == 1
     assert ours.stdout == plain.stdout
     assert ours.stderr == plain.stderr
-    assert "attention" in (tmp_path / "out.txt").read_text(), "the report is written all the same"
+    assert "attention" in (tmp_path / "out.txt").read_text()
+
+
+def test_the_exit_status_is_the_scripts_own_and_the_report_at_the_end_is_a_table(process, tmp_path):
+    ours = process("run", "--objective", "always", "--xla-dump-dir", "dump", "scripts/train.py", "status")
+    assert ours.returncode == 7
+    assert "autopallas traced 3 compiled functions; there is something to say about 2." in ours.stderr
+    assert "attend: 1 site replaced" in ours.stderr
+    assert max(map(len, ours.stderr.splitlines())) <= 80
+    told = json.loads((tmp_path / "dump" / "flags.json").read_text())
+    assert f"--xla_dump_to={tmp_path / 'dump'}" in told["flags"]["XLA_FLAGS"]
+    assert told["versions"]["jax"] == jax.__version__
+    assert list((tmp_path / "dump").glob("*jit_attend*")), "what XLA compiled"
 
 
 def test_a_module_runs_with_m(process, tmp_path):
@@ -82,17 +94,10 @@ def test_a_module_runs_with_m(process, tmp_path):
     assert result.stdout == "part trainer trainer.__main__ ['--steps', '3']\n", result.stderr
 
 
-def test_the_report_at_the_end_is_a_table_of_what_was_found(process):
-    result = process("run", "--objective", "always", "scripts/train.py")
-    assert "autopallas traced 3 compiled functions; there is something to say about 2." in result.stderr
-    assert "attend: 1 site replaced" in result.stderr
-    assert max(map(len, result.stderr.splitlines())) <= 80
-
-
 def test_an_error_in_the_syntax_is_the_scripts_own(process, tmp_path):
     (tmp_path / "broken.py").write_text("x = = 3\n")
-    plain, ours = process("broken.py", python=("-B",)), process("run", "--json", "broken.py")
-    assert ours.returncode == plain.returncode == 1
+    ours = process("run", "--json", "broken.py")
+    assert ours.returncode == 1, "as with python"
     assert "SyntaxError: invalid syntax" in ours.stderr
     assert "autopallas/cli" not in ours.stderr
 
@@ -109,6 +114,7 @@ def test_an_error_in_the_syntax_is_the_scripts_own(process, tmp_path):
         (["-m"], "there is nothing to run"),
         (["--report", "out.pdf", "x.py"], "out.pdf is no report"),
         (["--report", "absent/out.html", "x.py"], "there is no such folder"),
+        (["--xla-dump-dir", "/dev/null/dump", __file__], "nothing can be written to /dev/null/dump: Not a directory"),
         (["--fuel", "-1", "x.py"], "option fuel is -1"),
         (["--objective", "speed", "x.py"], "invalid choice"),
     ],
@@ -117,6 +123,27 @@ def test_bad_input_is_one_line_and_status_2(command, arguments, message):
     status, out, err = command("run", *arguments)
     assert (status, out) == (2, "")
     assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_misspelt_variable_is_told_before_the_script_begins(command, monkeypatch):
+    monkeypatch.setenv("AUTOPALLAS_OBJECTIVE", "speed")
+    status, out, err = command("run", __file__)
+    assert (status, out) == (2, "")
+    assert "AUTOPALLAS_OBJECTIVE is 'speed'" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["tune", "attention"], ["lock", "os.path:join", "--shapes", "", "-o", "x"]])
+def test_a_platform_that_does_not_exist_is_one_line_and_status_2(command, monkeypatch, arguments):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'absent': it is not known\nand more")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(jax, "make_jaxpr", lambda function: lambda *a: None)
+    status, out, err = command(*arguments)
+    assert (status, out) == (2, "")
+    assert "JAX finds no device: Unable to initialize backend 'absent'" in err
     assert err.count("\n") == 1
 
 

@@ -62,10 +62,7 @@ class Program:
 
     function: Callable[..., Any]
     operands: tuple[Any, ...]
-
-    @functools.cached_property
-    def wanted(self) -> Any:
-        return jax.tree.map(np.asarray, self.function(*map(jnp.asarray, self.operands)))
+    wanted: Any
 
     def same(self, result: Any) -> None:
         # 5e-5: what float32 gradients may differ by from those of the original.
@@ -73,7 +70,14 @@ class Program:
 
 
 def program(op: str = "attention", backward: bool = False) -> Program:
-    return Program(gradient(op) if backward else FORWARD[op], _operands(op))
+    return Program(gradient(op) if backward else FORWARD[op], _operands(op), _wanted(op, backward))
+
+
+@functools.cache
+def _wanted(op: str, backward: bool) -> Any:
+    """Computed before any fault is let loose, and once: caches are cleared all the time here."""
+    function = gradient(op) if backward else FORWARD[op]
+    return jax.tree.map(np.asarray, jax.jit(function)(*_operands(op)))
 
 
 def forget() -> None:

@@ -49,7 +49,6 @@ def cases(faults):
 def recovers(monkeypatch, op, name, fault, stage, backward):
     """The result is right, once with a warning; the report says why; so it is in the next process; then all is well."""
     case = program(op, backward)
-    case.wanted  # noqa: B018
     with monkeypatch.context() as patched:
         break_kernel(patched, op, name, fault)
         fn = autopallas.optimize(case.function, objective="always")
@@ -104,7 +103,6 @@ def test_wrong_numbers_under_verify(name, fault, monkeypatch):
 
 def test_nan_is_a_failure_where_jax_looks_for_it(monkeypatch):
     case = program()
-    case.wanted  # noqa: B018
     break_kernel(monkeypatch, "attention", "forward", programs.not_numbers)
     fn = autopallas.optimize(case.function, objective="always")
     with jax.debug_nans(True), warned(1, "attention", "run"):
@@ -170,7 +168,6 @@ def test_only_the_site_at_fault_is_given_up(monkeypatch):
 @pytest.mark.parametrize("fault", [programs.unlowered, programs.uncompilable])
 def test_donated_arguments_are_intact_until_the_program_runs(fault, monkeypatch):
     case = program()
-    case.wanted  # noqa: B018
     break_kernel(monkeypatch, "attention", "forward", fault)
     fn = autopallas.optimize(jax.jit(case.function, donate_argnums=(0, 1, 2)), objective="always")
     with warned(1):
@@ -256,7 +253,6 @@ def test_a_failure_that_does_not_come_back_costs_one_call(monkeypatch):
         return x
 
     case = program()
-    case.wanted  # noqa: B018
     break_kernel(monkeypatch, "attention", "forward", programs._called_back(once))
     fn = autopallas.optimize(case.function, objective="always")
     with warned(1, "again"):

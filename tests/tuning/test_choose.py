@@ -18,12 +18,13 @@ from autopallas.options import resolve
 from autopallas.tuning import choose as module
 from autopallas.tuning.choose import Tuner
 from autopallas.tuning.entry import Entry
+from autopallas.tuning.key import key_of
 
 
 def traced(function, *operands, **options):
     """(the one site, the report's counters)."""
     optimized = autopallas.optimize(function, strict=True, **options)
-    optimized.lower(*operands)
+    optimized.trace(*operands)
     (site,) = optimized.report().sites
     return site, optimized.report().tuning
 
@@ -143,15 +144,22 @@ def test_a_key_depends_on_all_that_speed_depends_on(monkeypatch):
         "dtype": key_for(match_of(attend, *qkv(dtype="bfloat16"))).digest,
         "mask": key_for(match_of(lambda q, k, v: jax.nn.softmax(q @ k.T / 8) @ v, *qkv())).digest,
         "scale": key_for(match_of(lambda q, k, v: jax.nn.softmax(q @ k.T / 4) @ v, *qkv())).digest,
+        "kind of device": key_of(match, "xla", Device("cpu", "another")).digest,
+        "platform": key_of(match, "xla", Device("gpu", "cpu")).digest,
         "head size": key_for(match_of(attend, *(x[:, :32] for x in qkv()))).digest,
     }
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
         others["mesh"] = key_for(match_of(attend, *qkv())).digest
     with jax.default_matmul_precision("highest"):
         others["precision"] = key_for(match).digest
-    monkeypatch.setenv("XLA_FLAGS", "--xla_something")
-    others["flags"] = key_for(match).digest
-    monkeypatch.undo()
+    for name, change in {
+        "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_something"),
+        "versions": lambda patch: patch.setattr("autopallas.compat.versions", lambda: {"jax": "1", "jaxlib": "1"}),
+        "processors": lambda patch: patch.setattr("os.cpu_count", lambda: 999),
+    }.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            others[name] = key_for(match).digest
     assert key_for(match).digest == base
     assert len({base, *others.values()}) == len(others) + 1
 
@@ -208,7 +216,7 @@ def test_equal_sites_share_one_search(searches):
         return attend(attend(attend(q, k, v), k, v), k, v)
 
     optimized = autopallas.optimize(three, autotune=True, strict=True)
-    optimized.lower(*qkv())
+    optimized.trace(*qkv())
     assert optimized.report().counts()["attention"] == 3
     assert optimized.report().tuning == {"searches": 1, "cache_hits": 0}
 

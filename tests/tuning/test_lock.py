@@ -51,7 +51,7 @@ def file(tmp_path):
 
 def site_of(function, *operands, **options):
     optimized = autopallas.optimize(function, **options)
-    optimized.lower(*operands)
+    optimized.trace(*operands)
     (site,) = optimized.report().sites
     return site, optimized.report()
 

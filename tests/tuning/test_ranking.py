@@ -16,7 +16,7 @@ from autopallas.cli import main
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.implementation import Device
-from autopallas.tuning import offline
+from autopallas.tuning import offline, ranking
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Operation
 from autopallas.tuning.ranking import ranked
 from autopallas.tuning.search import candidates_of
@@ -63,6 +63,8 @@ def site(kernel: int, size: int = 512):
 class Fake:
     """A compiler whose answers are given, one for each program."""
 
+    version = "compiler 3"
+
     def __init__(self, name, *answers):
         self.target = GENERATIONS[name]
         self.answers = iter(answers)
@@ -89,6 +91,7 @@ def test_the_fewest_cycles_win_and_failures_are_recorded():
     assert found.time.block_sizes["row_block"] == 512
     assert found.time.speedup == pytest.approx(3.0)
     assert found.time.evidence == "simulated"
+    assert found.time.versions == f"jax {jax.__version__}, compiler 3"
     assert found.memory.block_sizes["row_block"] == 128, "fewer bytes, in bearable time"
     assert [(t.block_sizes["row_block"], t.stage, t.cycles) for t in found.tried] == [
         (128, "", 4000),
@@ -149,7 +152,8 @@ def test_a_pallas_kernel_is_ranked_by_its_compiler():
 
 
 @needs_compiler
-def test_an_operation_is_tuned_for_a_tpu_that_is_not_there(capsys, tmp_path):
+def test_an_operation_is_tuned_for_a_tpu_that_is_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranking, "candidates_of", lambda *site: candidates_of(*site)[:2])
     arguments = ["--target", "tpu-v5e", "--shapes", ", ".join(["f32[1,64,1,64]"] * 3), "--direction", "forward"]
     assert main(["tune", "attention", *arguments, "--output", str(tmp_path), "--budget", "200", "--json"]) == 0
     (result,) = json.loads(capsys.readouterr().out)
