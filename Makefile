@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu faults soak jax-suite lint bench docs clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -45,6 +45,15 @@ check-tpu: $(VENV)/.installed  ## Compiles the TPU kernels for every generation,
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
 	  tests/kernels tests/tuning/test_ahead_of_time.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule
+
+check-gpu:  ## Compiles the GPU kernels for the H100, without a GPU, on a Python of 3.12 or later; 500 MB are installed once
+	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$(.ci/find-python 3.12+)" || exit 1; \
+	$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" check-gpu-line
+
+check-gpu-line: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,gpu-check]'
+	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rsP --numprocesses=$(WORKERS) --maxprocesses=4 -k "gpu or Gpu" \
+	  tests/kernels tests/tuning/test_gpu_ahead_of_time.py $(ARGS)
 
 faults: $(VENV)/.installed  ## Breaks every kernel at every stage, and prints the matrix of faults
 	FAULTS=all $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 tests/faults $(ARGS)

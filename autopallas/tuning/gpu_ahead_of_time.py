@@ -48,7 +48,7 @@ class Kernel:
       instructions: in the program.
       operations: how often instructions of interest stand in it: HGMMA (wgmma), HMMA (the slow way), UTMALDG and
         UTMASTG (TMA), LDL and STL (spills), ...
-      warnings: numbers of ptxas' warnings, such as C7511 and C7512: wgmma waits for each instruction.
+      warnings: numbers of ptxas' warnings that wgmma is serialized, such as C7511 and C7512.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Kernel:
         if self.spill_bytes or self.operations.get("LDL", 0):
             found.append(f"{self.name} spills {self.spill_bytes} bytes of registers")
         if self.warnings:
-            found.append(f"{self.name}: ptxas warns of {', '.join(self.warnings)}")
+            found.append(f"{self.name}: wgmma is serialized ({', '.join(self.warnings)})")
         if not self.operations.get("HGMMA", 0):
             found.append(f"{self.name} has no HGMMA instruction")
         if self.operations.get("HMMA", 0):

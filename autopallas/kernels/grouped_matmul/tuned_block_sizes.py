@@ -488,10 +488,10 @@ def infer_block_sizes(
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
     found = find(spec, device, implementation, direction, objective)
-    if found is None and (implementation or OPERATION.usual(device)) == "pallas_tpu":
-        from autopallas.kernels.grouped_matmul import pallas_tpu
-
-        return pallas_tpu.candidates(spec, device)[0]
+    name = implementation or OPERATION.usual(device)
+    if found is None and name.startswith("pallas"):
+        guess: BlockSizes = OPERATION.implementation(name).candidates(spec, device)[0]  # type: ignore[union-attr]
+        return guess
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)

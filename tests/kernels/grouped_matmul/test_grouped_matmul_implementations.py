@@ -113,6 +113,7 @@ class GroupedMatmulImplementation:
 
     name: str
     sizes = BlockSizes(8)
+    dtype = "float32"
 
     @pytest.fixture
     def module(self) -> Any:
@@ -140,7 +141,7 @@ class GroupedMatmulImplementation:
     @pytest.mark.parametrize("pattern", SIZES)
     @pytest.mark.parametrize("use", USES)
     def test_values_and_gradients(self, module, use, pattern):
-        self.check(module, spec_of(use), SIZES[pattern])
+        self.check(module, spec_of(use, self.dtype), SIZES[pattern])
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     @pytest.mark.parametrize("use", USES)
@@ -151,18 +152,18 @@ class GroupedMatmulImplementation:
     def test_odd_shapes(self, module, shape):
         rows, inner, columns, groups = shape
         group_sizes = np.random.default_rng(rows).multinomial(rows, [1 / groups] * groups)
-        self.check(module, spec_of("forward", rows=rows, inner=inner, columns=columns, groups=groups), group_sizes,
-                   sizes=BlockSizes(min(8, rows)))  # fmt: skip
+        spec = spec_of("forward", self.dtype, rows, inner, columns, groups)
+        self.check(module, spec, group_sizes, sizes=BlockSizes(min(8, rows)))
 
     @pytest.mark.parametrize("block", [1, 3, 16, 30])
     @pytest.mark.parametrize("use", USES)
     def test_any_block_size_gives_the_same(self, module, use, block):
-        self.check(module, spec_of(use), SIZES["uneven"], sizes=BlockSizes(block))
+        self.check(module, spec_of(use, self.dtype), SIZES["uneven"], sizes=BlockSizes(block))
 
     @pytest.mark.parametrize("shared", [False, True])
     def test_a_batch_with_sizes_of_its_own(self, module, shared):
         group_sizes = [SIZES["uneven"], SIZES["rows past the sum"], SIZES["empty groups"]]
-        self.check(module, spec_of("forward", batch=3), group_sizes, shared=shared)
+        self.check(module, spec_of("forward", self.dtype, batch=3), group_sizes, shared=shared)
 
     def test_a_narrow_dot_may_give_a_wide_result(self, module):
         bf16, f32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -193,12 +194,12 @@ class GroupedMatmulImplementation:
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(group_sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5), use=st.sampled_from(USES))
     def test_all_group_sizes(self, module, group_sizes, use):
-        self.check(module, spec_of(use), group_sizes)
+        self.check(module, spec_of(use, self.dtype), group_sizes)
 
     def test_what_one_group_holds_does_not_reach_another(self, module):
         group_sizes = [SIZES["rows past the sum"]]
         for use in USES:
-            spec = spec_of(use)
+            spec = spec_of(use, self.dtype)
             first, second, cotangent = operands(spec)
             first = first.at[0, 4, 2].set(jnp.nan).at[0, 20, 1].set(jnp.inf)  # a row of group 1, and one past the sum
             if use == "drhs":
@@ -209,7 +210,7 @@ class GroupedMatmulImplementation:
             assert set(np.flatnonzero(~finite)) == touched
 
     def test_only_the_gradients_asked_for(self, module):
-        spec = spec_of("forward")
+        spec = spec_of("forward", self.dtype)
         first, second, cotangent = operands(spec)
         group_sizes = jnp.asarray([SIZES["uneven"]])
         dfirst, dsecond = module.backward(spec, self.sizes, first, second, group_sizes, cotangent, (False, True))

@@ -1,0 +1,85 @@
+"""Sizes of the tiles of the GPU kernels, and the shared memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+
+__all__ = ["PART", "STORED", "Tile"]
+
+PART = 64
+"""Rows of one wgmma, and what is summed over between two steps of the pipeline."""
+
+STORED = 64
+"""Columns of the result that go through shared memory at a time."""
+
+_MOST_STAGES = 6
+
+
+class Tile(NamedTuple):
+    """The result's tile of one block, which two warpgroups share, and the pipeline that feeds them.
+
+    Attributes:
+      rows: of the result: 128, or 64.  A warpgroup has 64 of them: of 128 its own half, of 64 all and half the columns.
+      inner: what is summed over in a step.
+      columns: of the result.
+      stages: how many steps the loads are ahead.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    stages: int
+
+    @staticmethod
+    def of(spec: GroupedMatmulSpec, sizes: BlockSizes) -> Tile:
+        """The tile for block sizes: rounded to what wgmma takes, no larger than the result, and with as many stages as
+        fit into shared memory."""
+        inner, columns = spec.contracting, spec.columns
+        if spec.use == "dlhs":
+            inner, columns = columns, inner
+        if spec.use == "drhs":
+            rows, inner = (2 * PART if spec.contracting > PART else PART), spec.rows
+        else:
+            rows = 2 * PART if sizes.row_block > PART else PART
+        step = min(rounded(sizes.inner_block or PART, PART), 2 * PART) if spec.use != "drhs" else PART
+        share = 1 if rows > PART else 2
+        wide = min(rounded(sizes.column_block or 256, share * STORED), 256)
+        tile = Tile(rows, step, min(wide, rounded(columns, share * STORED)), 1)
+        wanted = min(_MOST_STAGES, max(2, -(-inner // step)))
+        for stages in range(wanted, 1, -1):
+            if (candidate := tile._replace(stages=stages)).shared_bytes(spec) <= SHARED_MEMORY:
+                return candidate
+        return tile._replace(stages=2)
+
+    @property
+    def row_parts(self) -> int:
+        """How many warpgroups share the rows; the others share the columns."""
+        return self.rows // PART
+
+    @property
+    def column_parts(self) -> int:
+        return 2 // self.row_parts
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of one warpgroup."""
+        return self.columns // self.column_parts
+
+    def shapes(self, spec: GroupedMatmulSpec) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of everything in shared memory: first, second, and twice the result on its way out."""
+        first = (self.inner, PART) if spec.use == "drhs" else (PART, self.inner)
+        second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
+        yield (self.stages, self.row_parts, *first), spec.first_dtype
+        yield (self.stages, self.column_parts, *second), spec.second_dtype
+        yield (2, 2, PART, STORED), spec.result_dtype
+        if spec.use != "drhs":
+            yield (2, PART, STORED), spec.result_dtype
+
+    def shared_bytes(self, spec: GroupedMatmulSpec) -> int:
+        """Of one block."""
+        return shared_bytes(self.shapes(spec), barriers=2 * self.stages + 1)

@@ -1,0 +1,136 @@
+"""Grouped matmul for Mosaic GPU: persistent kernels for Hopper's TMA and wgmma over tiles that start where groups do.
+
+A tile of rows belongs to one group, as in MegaBlocks (Gale et al. 2022, https://arxiv.org/abs/2211.15841), and needs no
+padding: it starts where its group does, rounded down to the 8 rows that TMA moves together, and of a group's first and
+last tile only its own rows are stored.  Rows that no group owns are a segment of their own, whose sum has no terms.
+
+Arrays are padded where K or N are no multiples of 64, or the rows none of 8: TMA's swizzled tiles are whole.
+
+Letters: B batch, M rows, K and N the weights' two sides, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.kernels.gpu import reason_against, rounded
+from autopallas.kernels.grouped_matmul import xla
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
+from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
+from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+if TYPE_CHECKING:
+    from autopallas.kernels.grouped_matmul.gpu_kernels import Epilogue
+
+__all__ = ["backward", "candidates", "forward", "supports"]
+
+Array: TypeAlias = jax.Array
+
+
+def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
+    """bfloat16 or float16, on H100s; results in these or in float32."""
+    operands, results = [spec.widest_dtype], [spec.widest_dtype]
+    if isinstance(spec, GroupedMatmulSpec):
+        operands, results = [spec.first_dtype, spec.second_dtype], [spec.result_dtype]
+    if (answer := reason_against(device, operands, held=results)) is not None:
+        return answer
+    if not spec.assume_finite:
+        return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
+    return Supported()
+
+
+def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
+    """What a search should try, best guess first."""
+    rows = (128, 64) if spec.rows_per_group > 64 else (64, 128)
+    found = [BlockSizes(n, inner, columns) for n in rows for inner, columns in ((64, 256), (64, 128), (128, 128))]
+    return tuple(dict.fromkeys(found))
+
+
+def forward(
+    spec: GroupedMatmulSpec,
+    block_sizes: BlockSizes,
+    first: Array,
+    second: Array,
+    group_sizes: Array,
+    epilogue: Epilogue | None = None,
+) -> Array:
+    """Grouped matmul.  Arguments and result as in ``xla.forward``; and for results that are rows:
+
+    Args:
+      epilogue: what is done to a tile of the float32 result before it is rounded, an activation; None for nothing.
+    """
+    sizes = jnp.broadcast_to(group_sizes, (spec.batch, spec.groups))
+    if spec.use == "drhs":
+        if epilogue is not None:
+            raise ValueError("a gradient of weights has no epilogue")
+        return _weights(spec, block_sizes, first, second, sizes)
+    return _rows(spec, block_sizes, first, second, sizes, epilogue)
+
+
+def backward(
+    spec: GroupedMatmulSpec,
+    block_sizes: BlockSizes,
+    first: Array,
+    second: Array,
+    group_sizes: Array,
+    cotangent: Array,
+    wanted: Sequence[bool] = (True, True),
+) -> tuple[Array | None, Array | None]:
+    """Gradients: each is one of the other two uses.  Arguments and results as in ``xla.backward``."""
+    return xla.gradients(_either, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+
+
+def _either(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
+    """A float32 cotangent of 16-bit operands is not cut to 16 bits."""
+    kernel = forward if isinstance(supports(spec, Device.current()), Supported) else xla.forward
+    return kernel(spec, block_sizes.fitted(spec) if kernel is xla.forward else block_sizes, first, second, group_sizes)
+
+
+def _rows(
+    spec: GroupedMatmulSpec,
+    sizes: BlockSizes,
+    rows: Array,
+    weights: Array,
+    group_sizes: Array,
+    epilogue: Epilogue | None,
+) -> Array:
+    """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
+    from autopallas.kernels.grouped_matmul.gpu_kernels import rows_call
+
+    tile, total = Tile.of(spec, sizes), spec.batch * spec.rows
+    flat = _flat(spec, rows)
+    held = _padded(weights.reshape(-1, *weights.shape[2:]), (1, PART, PART))
+    columns = held.shape[2 if spec.use == "forward" else 1]
+    tables = visits(group_sizes, spec.rows, tile.rows)
+    kernel = rows_call(spec, tile, flat.shape[0], columns, epilogue)
+    out = kernel(tables.table, tables.number, tables.bounds, flat, held)
+    return out[:total, : spec.result_shape()[1]].reshape(spec.batch, *spec.result_shape())
+
+
+def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array, group_sizes: Array) -> Array:
+    """[B|1, M, K] by [B|1, M, N] to [B, G, K, N]."""
+    from autopallas.kernels.grouped_matmul.gpu_kernels import weights_call
+
+    lhs, dout = _flat(spec, lhs), _flat(spec, dout)
+    bounds = group_bounds(group_sizes, spec.rows).reshape(-1, 2)
+    kernel = weights_call(spec, Tile.of(spec, sizes), len(lhs), len(bounds), lhs.shape[1], dout.shape[1])
+    out = kernel(bounds, lhs, dout)
+    return out[:, : spec.contracting, : spec.columns].reshape(spec.batch, *spec.result_shape())
+
+
+def _flat(spec: GroupedMatmulSpec, rows: Array) -> Array:
+    """The examples' rows one behind the other, [B M, ...]."""
+    every = jnp.broadcast_to(rows, (spec.batch, *rows.shape[1:]))
+    return _padded(every.reshape(-1, rows.shape[2]), (ALIGNED, PART))
+
+
+def _padded(array: Array, multiples: Sequence[int]) -> Array:
+    """With zeros behind each axis up to a multiple; the array itself where there is nothing to add."""
+    added = [rounded(n, multiple) - n for n, multiple in zip(array.shape, multiples, strict=True)]
+    return jnp.pad(array, [(0, n) for n in added]) if any(added) else array

@@ -1,0 +1,103 @@
+"""The GPU's compiler takes the kernels of grouped matmul, on a machine without a GPU: run by ``make check-gpu``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_grouped_matmul_implementations import USES, spec_of
+
+from autopallas.kernels.grouped_matmul import pallas_gpu
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
+from autopallas.kernels.grouped_matmul.gpu_visits import capacity
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import TABLE
+from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FULL_GRID") != "1" or missing() is not None,
+    reason=f"make check-gpu runs it, with the compiler ({missing() or 'which is here'})",
+)
+
+SHAPES = {
+    "M8192 K4096 N4096 G8": dict(rows=8192, inner=4096, columns=4096, groups=8),
+    "M32768 K2048 N1408 G64": dict(rows=32768, inner=2048, columns=1408, groups=64),
+    "a batch": dict(rows=512, inner=512, columns=512, groups=4, batch=3),
+}
+ROWS = TABLE.get("NVIDIA H100", {})
+ENTRIES = sorted({row.block_sizes for key, row in ROWS.items() if key[0] == "pallas_gpu"}, key=str)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with Compiler() as compiler:
+        yield compiler
+
+
+def check(compiler, spec, sizes):
+    types = [
+        jax.ShapeDtypeStruct((spec.batch, *shape), dtype)
+        for shape, dtype in ((spec.first_shape(), spec.first_dtype), (spec.second_shape(), spec.second_dtype))
+    ]
+    types.append(jax.ShapeDtypeStruct((spec.batch, spec.groups), jnp.int32))
+    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, sizes, *given), types)
+    print(f"\n{spec} {sizes}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
+    assert found.faults() == ()
+    (kernel,) = found.kernels
+    tile = Tile.of(spec, sizes)
+    assert abs(tile.shared_bytes(spec) / kernel.shared_bytes - 1) <= 0.25
+    tables = 4 * (6 + 8) * capacity(spec.batch, spec.rows, spec.groups, tile.rows) + 2**14
+    assert found.temporary_bytes <= tables, "more than the tables of visits"
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_compiler_takes_the_first_candidate(compiler, name, use):
+    spec = spec_of(use, "bfloat16", **SHAPES[name])
+    check(compiler, spec, pallas_gpu.candidates(spec, H100)[0])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("sizes", ENTRIES, ids=str)
+def test_the_compiler_takes_every_entry_of_the_table(compiler, sizes, use):
+    check(compiler, spec_of(use, "bfloat16", **SHAPES["M8192 K4096 N4096 G8"]), sizes)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("position", range(6))
+def test_the_compiler_takes_every_candidate(compiler, position, use):
+    spec = spec_of(use, "float16", **SHAPES["M8192 K4096 N4096 G8"])
+    check(compiler, spec, pallas_gpu.candidates(spec, H100)[position])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_results_may_be_wide(compiler, use):
+    spec = replace(spec_of(use, "bfloat16", **SHAPES["a batch"]), result_dtype=np.dtype(np.float32))
+    check(compiler, spec, BlockSizes(128))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_odd_sizes_are_padded(compiler, use):
+    spec = spec_of(use, "bfloat16", rows=1001, inner=701, columns=903, groups=7)
+    types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
+    types.append(jax.ShapeDtypeStruct((1, spec.groups), jnp.int32))
+    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, BlockSizes(128), *given), types)
+    assert found.faults() == ()
+
+
+def test_a_train_step_has_three_kernels(compiler):
+    from autopallas.kernels.grouped_matmul import grouped_matmul
+
+    lhs, rhs = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4, 256, 384), jnp.bfloat16)
+
+    def loss(lhs, rhs, sizes):
+        return jnp.sum(grouped_matmul(lhs, rhs, sizes, implementation="pallas_gpu").astype(jnp.float32) ** 2)
+
+    found = compiler.compile(jax.grad(loss, (0, 1)), (lhs, rhs, jax.ShapeDtypeStruct((4,), jnp.int32)))
+    assert found.faults() == ()
+    names = {kernel.name for kernel in found.kernels}
+    assert names == {f"autopallas_grouped_matmul_{use}" for use in USES}

@@ -1,0 +1,194 @@
+"""The GPU kernels of grouped matmul, interpreted with race detection, and their tables of visits."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_grouped_matmul_implementations import (
+    SIZES,
+    USES,
+    GroupedMatmulImplementation,
+    error,
+    operands,
+    spec_of,
+    truths,
+)
+
+from autopallas import compat
+from autopallas.kernels import interpret
+from autopallas.kernels.gpu import SHARED_MEMORY
+from autopallas.kernels.grouped_matmul import OPERATION, pallas_gpu
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
+from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW, capacity, visits
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+EVERYTHING = os.environ.get("FULL_GRID") == "1"
+"""`make check-gpu` runs what `make test` has no time for."""
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
+
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+WIDE = {
+    "tails everywhere": (BlockSizes(128, 64, 128), dict(rows=150, inner=72, columns=200, groups=3), [3, 0, 139]),
+    "small tiles, tails": (BlockSizes(64, 64, 128), dict(rows=90, inner=136, columns=72, groups=3), [70, 0, 11]),
+    "whole tiles": (BlockSizes(128, 64, 128), dict(rows=256, inner=256, columns=128, groups=2), [128, 128]),
+    "deep steps": (BlockSizes(128, 128, 64), dict(rows=136, inner=300, columns=64, groups=2), [130, 6]),
+}
+"""Shapes of several tiles, and of more steps than there are stages."""
+
+
+def racing() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
+
+
+@needs_mosaic
+class TestPallasGpu(GroupedMatmulImplementation):
+    name = "pallas_gpu"
+    sizes = BlockSizes(64)
+    dtype = "bfloat16"
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self):
+        with racing():
+            yield
+
+    @pytest.mark.parametrize(
+        "pattern", SIZES if EVERYTHING else ["rows past the sum", "negative, so that groups overlap"]
+    )
+    @pytest.mark.parametrize("use", USES if EVERYTHING else USES[:1])  # the gradients are the other two
+    def test_values_and_gradients(self, module, use, pattern):
+        super().test_values_and_gradients(module, use, pattern)
+
+    @pytest.mark.parametrize("use", USES if EVERYTHING else USES[:1])
+    def test_narrow_dtypes(self, module, use):
+        super().test_narrow_dtypes(module, use, "float16")
+
+    @pytest.mark.parametrize("shape", [(37, 1, 13, 3), (1, 5, 3, 4)] if EVERYTHING else [(37, 1, 13, 3)])
+    def test_odd_shapes(self, module, shape):
+        super().test_odd_shapes(module, shape)
+
+    @pytest.mark.parametrize("block", [1, 128] if EVERYTHING else [128])
+    @pytest.mark.parametrize("use", USES if EVERYTHING else USES[:1])
+    def test_any_block_size_gives_the_same(self, module, use, block):
+        super().test_any_block_size_gives_the_same(module, use, block)
+
+    @pytest.mark.parametrize("shared", [False, True] if EVERYTHING else [True])
+    def test_a_batch_with_sizes_of_its_own(self, module, shared):
+        super().test_a_batch_with_sizes_of_its_own(module, shared)
+
+    def test_all_group_sizes(self, module):
+        for seed in range(20 if EVERYTHING else 2):
+            group_sizes = np.random.default_rng(seed).integers(0, 12, 5)
+            self.check(module, spec_of("forward", self.dtype), group_sizes)
+
+    def test_what_one_group_holds_does_not_reach_another(self, module):
+        for use in USES:
+            spec = spec_of(use, self.dtype)
+            first, second, _ = operands(spec)
+            first = first.at[0, 4, 2].set(jnp.nan).at[0, 20, 1].set(jnp.inf)  # a row of group 1, and one past the sum
+            second = second.at[0, 9, 3].set(jnp.inf) if use == "drhs" else second  # a row of group 3
+            run = jax.jit(lambda *a, spec=spec: module.forward(spec, self.sizes, *a))
+            found = np.asarray(run(first, second, jnp.asarray([SIZES["rows past the sum"]]))[0], np.float32)
+            finite = np.isfinite(found).reshape(len(found), -1).all(axis=1)
+            assert set(np.flatnonzero(~finite)) == ({1, 3} if use == "drhs" else {4})
+
+    @pytest.mark.parametrize("name", WIDE if EVERYTHING else ["tails everywhere"])
+    def test_several_tiles_of_every_axis(self, module, name):
+        block, shape, group_sizes = WIDE[name]
+        for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
+            self.check(module, spec_of("forward", self.dtype, **shape), group_sizes, sizes=block)
+
+    def test_an_activation_before_the_result_is_rounded(self, module):
+        spec = spec_of("forward", self.dtype)
+        first, second, cotangent = operands(spec)
+        group_sizes = jnp.asarray([SIZES["rows past the sum"]])
+        run = jax.jit(lambda *a: module.forward(spec, self.sizes, *a, epilogue=lambda x: jnp.maximum(x, 0) * 2))
+        wanted = np.maximum(truths(spec, first, second, group_sizes, cotangent)["result"], 0) * 2
+        assert error(run(first, second, group_sizes), wanted) <= 2e-2
+
+
+# ---------------------------------------------------------------------- what is supported
+
+
+@needs_mosaic
+def test_the_h100_is_supported_and_everything_else_is_refused_with_a_reason():
+    spec = spec_of("forward", "bfloat16")
+    assert isinstance(pallas_gpu.supports(spec, H100), Supported)
+    for device, said in [
+        (Device("gpu", "NVIDIA A100-SXM4-80GB"), "this GPU is NVIDIA A100-SXM4-80GB"),
+        (Device("gpu", "NVIDIA B200"), "this GPU is NVIDIA B200"),
+        (Device("gpu", "AMD Instinct MI300X"), "written for the H100"),
+        (Device("cpu", "cpu"), "AUTOPALLAS_INTERPRET=1"),
+        (Device("tpu", "TPU v5 lite"), "it is a GPU kernel"),
+    ]:
+        assert said in OPERATION.supports("pallas_gpu", spec, device).reason
+    for other, said in [
+        (spec_of("forward", "float32"), "not float32"),
+        (spec_of("forward", "bfloat16", assume_finite=False), "assume_finite"),
+        (spec_of("forward", "float64"), "not float64"),
+    ]:
+        assert said in pallas_gpu.supports(other, H100).reason
+
+
+def test_versions_without_mosaic_gpu_are_refused_with_a_reason(monkeypatch):
+    monkeypatch.setattr(compat, "missing_mosaic_gpu", lambda: "its Mosaic GPU kernels need JAX 0.11 or later")
+    answer = pallas_gpu.supports(spec_of("forward", "bfloat16"), H100)
+    assert isinstance(answer, Unsupported)
+    assert "JAX 0.11" in answer.reason
+
+
+# ---------------------------------------------------------------------- tiles and visits
+
+
+@pytest.mark.parametrize("result", ["bfloat16", "float32"])
+@pytest.mark.parametrize("use", USES)
+def test_every_candidate_fits_into_shared_memory(use, result):
+    for rows, inner, columns in [(8192, 4096, 4096), (32768, 2048, 1408), (100, 7, 9)]:
+        spec = spec_of(use, "bfloat16", rows=rows, inner=inner, columns=columns, groups=8)
+        for sizes in pallas_gpu.candidates(spec, H100):
+            tile = Tile.of(spec, sizes)
+            assert tile.shared_bytes(spec) <= SHARED_MEMORY
+            assert tile.stages >= 2
+            assert tile.part_columns % 64 == 0
+    assert infer_block_sizes(spec, H100, "pallas_gpu") == pallas_gpu.candidates(spec, H100)[0]
+
+
+@pytest.mark.parametrize("batch, rows, block", [(1, 200, 64), (3, 13, 64), (2, 70, 128), (1, 1, 64)])
+def test_visits_hold_each_row_once_with_all_its_groups(batch, rows, block):
+    groups = 3
+    made = jax.jit(lambda sizes: visits(sizes, rows, block))
+    random = np.random.default_rng(rows)
+    for lowest, highest in [(0, 0), (0, 2), (0, 9), (0, rows), (-rows // 2, rows)] * 5:
+        sizes = random.integers(lowest, highest + 1, (batch, groups)).astype(np.int32)
+        found = jax.device_get(made(sizes))
+        count = int(found.number[0])
+        assert count <= capacity(batch, rows, groups, block) == len(found.table)
+        ends = np.cumsum(sizes, axis=1)
+        wanted: list[set[int]] = [set() for _ in range(batch * rows)]
+        for b in range(batch):
+            for g in range(groups):
+                start, end = (int(np.clip(x, 0, rows)) for x in (ends[b, g] - sizes[b, g], ends[b, g]))
+                for m in range(start, end):
+                    wanted[b * rows + m].add(b * groups + g)
+        seen = np.zeros(batch * rows, int)
+        for visit in found.table[:count]:
+            assert visit[AT] % ALIGNED == 0
+            assert 0 <= visit[LOW] < visit[HIGH] <= block
+            begin = visit[AT] + visit[LOW]
+            own = range(begin, visit[AT] + visit[HIGH])
+            seen[own] += 1
+            between = range(visit[FIRST], visit[LAST] + 1)
+            here = {g for g in between if found.bounds[g, 0] <= begin < found.bounds[g, 1]}
+            assert len(here) == visit[COUNT]
+            assert all(wanted[m] == here for m in own)
+        assert (seen == 1).all()

@@ -1,0 +1,98 @@
+"""What GPU kernels share: which GPUs, shared memory, refusals, and a call that is interpreted."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas import compat
+from autopallas.kernels import gpu
+from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.interpret import mode
+from autopallas.kernels.programs import traced
+from autopallas.program import Score
+
+H100, CPU = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("cpu", "cpu")
+F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
+
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.mark.parametrize("kind, count", [("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114)])
+def test_h100s_by_device_kind(kind, count):
+    assert gpu.is_h100(Device("gpu", kind))
+    assert gpu.processors(Device("gpu", kind)) == count
+
+
+@pytest.mark.parametrize("device", [Device("gpu", "NVIDIA A100-SXM4-40GB"), Device("gpu", "NVIDIA B200"), CPU])
+def test_nothing_else_is_an_h100(device):
+    assert not gpu.is_h100(device)
+
+
+def test_tiles_of_shared_memory_are_aligned_and_barriers_counted():
+    one = gpu.shared_bytes([((64, 64), BF16)])
+    assert gpu.shared_bytes([((64, 64), BF16), ((3,), F32)], barriers=4) - one == 1024 + 32
+    assert gpu.shared_bytes([((2, 64, 64), BF16)]) - one == 64 * 64 * 2
+    with pytest.raises(ValueError, match="no multiple of 32 bytes"):
+        gpu.swizzle(8, BF16)
+
+
+@needs_mosaic
+def test_programs_and_dtypes_that_a_gpu_lacks_are_named():
+    good = traced(lambda s: jnp.tanh(s) + jnp.exp(s), Score(F32))
+    assert gpu.reason_against(H100, [BF16, BF16], [good], [F32]) is None
+    lacking = traced(lambda s: jnp.cbrt(s), Score(F32))
+    assert gpu.reason_against(H100, [BF16], [good, lacking]) == Unsupported("Mosaic GPU has no cbrt")
+    assert "not float32" in gpu.reason_against(H100, [F32]).reason
+    assert "bfloat16 with float16" in gpu.reason_against(H100, [BF16, np.float16]).reason
+    assert "float64" in gpu.reason_against(H100, [BF16], held=[np.float64]).reason
+    assert "this GPU is NVIDIA L4" in gpu.reason_against(Device("gpu", "NVIDIA L4"), [BF16]).reason
+    assert "AUTOPALLAS_INTERPRET=1" in gpu.reason_against(CPU, [BF16]).reason
+
+
+@needs_mosaic
+def test_every_primitive_that_is_promised_is_lowered():
+    from jax._src.pallas.mosaic_gpu import lowering
+
+    rules = [{p.name for p in rules} for rules in lowering.mosaic_lowering_rules.values()]
+    whole = max(rules, key=len)
+    assert whole >= gpu.PROGRAM_PRIMITIVES
+
+
+def doubled(x):
+    def body(x_ref, y_ref, tile, barrier):
+        plgpu = gpu.mosaic()
+        row = jax.lax.axis_index("block") * 64
+        plgpu.copy_gmem_to_smem(x_ref.at[pl_ds(row, 64)], tile, barrier)
+        plgpu.barrier_wait(barrier)
+        tile[...] = tile[...] * 2
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, y_ref.at[pl_ds(row, 64)])
+        plgpu.wait_smem_to_gmem(0)
+
+    from jax.experimental.pallas import ds as pl_ds
+
+    return gpu.call(
+        body, name="doubled", grid={"block": len(x) // 64}, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch=[gpu.tile((64, 64), x.dtype), gpu.mosaic().Barrier()], warpgroups=1, bytes_accessed=4 * x.size,
+    )(x)  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_call_when_interpreted(x64):
+    with jax.enable_x64(x64), mode(True):
+        x = jnp.arange(128 * 64, dtype=jnp.bfloat16).reshape(128, 64)
+        np.testing.assert_array_equal(jax.jit(doubled)(x), 2 * x)
+
+
+@needs_mosaic
+def test_a_call_is_lowered_for_a_gpu_with_its_name():
+    with H100.targeted():
+        types = jax.ShapeDtypeStruct((128, 64), BF16)
+        text = jax.jit(doubled).trace(types).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert "doubled" in text
