@@ -108,20 +108,22 @@ def grid(name: str) -> tuple[Case, ...]:
     dtypes = ("float32", "bfloat16")
     if name == "quick":
         return (_case("forward", "float32", 4096, 8), _case("forward+backward", "float32", 4096, 8))
+    dense = [_case(direction, dtype, 2048, 16, 256, 512, DENSE) for direction in DIRECTIONS for dtype in dtypes]
     if name == "standard":
         return (
             *(_case("forward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
             *(_case("forward+backward", dtype, 4096, groups) for dtype in dtypes for groups in (8, 64)),
-            *(_case(direction, dtype, 2048, 16, 256, 512, DENSE) for direction in DIRECTIONS for dtype in dtypes),
+            *dense,
         )
     if name == "wide":
-        return tuple(
+        many = (
             _case(direction, dtype, 4096, groups, mask=mask)
             for direction in DIRECTIONS
             for dtype in dtypes
             for groups in (2, 4, 8, 16, 32, 64)
             for mask in ("uneven", "even")
         )
+        return (*many, *dense)
     if name == "table":
         return table_grid()
     raise ValueError(f"no grid is called {name!r}")

@@ -14,8 +14,9 @@ import pytest
 
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cross_entropy
+from autopallas.kernels.grouped_matmul import cases as cases_of_grouped_matmul
 from autopallas.tuning import Failure, Measurement, Timing
-from benchmarks import attention, cli, cross_entropy, environment, peak, resident, rows, table, terminal
+from benchmarks import attention, cli, cross_entropy, environment, grouped_matmul, peak, resident, rows, table, terminal
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
 
@@ -27,6 +28,12 @@ BARS = [
     "cross_entropy forward+backward bfloat16 plain N2048 D512 V32000",
     "cross_entropy forward+backward float32 plain N2048 D512 V32000",
     "cross_entropy forward+backward float32 plain N2048 D512 V128000",
+    *(
+        f"grouped_matmul {direction} {dtype} uneven M4096 K512 N1024 G{groups}"
+        for direction in DIRECTIONS
+        for dtype in ("float32", "bfloat16")
+        for groups in (8, 64)
+    ),
 ]
 """What the project promises a speed for."""
 
@@ -112,6 +119,31 @@ def test_table_of_cross_entropy_has_a_case_for_every_bucket() -> None:
             # The largest takes too long, and the original more memory than most machines have.
             assert plain == {b.name for b in tables_of_cross_entropy.BUCKETS} - {"N8192 V128000"}
             assert (direction, dtype, "N2048 V32000", "argmax") in filed
+
+
+@pytest.mark.parametrize("variant", cases_of_grouped_matmul.ORIGINALS)
+def test_oracle_original_and_replacement_of_grouped_matmul_compute_the_same(variant: str) -> None:
+    sizes = (("M", 24), ("K", 5), ("N", 6), ("G", 4))
+    case = Case("grouped_matmul", "forward+backward", "float32", variant, sizes)
+    arguments = grouped_matmul.arguments(case)
+    assert [(a.shape, a.dtype) for a in arguments] == [(t.shape, t.dtype) for t in cases_of_grouped_matmul.types(case)]
+    assert cases_of_grouped_matmul.case_of(arguments[:-1], variant, case.direction) == case
+    candidates = grouped_matmul.candidates(case)
+    results = {name: jax.tree.leaves(jax.jit(c.function)(*arguments)) for name, c in candidates.items()}
+    expected = jax.tree.leaves(grouped_matmul.oracle(case, arguments)) or results[ORIGINAL]
+    assert candidates[AUTOPALLAS].chosen().implementation == "xla"
+    for found in results.values():
+        for e, r in zip(expected, found, strict=True):
+            assert np.abs(np.asarray(e) - np.asarray(r)).max() < 5e-6 * np.abs(np.asarray(e)).max()
+
+
+@pytest.mark.parametrize("wrong", [(0, (13, 5)), (2, (4, 5, 6)), (4, (12, 3))])
+def test_arguments_that_are_no_dense_mixture_are_refused(wrong: tuple[int, tuple[int, ...]]) -> None:
+    sizes = (("M", 24), ("K", 5), ("N", 6), ("G", 4))
+    given = list(cases_of_grouped_matmul.types(Case("grouped_matmul", "forward", "float32", "dense", sizes)))
+    given[wrong[0]] = jax.ShapeDtypeStruct(wrong[1], given[wrong[0]].dtype)
+    with pytest.raises(ValueError, match="must agree"):
+        cases_of_grouped_matmul.case_of(given, "dense", "forward")
 
 
 def test_arithmetic_is_counted_over_live_pairs() -> None:
