@@ -8,6 +8,22 @@ __all__ = ["hint"]
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
+        r"computes every token",
+        "jax.lax.ragged_dot over tokens sorted by expert computes what is chosen and nothing else. Where every expert "
+        "computes every token, choose with top_k, make the weights of the others exactly zero (one_hot, or where with "
+        "0), and sum over the experts at the end.",
+    ),
+    (
+        r"with a capacity",
+        "Sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of each: no slots, and no "
+        "token is dropped.",
+    ),
+    (
+        r"mask on the probabilities|weighted probabilities|exponentials are weighted",
+        "Mask the scores, before the softmax, with -inf; or the probabilities with jnp.where(mask, p, 0), with a mask "
+        "that does not depend on the scores.",
+    ),
+    (
         r"(scores|probabilities).*also (returned|used)",
         "Return or log the probabilities from a function of its own, called where they are looked at; a train step "
         "that needs them has to store them.",
@@ -18,7 +34,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "parts of the attention's output instead.",
     ),
     (
-        r"epsilon|added to the denominator|function of the row of scores",
+        r"epsilon",
         "jax.nn.softmax needs no epsilon: it subtracts the largest score, so that the sum is at least 1. Without the "
         "epsilon this is found.",
     ),
@@ -49,11 +65,51 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "Pick the label's logit with take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum.",
     ),
     (
+        r"several blocks of scores",
+        "Concatenate the keys, the values and the masks along the keys, and write one softmax over all of them.",
+    ),
+    (
+        r"column beside the keys",
+        "Write a sink as one more column of scores: concatenate it to them, take the softmax, drop the column.",
+    ),
+    (
+        r"through the maximum",
+        "Subtract jax.lax.stop_gradient of the maximum, or use jax.nn.softmax, which does.",
+    ),
+    (
+        r"factor of the (row|result|exponentials)|maximum (is taken )?over|the denominator",
+        "Normalise with jax.nn.softmax(scores), and multiply what comes after it by whatever else the row needs.",
+    ),
+    (
+        r"score program|pass(es)? through|parameter that cannot be compared|value beside the logits",
+        "Between the two products of a site may stand what works element by element (scales, masks, biases, caps, "
+        "activations) and what only moves axes. Anything else belongs before the first or after the second.",
+    ),
+    (
+        r"numbers per row|scattered into|by index|gradient is multiplied|sums? (the|their) exponentials",
+        "Take the loss of each row from jax.nn.log_softmax(logits), or optax's softmax_cross_entropy; weigh, mask and "
+        "average these losses, not the logits.",
+    ),
+    (
+        r"a statistic needs|would need its own results|in the pass that finds it|argmax counts",
+        "Let the loss need the logits for a log-softmax, labels and an argmax alone; compute what else is wanted of "
+        "them in a function of its own.",
+    ),
+    (
+        r"runs over (a part|rows)|over another axis at|repeated along|second contraction|side input with a gradient",
+        "Keep to one axis for the keys, or for the vocabulary, from the first product to the last: what slices, "
+        "repeats or contracts it in between hides it.",
+    ),
+    (
+        r"axis of the (operands|values)|axis twice|ragged axis|index has the mode",
+        "Write the product with jnp.einsum, each axis named: those of the batch, one that is summed over, the rest.",
+    ),
+    (
         r"precision",
         "Ask for one precision (DEFAULT, HIGH or HIGHEST) in all products of the site, or for none.",
     ),
     (
-        r"custom rule",
+        r"custom rule|derivative of its own",
         "The function has a derivative of its own (custom_jvp or custom_vjp). Without it, JAX's derivative is found.",
     ),
     (

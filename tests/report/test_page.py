@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
 import subprocess
 from html import unescape
+from pathlib import Path
 
 import pytest
 
+from autopallas.patterns import experts_reading
 from autopallas.report import Failure, NearMiss, Report, Site, html
+from autopallas.report.hints import hint
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
@@ -189,6 +193,45 @@ def test_hostile_names_are_escaped_in_the_text_of_the_page():
 
 def test_the_page_has_a_hint_for_a_near_miss():
     assert "set its rate to 0" in html.page([("", REPORT)])
+
+
+def _reasons():
+    """Every reason that a pattern gives for a near miss, with a word in the place of what is filled in."""
+
+    def text(node):
+        match node:
+            case ast.Constant(value=str()):
+                return node.value
+            case ast.JoinedStr():
+                return "".join(text(v) if isinstance(v, ast.Constant) else experts_reading.DENSE for v in node.values)
+            case ast.BinOp():
+                return text(node.left) + text(node.right)
+        return ""
+
+    for path in Path(experts_reading.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Mismatch" and node.args:
+                yield text(node.args[0])
+
+
+def test_nearly_every_reason_has_a_hint():
+    reasons = {reason for reason in _reasons() if reason}
+    assert len(reasons) > 80
+    assert {reason for reason in reasons if not hint(reason)} <= {"an array is empty"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("a mask on the probabilities depends on the scores", "Mask the scores"),
+        ("the values depend on the query", "the same for all queries"),
+        ("the scores pass through sort", "element by element"),
+        ("a gradient runs through the maximum of a row, which does not cancel", "stop_gradient"),
+        (f"{experts_reading.DENSE}, and an operand is read along a diagonal", "ragged_dot"),
+    ],
+)
+def test_a_hint_is_about_its_reason(reason, words):
+    assert words in hint(reason)
 
 
 def test_the_source_line_is_shown_where_the_file_is_at_hand(tmp_path):
