@@ -207,6 +207,8 @@ def _site_body(site: Site, numbers: Sequence[int]) -> Iterator[str]:
         rows.append(("sites", text.ranges(list(numbers))))
     if site.measured:
         known = [str(site.measured[name]) for name in ("evidence", "date", "versions") if site.measured.get(name)]
+        if known and site.block_sizes_from == "table":
+            known.append("at one size of this bucket, not in your program")
         rows += [("evidence", ", ".join(known))] if known else []
     for label, value in rows:
         yield f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>"

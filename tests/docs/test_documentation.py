@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LANGUAGES = {"python", "sh", "text"}
-_LEFT_OUT = ("pip install ", "make ")
+_LEFT_OUT = ("pip install ", "make ", "python3 -m venv ", ".venv/bin/python -m pip ")
 """Commands of other tools, whose effect a test does not want."""
 _PARSED_ALONE = ("tune", "run", "cache show", "cache import", "check")
 """Commands that take long, start a script, or need a file: only their arguments are checked here."""
@@ -69,9 +69,11 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, folder, capsys):
 def command(line, capsys):
     if not line or line.startswith(_LEFT_OUT):
         return
+    line = line.removeprefix(".venv/bin/")
     assert line.startswith("python -m autopallas "), line
     arguments = shlex.split(line)[3:]
     if " ".join(arguments).startswith(_PARSED_ALONE):
+        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/")), line
         parser().parse_args(arguments)
         return
     status = main(arguments)

@@ -234,6 +234,10 @@ def test_a_hint_is_about_its_reason(reason, words):
     assert words in hint(reason)
 
 
+def test_figures_of_a_table_are_told_from_the_readers_own():
+    assert "measured, at one size of this bucket, not in your program" in html.page([("", REPORT)])
+
+
 def test_the_source_line_is_shown_where_the_file_is_at_hand(tmp_path):
     path = tmp_path / "model.py"
     path.write_text("one\ntwo\nthree <b>\nfour\n\n\n")
