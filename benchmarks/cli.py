@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks`` measures, ``python -m benchmarks table`` regenerates a tuned table."""
+"""The command line: ``python -m benchmarks`` measures, ``table`` regenerates a tuned table, ``gpu`` does both there."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ examples:
   python -m benchmarks --quick                        a sample, under two minutes
   python -m benchmarks --filter "float32 causal T2048" --filter "forward+backward T1024"
   python -m benchmarks table attention                measure block sizes and regenerate the tuned table
+  python -m benchmarks gpu --op grouped_matmul        correctness, stress and times of a GPU kernel, on an H100
 """
 
 
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         from benchmarks import table
 
         return table.main(arguments[1:])
+    if arguments and arguments[0] == "gpu":
+        from benchmarks import gpu
+
+        return gpu.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if unknown := [kernel for kernel in options.kernels if kernel not in KERNELS]:

@@ -1,0 +1,159 @@
+"""Grouped matmul on a GPU: what is checked, repeated and timed.
+
+Letters: M rows, K inner size, N columns, G groups.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopallas
+from autopallas.kernels.grouped_matmul import pallas_gpu, xla
+from autopallas.kernels.grouped_matmul.api import apply, grouped_matmul
+from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
+from autopallas.kernels.implementation import Device
+from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+
+IMPLEMENTATION = "pallas_gpu"
+
+_SHAPES = (
+    (8192, 4096, 4096, 8), (4096, 2048, 1408, 64), (1000, 256, 512, 7), (513, 200, 136, 5), (77, 72, 40, 3),
+    (1001, 701, 903, 6), (64, 64, 64, 1), (1, 5, 3, 4),
+)  # fmt: skip
+_SMALL = ((70, 72, 40, 3),)
+_TIMED = (
+    # (M, K, N, G, candidates): the first two are what the kernel is for.
+    (8192, 4096, 4096, 8, 3),
+    (32768, 2048, 1408, 64, 3),
+    (16384, 2048, 2048, 16, 2),
+    (512, 4096, 4096, 8, 2),
+    (128, 4096, 4096, 8, 2),
+    (4096, 2048, 1408, 64, 1),
+    (8192, 2048, 2048, 32, 1),
+    (4096, 4096, 4096, 4, 1),
+    (2048, 4096, 4096, 2, 1),
+    (1024, 2048, 1408, 64, 1),
+    (512, 2048, 2048, 32, 1),
+)
+_SMALL_TIMED = ((70, 64, 64, 3, 1),)
+
+
+def patterns(rows: int, groups: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Group sizes by what they are."""
+    random = np.random.default_rng(rows + groups)
+    uneven = random.multinomial(rows, random.dirichlet(np.full(groups, 1.0)))
+    holes = uneven * (np.arange(groups) % 2)
+    return {
+        "uneven": uneven,
+        "even": np.full(groups, rows // groups) + (np.arange(groups) < rows % groups),
+        "empty groups, rows past the sum": holes,
+        "none": np.zeros(groups, int),
+        "one has all": np.where(np.arange(groups) == groups // 2, rows, 0),
+        "overlapping": np.where(np.arange(groups) % 2 == 0, rows // 2, -(rows // 4)),
+    }
+
+
+def operands(rows: int, k: int, n: int, groups: int, sizes: Any, dtype: str, cotangent: bool) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(rows + k + n), 3)
+    shapes = ((rows, k), (groups, k, n), (rows, n))
+    arrays = [jax.random.normal(key, shape, jnp.dtype(dtype)) for key, shape in zip(keys, shapes, strict=True)]
+    return arrays[0], arrays[1], jnp.asarray(sizes, jnp.int32), *([arrays[2]] if cotangent else [])
+
+
+def both(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The result and the gradients for lhs and rhs from a cotangent."""
+
+    def run(lhs: Any, rhs: Any, sizes: Any, cotangent: Any) -> Any:
+        out, pull = jax.vjp(lambda a, b: function(a, b, sizes), lhs, rhs)
+        return out, *pull(cotangent)
+
+    return run
+
+
+def exact(lhs: Any, rhs: Any, sizes: Any, *cotangent: Any) -> Any:
+    """In float32 at the highest precision, group by group."""
+    f32 = np.dtype(np.float32)
+    spec = GroupedMatmulSpec("forward", 1, *lhs.shape[:1], *rhs.shape, f32, f32, f32, "HIGHEST")
+    given = [x.astype(f32)[None] for x in (lhs, rhs, *cotangent)]
+    block = BlockSizes(256).fitted(spec)
+    out = xla.forward(spec, block, given[0], given[1], sizes[None])[0]
+    if not cotangent:
+        return out
+    gradients = xla.backward(spec, block, given[0], given[1], sizes[None], given[2])
+    return out, *(x[0] for x in gradients if x is not None)
+
+
+def _check(rows: int, k: int, n: int, groups: int, pattern: str, dtype: str, small: bool) -> Check:
+    sizes = patterns(rows, groups)[pattern]
+    if small:  # the interpreter's callbacks have an order, which a replaced site cannot have
+        function = both(partial(grouped_matmul, implementation=IMPLEMENTATION))
+    else:
+        function = autopallas.optimize(
+            both(jax.lax.ragged_dot), implementation=IMPLEMENTATION, objective="always", strict=True
+        )
+    tolerance = {"bfloat16": 4e-2, "float16": 1e-2}[dtype]
+    given = operands(rows, k, n, groups, sizes, dtype, True)
+    return Check(f"M{rows} K{k} N{n} G{groups} {pattern}", dtype, "forward+backward", function, exact, given, tolerance)
+
+
+def checks(small: bool) -> Iterator[Check]:
+    """The grid: every shape, every kind of group sizes at the small ones, both dtypes."""
+    for shape in _SMALL if small else _SHAPES:
+        kinds = ["uneven"] if small or shape[0] > 1001 else list(patterns(*shape[:1], shape[3]))
+        for number, kind in enumerate(kinds):
+            dtypes = ("bfloat16", "float16") if number == 0 and not small else ("bfloat16",)
+            for dtype in dtypes:
+                yield _check(*shape, kind, dtype, small)
+
+
+def stressed(small: bool) -> Iterator[Check]:
+    """Many groups that share tiles, and large tiles in a row."""
+    for shape in _SMALL if small else ((4096, 1024, 1408, 61), (8192, 4096, 4096, 8)):
+        yield _check(*shape, "uneven", "bfloat16", small)
+
+
+def timed(small: bool) -> Iterator[Timed]:
+    """The grid of the table, forward and with gradients."""
+    for rows, k, n, groups, count in _SMALL_TIMED if small else _TIMED:
+        for backward in (False,) if small else (False, True):
+            yield _timed(rows, k, n, groups, count, backward)
+
+
+def _timed(rows: int, k: int, n: int, groups: int, count: int, backward: bool) -> Timed:
+    bf16 = np.dtype(jnp.bfloat16)
+    spec = GroupedMatmulSpec("forward", 1, rows, groups, k, n, bf16, bf16, bf16)
+    direction = "forward+backward" if backward else "forward"
+    wrapped: Callable[..., Any] = both if backward else lambda function: function
+    sizes = {str(tuple(c.to_dict().values())): c for c in pallas_gpu.candidates(spec, Device.current())[:count]}
+
+    def ours(choice: BlockSizes, lhs: Any, rhs: Any, given: Any) -> Any:
+        return apply(IMPLEMENTATION, spec, (choice, choice), lhs[None], rhs[None], given[None])[0]
+
+    def dense(lhs: Any, rhs: Any, given: Any) -> Any:
+        return lhs @ rhs[0]
+
+    candidates = {ORIGINAL: wrapped(jax.lax.ragged_dot), MATMUL: wrapped(dense)}
+    candidates |= {f"pallas_gpu {name}": wrapped(partial(ours, choice)) for name, choice in sizes.items()}
+    if importlib.util.find_spec("tokamax") is not None:
+        candidates["tokamax"] = wrapped(_tokamax)
+    return Timed(
+        f"M{rows} K{k} N{n} G{groups}", "bfloat16", direction, candidates,
+        {f"pallas_gpu {name}": choice for name, choice in sizes.items()},
+        operands(rows, k, n, groups, patterns(rows, groups)["uneven"], "bfloat16", backward),
+        2.0 * rows * k * n * (3 if backward else 1), table_key(spec, IMPLEMENTATION, direction),
+    )  # fmt: skip
+
+
+def _tokamax(lhs: Any, rhs: Any, sizes: Any) -> Any:
+    import tokamax
+
+    return tokamax.ragged_dot(lhs, rhs, sizes)
