@@ -104,6 +104,7 @@ __all__ = [
     "reshaped",
     "scan_parts",
     "spread",
+    "tensor_cores",
     "trace_context",
     "versions",
     "without_dead_code",
@@ -365,6 +366,16 @@ def lowering_device(context: Any) -> Any | None:
     """The first device that a module is being lowered for, or None where only its platform is known."""
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     return devices[0] if devices else None
+
+
+def tensor_cores(axis: str, count: int) -> Any:
+    """The mesh of the TensorCores that one TPU device has."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        return pltpu.TensorCoreMesh(axis_name=axis, num_cores=count)
+    except AttributeError:  # before JAX 0.11
+        return pltpu.create_tensorcore_mesh(axis, num_cores=count)
 
 
 def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:

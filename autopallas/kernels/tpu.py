@@ -51,6 +51,7 @@ class Generation:
       vmem: bytes of vector memory of one core.
       limit: bytes of it that a kernel asks for; None: what the compiler gives unasked.
       unasked: that number of bytes.
+      cores: TensorCores that one device has: a kernel's parallel dimension is cut into as many parts.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Generation:
     vmem: int
     limit: int | None
     unasked: int
+    cores: int = 1
 
     @property
     def budget(self) -> int:
@@ -66,9 +68,9 @@ class Generation:
 
 
 GENERATIONS = (
-    Generation("v4", ("TPU v4",), 16 * MIB, None, 16 * MIB),
+    Generation("v4", ("TPU v4",), 16 * MIB, None, 16 * MIB, cores=2),
     Generation("v5e", ("TPU v5 lite", "TPU v5e"), 128 * MIB, 50_000 * KIB, 16 * MIB),
-    Generation("v5p", ("TPU v5", "TPU v5p"), 64 * MIB, 50_000 * KIB, 16 * MIB),
+    Generation("v5p", ("TPU v5", "TPU v5p"), 64 * MIB, 50_000 * KIB, 16 * MIB, cores=2),
     Generation("v6e", ("TPU v6 lite", "TPU v6e"), 128 * MIB, 98_304 * KIB, 32 * MIB),
     Generation("v7x", ("TPU7x", "TPU v7x"), 64 * MIB, 50_000 * KIB, 32 * MIB),
 )
@@ -204,7 +206,8 @@ def call(
       aliases: operand to output.
 
     Returns:
-      A function of the operands.
+      A function of the operands.  It raises ValueError, before anything is lowered, where Mosaic would not take a
+      block.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -229,6 +232,12 @@ def call(
     )
 
     def run(*operands: Any) -> Any:
+        if not interpretation():
+            written = zip(jax.tree.leaves(out_specs), jax.tree.leaves(out_shape), strict=True)
+            for spec, array in (*zip(in_specs, operands[prefetched:], strict=True), *written):
+                block = [1 if n is None else n for n in spec.block_shape]
+                # Narrow types have taller tiles, of which a part can be taken too.
+                check_block(name, block, array.shape, np.float32)
         # Index maps count in 32 bits, also where the program around has 64.
         with jax.named_scope(name), jax.enable_x64(False):
             return pallas_call(*operands)

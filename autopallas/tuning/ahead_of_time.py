@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -155,6 +155,10 @@ class Compilation:
         if self.failure is not None or not counted or any(o.kernel and o.cycles is None for o in self.operations):
             return None
         return sum((o.cycles or 0) * o.runs for o in counted)
+
+    def without_simulation(self, note: str) -> Compilation:
+        """The same without cycles, and why."""
+        return replace(self, operations=tuple(replace(o, cycles=None) for o in self.operations), note=note)
 
     @property
     def seconds_of_memory(self) -> float:

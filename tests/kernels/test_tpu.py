@@ -65,14 +65,21 @@ def test_programs_and_dtypes_that_a_tpu_lacks_are_named():
     assert "float16" in tpu.reason_against(V5E, [traced(lambda s: s * 2, Score(np.dtype(np.float16)))], []).reason
 
 
+def test_a_call_with_a_wrong_block_fails_before_it_is_lowered():
+    with pytest.raises(ValueError, match=r"doubled: a block of \(8, 100\) of an array of \(16, 256\): 100 must be"):
+        jax.eval_shape(lambda x: doubled(x, 100), jax.ShapeDtypeStruct((16, 256), F32))
+    with mode(True):  # an interpreter takes any
+        jax.eval_shape(lambda x: doubled(x, 100), jax.ShapeDtypeStruct((16, 256), F32))
+
+
 def double(x_ref, y_ref):
     y_ref[...] = x_ref[...] * 2
 
 
-def doubled(x):
+def doubled(x, columns=128):
     from jax.experimental import pallas as pl
 
-    block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    block = pl.BlockSpec((8, columns), lambda i: (i, 0))
     cost = tpu.cost_of(lambda x: x * 2, jax.ShapeDtypeStruct((8, 128), F32), times=x.shape[0] // 8, arrays=[x, x])
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return tpu.call(

@@ -25,7 +25,7 @@ from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
 from autopallas.kernels.tpu import LANES, Semantics, rounded
 
-__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "states_at_run_time"]
+__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "is_listed", "states_at_run_time"]
 
 Array: TypeAlias = jax.Array
 Axis: TypeAlias = Literal["B", "K", "G"]
@@ -165,7 +165,7 @@ class Grid:
         axes: tuple[Axis, ...] = ("B", "K", "G")
         inner = tuple(a for a in axes if a not in outer)
         plain = Grid(geometry, tuple(outer), inner, group)
-        if np.all(geometry.states == FULL) or (geometry.states.size == 1 and geometry.states[0, 0] != DEAD):
+        if not is_listed(geometry):
             return plain
         if states is not None:
             # Where batch entries are summed over, they have to visit the same tiles.
@@ -236,6 +236,12 @@ def _ends(first: Any, last: Any, position: Any, extent: int) -> tuple[Any, Any]:
     here = position == 0, position == extent - 1
     both = [h if known is True else known & h for known, h in zip((first, last), here, strict=True)]
     return both[0], both[1]
+
+
+def is_listed(geometry: Geometry) -> bool:
+    """Whether tiles are listed: they are not all alike, or the only one is dead."""
+    states = geometry.states
+    return not (np.all(states == FULL) or (states.size == 1 and states[0, 0] != DEAD))
 
 
 def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:

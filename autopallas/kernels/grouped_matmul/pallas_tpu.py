@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from autopallas.kernels.grouped_matmul import xla
+from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
@@ -30,7 +30,7 @@ from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import refusal
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, rounded
 
-__all__ = ["Tile", "backward", "candidates", "forward", "supports"]
+__all__ = ["Tile", "backward", "candidates", "follows_data", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
@@ -67,6 +67,11 @@ def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
     sizes = [BlockSizes(n).fitted(spec) for n in (*rows, 256, 128)]
     sizes += [BlockSizes(n, 1024, 1024).fitted(spec) for n in rows]
     return tuple(dict.fromkeys(sizes))
+
+
+def follows_data(spec: AnySpec, block_sizes: BlockSizes) -> bool:
+    """Its visits are read from tables."""
+    return True
 
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
@@ -107,16 +112,17 @@ class Tile(NamedTuple):
     columns: int
 
     @staticmethod
-    def of(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int, budget: int) -> Tile:
+    def of(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int, budget: int, cores: int = 1) -> Tile:
         """The block sizes, rounded up to whole registers, and then made smaller until they fit into the VMEM.
 
         Args:
           spec, sizes: what is computed, and with which blocks; those that are left open begin large.
           rows: B M.
           budget: bytes of VMEM.
+          cores: of how many the columns are cut for, if they are left open.
         """
         inner, columns = (spec.contracting, spec.columns) if spec.use != "dlhs" else (spec.columns, spec.contracting)
-        column_block = _fit(sizes.column_block or _even(columns, _COLUMN_BLOCK), columns, LANES)
+        column_block = _fit(sizes.column_block or _even(columns, _COLUMN_BLOCK, cores), columns, LANES)
         wanted = sizes.inner_block or inner
         if spec.use == "drhs":  # both sides of the weights are columns of a result
             wanted = sizes.column_block or _even(inner, _COLUMN_BLOCK)
@@ -149,9 +155,9 @@ def _fit(block: int, extent: int, alignment: int) -> int:
     return min(rounded(block, alignment), extent)
 
 
-def _even(extent: int, block: int) -> int:
-    """A block of at most this size, of which those that are needed leave the least over."""
-    count = -(-extent // block)
+def _even(extent: int, block: int, cores: int = 1) -> int:
+    """A block of at most this size, of which those that are needed leave the least over, and as few cores idle."""
+    count = rounded(-(-extent // block), cores)
     return rounded(-(-extent // count), LANES)
 
 
@@ -161,15 +167,42 @@ def _even(extent: int, block: int) -> int:
 def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Array, start: Array, end: Array) -> Array:
     """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
     total = spec.batch * spec.rows
-    tile = Tile.of(spec, sizes, total, generation(Device.current()).budget)
+    device = generation(Device.current())
+    shared = shared_tile(spec, sizes, total)
+    tile = shared or Tile.of(spec, sizes, total, device.budget, device.cores)
     flat = jnp.broadcast_to(rows, (spec.batch, *rows.shape[1:])).reshape(total, rows.shape[2])
     visits = visits_by_tile(start, end, total, tile.rows)
     visits = visits._replace(group=visits.group % (weights.shape[0] * spec.groups))
-    out = rows_call(spec, tile, total, len(start), visits.number)(
+    given = (
         visits.tile, visits.group, visits.begin, visits.end, visits.first,
         flat, weights.reshape(-1, *weights.shape[2:]),
     )  # fmt: skip
+    if shared is not None:
+        cores = device.cores
+        shares = tpu_cores.shares(visits.tile, visits.number, total // tile.rows, cores)
+        out = rows_call_on_cores(spec, tile, total, len(start), cores, len(visits.tile))(shares, *given)
+    else:
+        out = rows_call(spec, tile, total, len(start), visits.number)(*given)
     return out.reshape(spec.batch, *spec.result_shape())
+
+
+def shared_tile(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: int) -> Tile | None:
+    """The tile with which several cores share the rows, where that is better than what a grid does."""
+    device = generation(Device.current())
+    known = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    if device.cores == 1 or known.platform != "tpu":  # a pipeline asks JAX for the device
+        return None
+    on_grid = Tile.of(spec, sizes, rows, device.budget, device.cores)
+    tile = Tile.of(spec, sizes, rows, device.budget)
+    inner, columns = _sides(spec)
+    whole = not (rows % tile.rows or inner % tile.inner or columns % tile.columns or inner % LANES or columns % LANES)
+    pays = tpu_cores.pays(device.cores, rows // tile.rows, columns, on_grid.columns)
+    return tile if whole and pays else None
+
+
+def _sides(spec: GroupedMatmulSpec) -> tuple[int, int]:
+    """What products of rows are summed over, and the columns that they have."""
+    return (spec.columns, spec.contracting) if spec.use == "dlhs" else (spec.contracting, spec.columns)
 
 
 def rows_call(
@@ -184,54 +217,112 @@ def rows_call(
       count: how many visits there are; it may be traced.
       at: ``at(tables, visit)`` gives (tile, group, begin, end, first); None reads the tables.
     """
-    transposed = spec.use == "dlhs"
-    inner, columns = (spec.columns, spec.contracting) if transposed else (spec.contracting, spec.columns)
-    steps = -(-inner // tile.inner)
+    inner, columns = _sides(spec)
+    steps, passes = -(-inner // tile.inner), -(-columns // tile.columns)
     read = _read if at is None else at
+    in_specs, out_specs = _rows_specs(spec, tile, lambda visit, tables: read(tables, visit))
 
-    def rows_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
-        return read(tables, v)[0], k
+    def kernel(*refs: Ref) -> None:
+        _rows_kernel(spec, tile, inner, lambda visit: read(refs[:5], visit), *refs[5:])
 
-    def weights_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
-        return read(tables, v)[1], *((n, k) if transposed else (k, n))
-
-    def out_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
-        return read(tables, v)[0], n
-
-    weights_block = (tile.columns, tile.inner) if transposed else (tile.inner, tile.columns)
-    itemsizes = [d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype)]
-    passes = -(-columns // tile.columns)
     return call(
-        partial(_rows_kernel, spec, tile, inner, read),
+        kernel,
         name=f"autopallas_grouped_matmul_{spec.use}",
         prefetched=5,
         grid=(passes, count, steps),
         semantics=("parallel", "arbitrary", "arbitrary"),
-        in_specs=[
-            pl.BlockSpec((tile.rows, tile.inner), rows_map),
-            pl.BlockSpec((None, *weights_block), weights_map),
-        ],
-        out_specs=pl.BlockSpec((tile.rows, tile.columns), out_map),
+        in_specs=in_specs,
+        out_specs=out_specs,
         out_shape=jax.ShapeDtypeStruct((rows, columns), spec.result_dtype),
-        scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] * (steps > 1),
-        cost=pl.CostEstimate(
-            flops=2 * rows * inner * columns,
-            bytes_accessed=rows * inner * passes * itemsizes[0]
-            + groups * inner * columns * itemsizes[1]
-            + rows * columns * itemsizes[2],
-            transcendentals=0,
-        ),
+        scratch_shapes=_rows_scratch(tile, steps),
+        cost=_rows_cost(spec, rows, groups, passes),
     )
+
+
+def rows_call_on_cores(
+    spec: GroupedMatmulSpec,
+    tile: Tile,
+    rows: int,
+    groups: int,
+    cores: int,
+    visits: int,
+    at: Callable[..., Any] | None = None,
+) -> Callable[..., Array]:
+    """The same as a function of (the cores' shares, five tables, rows, weights), where there is a
+    :func:`shared_tile`.
+
+    Args:
+      spec, tile, rows, groups: as of :func:`rows_call`.
+      cores: among how many the tiles are cut.
+      visits: capacity of the tables.
+      at: ``at(visit)`` gives (tile, group, begin, end, first); None reads shares and tables.
+    """
+    inner, columns = _sides(spec)
+    steps, passes = -(-inner // tile.inner), -(-columns // tile.columns)
+    return tpu_cores.split_call(
+        partial(_rows_kernel, spec, tile, inner),
+        name=f"autopallas_grouped_matmul_{spec.use}_on_cores",
+        cores=cores,
+        passes=passes,
+        steps=steps,
+        visits=visits,
+        in_specs=lambda read: _rows_specs(spec, tile, lambda visit, tables: read(visit))[0],
+        out_specs=lambda read: _rows_specs(spec, tile, lambda visit, tables: read(visit))[1],
+        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.result_dtype),
+        scratch_shapes=_rows_scratch(tile, steps),
+        limit=generation(Device.current()).limit,
+        cost=_rows_cost(spec, rows, groups, passes),
+        at=at,
+    )
+
+
+def _rows_specs(
+    spec: GroupedMatmulSpec, tile: Tile, told: Callable[[Any, Sequence[Ref]], Any]
+) -> tuple[list[Any], Any]:
+    """Blocks of rows, weights and result on a grid of (passes, visits, steps); ``told(visit, tables)``."""
+    transposed = spec.use == "dlhs"
+
+    def rows_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return told(v, tables)[0], k
+
+    def weights_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return told(v, tables)[1], *((n, k) if transposed else (k, n))
+
+    def out_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+        return told(v, tables)[0], n
+
+    weights_block = (tile.columns, tile.inner) if transposed else (tile.inner, tile.columns)
+    in_specs = [pl.BlockSpec((tile.rows, tile.inner), rows_map), pl.BlockSpec((None, *weights_block), weights_map)]
+    return in_specs, pl.BlockSpec((tile.rows, tile.columns), out_map)
+
+
+def _rows_scratch(tile: Tile, steps: int) -> list[Any]:
+    return [pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] * (steps > 1)
+
+
+def _rows_cost(spec: GroupedMatmulSpec, rows: int, groups: int, passes: int) -> Any:
+    inner, columns = _sides(spec)
+    first, second, result = (d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype))
+    moved = rows * inner * passes * first + groups * inner * columns * second + rows * columns * result
+    return pl.CostEstimate(flops=2 * rows * inner * columns, bytes_accessed=moved, transcendentals=0)
 
 
 def _read(tables: Sequence[Ref], visit: Any) -> tuple[Any, ...]:
     return tuple(table[visit] for table in tables)
 
 
-def _rows_kernel(spec: GroupedMatmulSpec, tile: Tile, inner: int, read: Callable[..., Any], *refs: Ref) -> None:
-    tables, (rows_ref, weights_ref, out_ref, *scratch) = refs[:5], refs[5:]
+def _rows_kernel(
+    spec: GroupedMatmulSpec,
+    tile: Tile,
+    inner: int,
+    read: Callable[[Any], Any],
+    rows_ref: Ref,
+    weights_ref: Ref,
+    out_ref: Ref,
+    *scratch: Ref,
+) -> None:
     visit, step, steps = pl.program_id(1), pl.program_id(2), -(-inner // tile.inner)
-    _, _, begin, end, first = read(tables, visit)
+    _, _, begin, end, first = read(visit)
     axis = 1 if spec.use == "dlhs" else 0
     if left := inner % tile.inner:  # what lies behind the axis may be anything
 

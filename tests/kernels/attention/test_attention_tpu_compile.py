@@ -17,7 +17,6 @@ from autopallas.kernels import tpu
 from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.tpu_block_sizes import candidates, default, fitting, vmem_bytes
-from autopallas.kernels.attention.tuned_block_sizes import TABLE
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
 
 pytestmark = pytest.mark.skipif(
@@ -106,13 +105,6 @@ def test_no_candidate_that_the_compiler_takes_is_left_out(compiler):
                 assert compiler.compile(run, arguments).stage == "memory"
     run, arguments = both(wide, np.float32, default(spec, kind), kind)
     assert compiler.compile(run, arguments).failure is None
-
-
-def test_the_tables_block_sizes_compile(compiler):
-    rows = TABLE.get({"tpu-v4": "TPU v4"}.get(compiler.generation.name, f"TPU {compiler.generation.name[4:]}"), {})
-    for sizes in {row.block_sizes for row in rows.values()}:
-        run, arguments = both(SIMPLE, jnp.bfloat16, sizes, KINDS[compiler.generation.name])
-        assert compiler.compile(run, arguments).failure is None
 
 
 def test_the_example_needs_a_tenth_of_the_memory(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from typing import Any
@@ -23,8 +24,8 @@ from test_grouped_matmul_implementations import (
 from test_grouped_matmul_implementations import error as error_of
 
 import autopallas
-from autopallas.kernels import interpret
-from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu
+from autopallas.kernels import interpret, tpu
+from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu, tpu_cores
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
@@ -96,6 +97,57 @@ def test_the_simulated_tpu_finds_no_fault(name, use):
     with interpret.mode(pltpu.InterpretParams(uninitialized_memory="nan")):
         found = jax.jit(lambda *a: pallas_tpu.forward(spec, block, *a))(first, second, sizes)
     assert error_of(found, truths(spec, first, second, sizes, cotangent)["result"]) <= 1e-5
+
+
+TWO_CORES = jax.sharding.AbstractDevice("TPU v5", 2, "tpu")
+V5P = Device("tpu", "TPU v5")
+
+
+@pytest.mark.parametrize("use, group_sizes, inner_block", [
+    ("forward", [33, 0, 20, 11], 128), ("forward", [0, 0, 0, 0], 256), ("forward", [5, 3, 0, 0], 256),
+    ("dlhs", [33, 0, 20, 11], 256), ("dlhs", [1, 30, 0, 33], 128),
+][: None if EVERYTHING else 1])  # fmt: skip
+def test_cores_that_share_the_rows_do_not_race(use, group_sizes, inner_block, monkeypatch):
+    spec = spec_of(use, "float32", rows=64, inner=256, columns=256, groups=4)
+    first, second, cotangent = operands(spec)
+    sizes = jnp.asarray([group_sizes], jnp.int32)
+    monkeypatch.setattr(pallas_tpu, "shared_tile", lambda *_: Tile(16, inner_block, 128))
+    monkeypatch.setattr(pallas_tpu, "generation", lambda _: tpu.generation(V5P))
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=TWO_CORES)
+    simulated = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
+    with interpret.mode(simulated), jax.sharding.use_abstract_mesh(mesh):
+        found = jax.jit(lambda *a: pallas_tpu.forward(spec, BlockSizes(16), *a))(first, second, sizes)
+    assert error_of(found, truths(spec, first, second, sizes, cotangent)["result"]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind, columns, shared", [
+    ("TPU v5", 128, True), ("TPU v5", 384, True), ("TPU v5", 1024, False), ("TPU v5", 100, False),
+    ("TPU v4", 384, True), ("TPU v5 lite", 384, False),
+])  # fmt: skip
+def test_cores_share_the_rows_where_columns_would_leave_one_idle(kind, columns, shared):
+    spec = spec_of("forward", "bfloat16", rows=1024, inner=256, columns=columns, groups=4)
+    types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
+    types.append(jax.ShapeDtypeStruct((1, 4), jnp.int32))
+    with Device("tpu", kind).lowered():
+        traced = jax.jit(lambda *a: pallas_tpu.forward(spec, BlockSizes(512), *a)).trace(*types)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert ("autopallas_grouped_matmul_forward_on_cores" in text) == shared
+    assert "autopallas_grouped_matmul_forward" in text
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_shares_give_each_visit_to_one_core_and_no_tile_to_two(cores):
+    random = np.random.default_rng(cores)
+    for largest in (0, 3, 9, 40):
+        start, end, _ = group_bounds(jnp.asarray(random.integers(0, largest + 1, (1, 5))), 60)
+        visits = visits_by_tile(start, end, 60, 8)
+        found = np.asarray(tpu_cores.shares(visits.tile, visits.number, 8, cores))
+        assert found[0] == 0
+        assert found[-1] == visits.number
+        assert (np.diff(found) >= 0).all()
+        tiles = [set(np.asarray(visits.tile)[a:b].tolist()) for a, b in itertools.pairwise(found)]
+        assert sum(map(len, tiles)) == 8
+        assert max(map(len, tiles)) <= -(-8 // cores)
 
 
 def test_both_interpreters_leave_other_rows_zero():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from test_grouped_matmul_implementations import USES, spec_of
 
+from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 SHAPES = {
     "M8192 K4096 N4096 G8": dict(rows=8192, inner=4096, columns=4096, groups=8),
     "M8192 K4096 N4096 G64": dict(rows=8192, inner=4096, columns=4096, groups=64),
+    "columns for one core": dict(rows=2048, inner=4096, columns=384, groups=2),
     "odd sizes": dict(rows=1000, inner=700, columns=900, groups=7),
     "a batch": dict(rows=500, inner=512, columns=512, groups=4, batch=3),
 }
@@ -45,4 +47,10 @@ def test_every_generation_compiles_them(compiler, name, use, dtype):
     with compiler.generation.device.targeted():
         found = compiler.compile(lambda *given: pallas_tpu.forward(spec, sizes, *given), types)
     assert found.failure is None
-    assert [o.kernel for o in found.operations].count(True) == 1
+    (kernel,) = [o for o in found.operations if o.kernel]
+    generation = tpu.generation(compiler.generation.device)
+    on_cores = name == "columns for one core" and use == "forward" and generation.cores > 1
+    assert ("on_cores" in kernel.name) == on_cores
+    if name.startswith("M8192"):
+        tile = pallas_tpu.Tile.of(spec, sizes, spec.rows, generation.budget, generation.cores)
+        assert tile.vmem_bytes(spec) == pytest.approx(kernel.vmem_bytes, rel=0.25)

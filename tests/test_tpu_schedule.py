@@ -1,0 +1,68 @@
+"""The comparison of simulated schedules: what is counted, and what is asked of the kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Operation
+from benchmarks import tpu_schedule
+from benchmarks.tpu_candidates import Candidate
+
+
+def row(candidate, cycles, part=0.7, kernel="grouped_matmul", device="TPU v5e", bound=False):
+    return {"device": device, "kernel": kernel, "direction": "forward", "candidate": candidate, "cycles": cycles,
+            "fraction_of_peak": part, "lower_bound": bound}  # fmt: skip
+
+
+def holding(*rows):
+    return [holds for _, holds in tpu_schedule.verdicts(rows)]
+
+
+def test_the_best_of_ours_is_compared_with_the_best_of_each_other():
+    rows = [row("ours", 200), row("ours", 104), row("megablox", 100), row("megablox", 300), row("matmul", 1)]
+    assert holding(*rows) == [True, True]
+    assert holding(*rows[:1], *rows[2:]) == [False, True], "twice the cycles of the best"
+
+
+def test_a_kernel_that_matmuls_bound_must_come_near_their_peak():
+    assert holding(row("ours", 100, 0.59)) == [False]
+    assert holding(row("ours", 100, 0.59, "attention")) == [False]
+    assert holding(row("ours", 100, 0.3, "attention", "TPU v6e")) == []
+
+
+def test_what_skips_its_work_says_nothing_and_what_fails_is_not_passed_over():
+    assert holding(row("ours", 100), row("megablox", 10, part=1.9, bound=True)) == [True]
+    assert holding(row("ours", None)) == [False]
+
+
+def test_cycles_are_those_of_the_kernels_or_of_everything_where_there_are_none():
+    operations = (
+        Operation("a_rows.1", True, 8, 1000, 1),
+        Operation("b.1", True, 8, 50, 2),
+        Operation("c", False, 0, 7, 1),
+    )
+    found = Compilation(GENERATIONS["tpu-v5e"], operations=operations)
+    assert tpu_schedule._simulated(found, "rows", 10)["cycles"] == 1000
+    assert tpu_schedule._simulated(found, "", 10)["cycles"] == 1100
+    plain = Compilation(GENERATIONS["tpu-v5e"], operations=operations[2:])
+    assert tpu_schedule._simulated(plain, "", 65666 * 7)["cycles"] == 7
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax.experimental.pallas.ops") is None, reason="JAX has no TPU kernels")
+def test_every_operation_has_candidates_of_ours_and_of_others():
+    of_jax = {"attention": {"flash_attention", "splash_attention"}, "grouped_matmul": {"megablox"}}
+    for operation in ("attention", "grouped_matmul", "cross_entropy"):
+        found = list(tpu_schedule.candidates([operation]))
+        assert all(isinstance(c, Candidate) for c in found)
+        assert {c.name for c in found} == {"ours", "matmul"} | of_jax.get(operation, set())
+
+
+def test_the_recorded_rows_hold_what_is_asked():
+    rows = json.loads(Path(tpu_schedule.RESULTS).read_text())
+    assert {r["evidence"] for r in rows} == {"simulated"}
+    assert {r["device"] for r in rows} >= {"TPU v5e", "TPU v6e"}
+    assert not [text for text, holds in tpu_schedule.verdicts(rows) if not holds]
