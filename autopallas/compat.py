@@ -372,10 +372,9 @@ def tensor_cores(axis: str, count: int) -> Any:
     """The mesh of the TensorCores that one TPU device has."""
     from jax.experimental.pallas import tpu as pltpu
 
-    try:
-        return pltpu.TensorCoreMesh(axis_name=axis, num_cores=count)
-    except AttributeError:  # before JAX 0.11
-        return pltpu.create_tensorcore_mesh(axis, num_cores=count)
+    own = getattr(pltpu, "TensorCoreMesh", None)  # since JAX 0.11
+    make: Any = own or pltpu.create_tensorcore_mesh
+    return make(axis_name=axis, num_cores=count) if own else make(axis, num_cores=count)
 
 
 def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
