@@ -77,6 +77,7 @@ __all__ = [
     "bodies",
     "dce_jaxpr",
     "distributed_store",
+    "emitted",
     "exported",
     "extended_scan",
     "has_input_effects",
@@ -148,15 +149,19 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
     """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
     found: list[tuple[str, int | None, Any]] = []
     for name, value in equation.params.items():
-        if type(value) in _PLAIN:
+        kind = type(value)
+        if kind in _PLAIN:
             continue
-        if isinstance(value, (tuple, list)):
-            found += [(name, i, x) for i, x in enumerate(value) if type(x) not in _PLAIN and is_jaxpr(x)]
-        elif is_jaxpr(value):
+        if kind is tuple or kind is list:
+            for i, x in enumerate(value):
+                if type(x) not in _PLAIN and isinstance(x, _JAXPRS):
+                    found.append((name, i, x))
+        elif isinstance(value, _JAXPRS):
             found.append((name, None, value))
     return found
 
 
+_JAXPRS = (Jaxpr, ClosedJaxpr)
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of most parameters, none of which is a jaxpr."""
 
@@ -176,12 +181,13 @@ def is_plain_jit(equation: JaxprEqn) -> bool:
 
 def has_input_effects(effects: Any) -> bool:
     """Whether some effect names an input by position (reads and writes of mutable arrays)."""
-    return any(hasattr(effect, "input_index") for effect in effects)
+    return any(hasattr(effect, "input_index") or hasattr(effect, "input") for effect in effects)
 
 
 def has_side_effects(equation: JaxprEqn) -> bool:
     """Whether an equation does something beside computing its results.  That it names a mesh axis is no such thing."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+    effects = equation.effects
+    return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
 def inlined_equation(
@@ -209,7 +215,7 @@ def location(equation: JaxprEqn | None) -> str:
 def is_transposed(equation: JaxprEqn) -> bool:
     """Whether reverse-mode differentiation made an equation, as a part of the backward."""
     stack = equation.source_info.name_stack.stack
-    return any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
+    return bool(stack) and any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
 
 
 def name_stack(equation: JaxprEqn) -> str:
@@ -269,11 +275,66 @@ def zeros(aval: Any) -> tuple[JaxprEqn, Var]:
     return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
 
 
+def emitted(program: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+    """The results of a closed jaxpr's equations, which become those of the program that is being traced.
+
+    They are copied, not traced anew, where that can be done.
+    """
+    from jax._src import core
+    from jax._src.interpreters import partial_eval
+
+    trace: Any = core.trace_ctx.trace
+    tracer: Any = partial_eval.DynamicJaxprTracer
+    jaxpr, consts = opened(program)
+    copies = isinstance(trace, partial_eval.DynamicJaxprTrace) and hasattr(trace, "emit_eqn")
+    if not copies or any(has_input_effects(e.effects) for e in jaxpr.eqns) or any(map(is_tracer, consts)):
+        results: Sequence[Any] = jaxpr_as_fun(program)(*arguments)
+        return results
+    here = source_info_util.current()
+    given = [trace.to_jaxpr_tracer(x, here) for x in (*consts, *arguments)]
+    known: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+
+    def read(atom: Var | Literal, source: Any) -> Any:
+        if isinstance(atom, Literal):
+            return tracer(trace, atom.aval, atom, source)
+        return known[atom]
+
+    for equation in jaxpr.eqns:
+        source = equation.source_info
+        if here.name_stack.stack:
+            source = source.replace(name_stack=here.name_stack + source.name_stack)
+        operands = [read(atom, source) for atom in equation.invars]
+        avals = [v.aval for v in equation.outvars]
+        params, effects = equation.params, equation.effects
+        outputs = trace.emit_eqn(operands, avals, equation.primitive, params, effects, source, equation.ctx)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom, here) for atom in jaxpr.outvars]
+
+
 def without_dead_code(program: Any) -> Any:
     """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
     jaxpr, consts = opened(program)
+    equations = _needed(jaxpr)
+    if equations is not None:
+        return rebuilt(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return ClosedJaxpr(live, consts)
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
+    """The equations whose results are read; None where one that is read only in part could be made smaller."""
+    from jax.interpreters.partial_eval import dce_rules
+
+    read = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    found: list[JaxprEqn] = []
+    for equation in reversed(jaxpr.eqns):
+        if not has_side_effects(equation) and read.isdisjoint(equation.outvars):
+            continue
+        if equation.primitive in dce_rules and equation.primitive.name != "custom_jvp_call":
+            return None
+        found.append(equation)
+        read.update(atom for atom in equation.invars if isinstance(atom, Var))
+    return found[::-1]
 
 
 @cache

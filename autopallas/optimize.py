@@ -14,6 +14,7 @@ import jax
 
 from autopallas import compat, recovery
 from autopallas.arguments import Static, Untraceable, join, split, traceable
+from autopallas.collector import paused
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
@@ -54,15 +55,17 @@ def rewrite(program: Any, options: Options, probes: bool = True) -> tuple[Any, R
     failures: list[Failure] = []
     stage = "graph"
     try:
-        graph = Graph(flatten(program))
-        stage = "patterns"
-        matches, misses = find(graph, options.ops, options.assume_finite)
+        with paused():
+            graph = Graph(flatten(program))
+            stage = "patterns"
+            matches, misses = find(graph, options.ops, options.assume_finite)
         stage = "plan"
         with Prober(device, options, probes) as prober:
             matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
             decisions = recovery.narrowed(matches, decisions, device)
         stage = "rewrite"
-        result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
+        with paused():
+            result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
         sites = describe(matches, decisions)
         failures = _failures(sites)
         for match, *failed in prober.found:
@@ -214,7 +217,7 @@ class Optimized(Generic[P, R]):
         """The equations of the rewritten program, or of the original where that cannot be traced."""
         if rewritten is not program and not strict:
             try:
-                return compat.jaxpr_as_fun(rewritten)(*arrays)
+                return compat.emitted(rewritten, arrays)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
                 report, kept = self._report, f"tracing failed: {reason}"
@@ -222,7 +225,7 @@ class Optimized(Generic[P, R]):
                 self._publish(replace(report, sites=sites, failures=(*report.failures, Failure("trace", reason))))
                 _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
                 rewritten = program
-        return compat.jaxpr_as_fun(rewritten)(*arrays)
+        return compat.emitted(rewritten, arrays)
 
     def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
         args, kwargs = join(static, arrays)

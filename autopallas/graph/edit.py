@@ -165,7 +165,7 @@ def check(program: Any) -> None:
     jaxpr, _ = compat.opened(program)
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
-        if not all(isinstance(atom, Literal) or atom in known for atom in equation.invars):
+        if any(atom not in known for atom in equation.invars if not isinstance(atom, Literal)):
             raise ValueError(f"an operand of {equation.primitive.name} is not defined in the rewritten program")
         known.update(equation.outvars)
         for _, _, inner in compat.bodies(equation):
@@ -183,6 +183,8 @@ def surviving(graph: Graph, given: Iterable[int] = ()) -> frozenset[int]:
 
 
 def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+    if not graph.root.children:
+        return _flat_survivors(graph, given)
     edits = {body: Edit() for body in graph.numbers}  # all of them: an unedited body would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
@@ -197,4 +199,17 @@ def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
         for equation in jaxpr.eqns:
             alive.update(owner[v] for v in equation.outvars if v in owner)
             todo += [inner for _, _, inner in compat.bodies(equation)]
+    return frozenset(alive)
+
+
+def _flat_survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+    """The same for a program whose equations hold no bodies."""
+    body, numbers = graph.root, graph.numbers[graph.root]
+    alive: set[int] = set()
+    read = {atom for atom in body.outvars if isinstance(atom, Var)}
+    for equation in reversed(body.equations):
+        own = [v for v in equation.outvars if v in numbers and numbers[v] not in given]
+        if compat.has_side_effects(equation) or not read.isdisjoint(own):
+            alive.update(numbers[v] for v in own)
+            read.update(atom for atom in equation.invars if isinstance(atom, Var))
     return frozenset(alive)

@@ -54,6 +54,7 @@ class Space:
         self.refinements = 0
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
         self._origin: dict[Atom, Atom] = {}
+        self._canonical: dict[Ref, tuple[int, Ref]] = {}
 
     # ------------------------------------------------------------------ atoms
 
@@ -132,9 +133,13 @@ class Space:
 
     def canonical(self, ref: Ref) -> Ref:
         """The same elements with all layout operations undone."""
-        for found in self.chain(ref):
-            ref = found
-        return ref
+        known = self._canonical.get(ref)
+        if known is None or known[0] != self.refinements:  # what a reshape did not allow, it may allow now
+            last = ref
+            for found in self.chain(ref):
+                last = found
+            known = self._canonical[ref] = self.refinements, last
+        return known[1]
 
     def operands(self, ref: Ref) -> list[Ref] | None:
         """The operands of an elementwise equation (or of a dot without contraction), pulled; None if it is neither."""

@@ -306,15 +306,16 @@ class Graph:
         if is_elementwise_call(equation):
             params = called_program(equation)
         else:
-            params = tuple(item for item in sorted(equation.params.items()) if item[0] not in _IGNORED)
-        try:
-            hash(params)
-        except TypeError:
-            params = hashable(params)
+            given = equation.params
+            params = tuple([(name, given[name]) for name in sorted(given) if name not in _IGNORED]) if given else ()
+            try:
+                hash(params)
+            except TypeError:
+                params = hashable(params)
         if name == "broadcast_in_dim" and operands:
             operands, params = self._broadcast(equation, operands)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
-        types = tuple((v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape"))
+        types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
         key = (name, frame, tuple(ordered), params, types)
         try:
             hash(key)

@@ -105,23 +105,25 @@ def _reach(graph: Graph) -> list[tuple[bool, bool]]:
     elementwise operations, layout and reductions.  A contraction starts anew."""
     reach = [(False, False)] * len(graph.avals)
     for node in graph.nodes:
-        found = (False, False)
-        contracts = node.name == "dot_general" and not is_product(node)
-        if contracts:
-            found = (True, False)
-        elif node.name in ELEMENTWISE or node.name in _THROUGH or is_product(node):
-            contraction = any(reach[i][0] for i in node.inputs)
-            exponential = any(reach[i][1] for i in node.inputs)
-            starts = node.name in ("exp", "exp2", "pow") or _holds_softmax(node)
-            found = (contraction, exponential or contraction and starts)
-        if node.name == "reduce_sum" and not found[0] and _sums_product(graph, node):
-            found = (True, False)
-        for output in node.outputs:
-            reach[output] = found
+        name = node.name
+        contraction = exponential = False
+        if name == "dot_general" and not is_product(node):
+            contraction = True
+        elif name == "dot_general" or name in _THROUGH:
+            for i in node.inputs:
+                contraction |= reach[i][0]
+                exponential |= reach[i][1]
+            if contraction and not exponential:
+                exponential = name in ("exp", "exp2", "pow") or _holds_softmax(node)
+        if name == "reduce_sum" and not contraction and _sums_product(graph, node):
+            contraction, exponential = True, False
+        if contraction or exponential:
+            for output in node.outputs:
+                reach[output] = contraction, exponential
     return reach
 
 
-_THROUGH = _LAYOUT | _CUSTOM_RULES | {
+_THROUGH = ELEMENTWISE | _LAYOUT | _CUSTOM_RULES | {
     "concatenate", "slice", "split", "expand_dims", "sharding_constraint", "reduce_sum", "reduce_max", "reduce_min",
     "reduce_precision", "pvary", "pcast", "reshard", "copy_p", "layout_constraint", "tile", "cumsum", "gather", "sort",
     "dynamic_slice", "argmax", "pure_callback",

@@ -87,7 +87,7 @@ def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool] | None:
         choices = loop.choices(graph, root)
         if choices or loop.compares:
             return loop.visited | choices, loop.products, True
-    reading = read(graph, root)
+    reading = None if graph.name(root) == "add" else read(graph, root)
     return None if reading is None else (reading.seeds, reading.products, False)
 
 
@@ -118,24 +118,80 @@ def _with_backward(
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
     """The sums that may be over experts: of products, and of what was compared, scattered or normalised."""
-    weighs = [False] * len(graph.avals)
-    product = [False] * len(graph.avals)
+    weighs = bytearray(len(graph.avals))
+    product = bytearray(len(graph.avals))
+    along = [0] * len(graph.avals)
+    """Per value, a bit for each axis along which it may differ by what was compared, scattered or normalised."""
     found: list[Node] = []
     for node in graph.nodes:
-        weighed, multiplied = (any(flags[i] for i in node.inputs) for flags in (weighs, product))
-        contracts = node.name == "dot_general" and not is_product(node)
-        if node.name == "scan":  # a loop over experts, perhaps
+        name, inputs = node.name, node.inputs
+        weighed = multiplied = False
+        for i in inputs:
+            weighed = weighed or bool(weighs[i])
+            multiplied = multiplied or bool(product[i])
+        if name == "scan":  # a loop over experts, perhaps
             chosen = not alive.isdisjoint(node.outputs)
         else:
-            sums = contracts or node.name in ("reduce_sum", "add")
-            chosen = sums and weighed and multiplied and node.outputs[0] in alive
+            chosen = weighed and multiplied and name in _SUMS and node.outputs[0] in alive
+            chosen = chosen and (name == "add" or _sums_along(node, [along[i] for i in inputs]))
         if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
             found.append(node)
-        starts = node.name in ("eq", "scatter", "scatter-add", "exp", "logistic")
+        starts = name in _STARTS
+        through = starts or weighed and (name == "scan" or name in _PLAIN)
+        multiplied = multiplied or name == "scan" or name == "dot_general" and not is_product(node)
         for output in node.outputs:
-            weighs[output] = starts or weighed and (node.name in _PLAIN or node.name == "scan")
-            product[output] = multiplied or contracts or node.name == "scan"
+            weighs[output], product[output] = through, multiplied
+            if through:
+                along[output] = -1 if starts else _passed_on(graph, node, output, [along[i] for i in inputs])
     return found
+
+
+_SUMS = frozenset({"dot_general", "reduce_sum", "add"})
+_STARTS = frozenset({"eq", "scatter", "scatter-add", "exp", "logistic"})
+
+
+def _sums_along(node: Node, axes: Sequence[int]) -> bool:
+    """Whether a node sums along one of the ``axes`` of its operands."""
+    if node.name == "reduce_sum":
+        return any(axes[0] >> int(d) & 1 for d in node.params["axes"])
+    if node.name != "dot_general":
+        return False
+    contracted = node.params["dimension_numbers"][0]
+    return any(mask >> int(d) & 1 for mask, dimensions in zip(axes, contracted, strict=True) for d in dimensions)
+
+
+def _passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int:
+    """The axes of a result that come from the ``axes`` of the operands; all, where that is not known."""
+    shapes, after = [graph.shape(i) for i in node.inputs], graph.shape(output)
+    everything = -1 if any(axes) else 0
+    if not everything:
+        return 0
+    if node.name in ELEMENTWISE:
+        found = 0
+        for mask, shape in zip(axes, shapes, strict=True):
+            found |= mask if shape or not mask else -1
+        return found
+    if node.name in ("reduce_sum", "reduce_max", "reduce_or"):
+        kept = [d for d in range(len(shapes[0])) if d not in node.params["axes"]]
+    elif node.name == "transpose":
+        kept = [int(d) for d in node.params["permutation"]]
+    elif node.name == "dot_general":
+        (left, right), batch = node.params["dimension_numbers"]
+        bits = [axes[0] >> int(d) & 1 | axes[1] >> int(e) & 1 for d, e in zip(*batch, strict=True)]
+        for own, shape, gone, shared in zip(axes, shapes, (left, right), batch, strict=True):
+            bits += [own >> d & 1 for d in range(len(shape)) if d not in gone and d not in shared]
+        return sum(bit << d for d, bit in enumerate(bits))
+    elif node.name == "broadcast_in_dim":
+        targets = node.params["broadcast_dimensions"]
+        return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets)) if shapes[0] else everything
+    elif node.name == "reshape":
+        before, same = shapes[0], 0
+        while same < min(len(before), len(after)) and before[same] == after[same]:
+            same += 1
+        return axes[0] if not axes[0] >> same else everything
+    else:
+        return everything
+    return sum((axes[0] >> d & 1) << i for i, d in enumerate(kept))
 
 
 class _Search(Search):

@@ -69,7 +69,8 @@ class _Splicer:
     def _replace_loop(self, match: Match, params: dict[str, Any]) -> None:
         """A site that is one result of a scan: the scan stays for what else it gives, or goes as dead code."""
         numbers = self.graph.numbers[match.body]
-        for position, equation in enumerate(match.body.equations):
+        for position in match.body.children:
+            equation = match.body.equations[position]
             own = [v for v in equation.outvars if numbers[v] == match.results[0]]
             if own and equation.primitive.name == "scan":
                 new, _ = self._forward(match, params, match.body, own, False, equation)

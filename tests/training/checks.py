@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from recognition.compare import compiled, floats, optimized_like_a_user
-from recognition.oracle import evaluate
+from recognition.oracle import evaluate, promoted
 
 from autopallas import compat
 from autopallas.report import Report
@@ -90,12 +90,18 @@ def check(
     dtype: str | None = None,
     oracle: Callable[..., Any] | None = None,
     op: str = "attention",
+    whole: bool = True,
     **options: Any,
 ) -> Report:
-    """The program is exact, its sites are replaced in these ``directions``, and no value of these ``sizes`` is left."""
+    """The program is exact, its sites are replaced in these ``directions``, and no value of these ``sizes`` is left.
+
+    It is compiled as a ``whole``; or else only its kernels are, which many programs share, and around them it is
+    interpreted in float64.
+    """
     optimized = optimized_like_a_user(function, **options)
     traced = compiled(lambda *args: optimized(*args)).trace(*args)
-    given = traced.lower().compile()(*args)
+    lowered = traced.lower()
+    given = lowered.compile()(*args) if whole else evaluate(traced.jaxpr, *jax.tree.leaves(args), rules=_KERNELS)
     dtype = dtype or min((x.dtype.name for x in floats(args)), key=lambda name: jnp.dtype(name).itemsize)
     right(given, function, args, dtype, oracle)
     report = optimized.report()
@@ -131,6 +137,14 @@ def exact(function: Callable[..., Any], args: Sequence[Any], dtype: str = "float
     report = optimized.report()
     assert not report.failures
     return report
+
+
+def _kernel(equation: Any, *operands: Any) -> list[Any]:
+    given = [jnp.asarray(x, atom.aval.dtype) for x, atom in zip(operands, equation.invars, strict=True)]
+    return [promoted(x) for x in equation.primitive.bind(*given, **equation.params)]
+
+
+_KERNELS = {"autopallas_site": _kernel, "autopallas_site_backward": _kernel}
 
 
 def _site(equation: Any, *operands: Any) -> list[Any]:

@@ -14,6 +14,12 @@ from recognition.spellings import SPELLINGS
 
 from training.checks import exact, replaced
 
+LEFT = {
+    # The result depends on the maximum, so its gradient does, and a kernel would have to find where the maximum is.
+    "one_added_beside_a_maximum_with_a_gradient": "a gradient runs through the maximum of a row, which does not cancel",
+}
+"""Spellings of which no backward is replaced, with the reason that the report gives."""
+
 PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "60"))
 FIRST = int(os.environ.get("FUZZ_SEED", "0"))
 BATCH = 10
@@ -25,7 +31,10 @@ def test_spelling_is_replaced_in_both_directions(name):
     args = spelling.arguments(ODD, "float32")
     report = exact(with_gradients(spelling.program(ODD), args), args)
     reasons = [miss.reason for miss in report.near_misses]
-    assert replaced(report) == ["forward+backward"] * spelling.sites(ODD), reasons
+    if name in LEFT:
+        assert (replaced(report), reasons) == ([], [LEFT[name]])
+    else:
+        assert replaced(report) == ["forward+backward"] * spelling.sites(ODD), reasons
 
 
 @pytest.mark.parametrize("start", range(FIRST, FIRST + PROGRAMS, BATCH))

@@ -27,10 +27,31 @@ NOT_YET: dict[str, str] = {
 """Steps in which not every site is replaced yet, with the reason that the report gives.  Their results are right."""
 
 
+WHOLE = {
+    "value_and_grad",
+    "linearize_and_transpose",
+    "per_example_gradients",
+    "grad_in_a_branch",
+    "grad_in_a_loop",
+    "a_jacobian_of_two_losses",
+    "bias_per_example_and_head",
+    "bfloat16_throughout",
+    "scan_in_reverse",
+    "scan_unrolled_in_part",
+    "checkpoint_within_a_checkpoint",
+    "scan_of_checkpoints_that_save_dots",
+    "checkpoint_of_loops_of_loops",
+    "loops_of_loops_with_branches_that_do_the_same_with_other_weights",
+    "microbatches_around_a_scan",
+}
+"""Steps that are compiled as a whole: one of each kind of loop, branch and checkpoint.  See also test_train_steps.py."""
+
+
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])
 def test_both_directions_are_replaced_and_exact(name):
     step = STEPS[name]
-    report = check(step.function, step.arguments(), ["forward+backward"] * step.sites, step.sizes)
+    directions = ["forward+backward"] * step.sites
+    report = check(step.function, step.arguments(), directions, step.sizes, whole=name in WHOLE)
     assert report.near_misses == ()
 
 
