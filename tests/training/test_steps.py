@@ -44,7 +44,7 @@ WHOLE = {
     "loops_of_loops_with_branches_that_do_the_same_with_other_weights",
     "microbatches_around_a_scan",
 }
-"""Steps that are compiled as a whole: one of each kind of loop, branch and checkpoint.  See also test_train_steps.py."""
+"""Steps that are compiled as a whole: of each kind of loop, branch and checkpoint one.  So is test_train_steps.py."""
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in NOT_YET])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from recognition.catalogue import array
 
 import autopallas
-from autopallas import AutopallasWarning
+from autopallas import AutopallasWarning, compat
 from autopallas.errors import RequirementError, UnsupportedError
 from transforms.test_transforms import attend, optimized, primitives, same
 
@@ -152,6 +153,29 @@ def test_a_signature_is_traced_once(qkv):
     assert len(traced) == 1
     wrapped(qkv[0][..., :2], qkv[1][..., :2], qkv[2])
     assert len(traced) == 2
+
+
+def test_what_is_not_replaced_keeps_its_lines_and_scopes(qkv):
+    def function(q, k, v):
+        with jax.named_scope("ours"):
+            return jnp.tanh(attend(jnp.sin(q), k, v))
+
+    program = optimized(function).trace(*qkv).jaxpr
+    for name in ("sin", "tanh"):
+        (equation,) = [e for e in compat.opened(program)[0].eqns if e.primitive.name == name]
+        assert "test_calls.py" in compat.location(equation)
+        assert "ours" in compat.name_stack(equation)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(qkv, collects):
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        optimized(require={"attention": 1}).trace(*qkv)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
