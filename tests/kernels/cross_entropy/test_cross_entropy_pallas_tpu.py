@@ -80,7 +80,7 @@ class TestPallasTpu(CrossEntropyImplementation):
 
 SIMULATED = {
     "tails": Case("tails", rows=40, hidden=9, vocabulary=300, labels=(0, 300), kinds=KINDS),
-    "tails, embedding table": Case("tails, table", rows=72, hidden=8, vocabulary=300, labels=(-9, 400), kinds=LOSS,
+    "tails, embedding table": Case("tails, table", rows=40, hidden=8, vocabulary=150, labels=(-9, 400), kinds=LOSS,
                                    vocabulary_major=True),
     "side inputs": Case("side inputs", rows=40, vocabulary=150, logit=lambda z, t, b, f: z * t + b.astype(F32) + f,
                         sides=(SideSpec(F32, ROW), SideSpec(BF16, (False, True)), SideSpec(F32, (True, True))),
