@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +104,25 @@ def test_folder_and_files_are_the_users_alone(monkeypatch):
     (file,) = Verdicts.current().folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_no_module_can_turn_data_into_code():
+    """Nothing is unpickled, and nothing evaluated but the script that ``run`` was given."""
+    found = set()
+    root = Path(autopallas.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Import(names=names) | ast.ImportFrom(names=names):
+                    words = {part for alias in names for part in alias.name.split(".")}
+                    words |= set((getattr(node, "module", None) or "").split("."))
+                    bad = words & {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "yaml"}
+                case ast.Call(func=ast.Name(id=name)):
+                    bad = {name} & {"eval", "exec", "compile", "__import__"}
+                case _:
+                    continue
+            found |= {(str(path.relative_to(root)), word) for word in bad}
+    assert found == {("cli/script.py", "exec"), ("cli/script.py", "compile")}
 
 
 def test_what_is_listed_and_shown_is_plain_text(written, capsys):

@@ -198,12 +198,17 @@ def test_the_page_has_a_hint_for_a_near_miss():
 def _reasons():
     """Every reason that a pattern gives for a near miss, with a word in the place of what is filled in."""
 
+    def filled(part):
+        if isinstance(part, ast.Constant):
+            return part.value
+        return experts_reading.DENSE if getattr(part.value, "id", "") == "DENSE" else "sort"
+
     def text(node):
         match node:
             case ast.Constant(value=str()):
                 return node.value
             case ast.JoinedStr():
-                return "".join(text(v) if isinstance(v, ast.Constant) else experts_reading.DENSE for v in node.values)
+                return "".join(map(filled, node.values))
             case ast.BinOp():
                 return text(node.left) + text(node.right)
         return ""
