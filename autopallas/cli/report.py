@@ -101,12 +101,18 @@ def _target(name: str) -> Any:
 def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: Any) -> dict[str, tuple[Any, Any]]:
     """(of the original, of the optimized) for everything that the compiler says; a text where it failed."""
     from autopallas.cli.program import one_line
+    from autopallas.progress import Progress
 
     compiler = _here if target.generation is None else _ahead
+    found = []
     try:
-        before, after = (compiler(function, shapes, target.generation) for function in (original, optimized))
+        with Progress(f"autopallas: compiling for {target.device.kind}") as say:
+            for text, function in (("1 of 2: as it is written", original), ("2 of 2: optimized", optimized)):
+                say(text)
+                found.append(compiler(function, shapes, target.generation))
     except Exception as error:
         raise CommandError(f"it cannot be compiled for {target.device.kind}: {one_line(error)}") from None
+    before, after = found
     if "failure" in before or "failure" in after:
         return {"failure": (before.get("failure"), after.get("failure"))}
     return {name: (before[name], after[name]) for name in before if name in after}

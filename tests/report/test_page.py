@@ -86,8 +86,12 @@ def test_its_own_script_runs_under_its_own_policy_and_the_console_stays_empty(tm
 
 
 @needs_chromium
-def test_filters_show_what_they_name(tmp_path):
+def test_filters_show_what_they_name_and_items_fold_and_unfold_together(tmp_path):
     script = f"""{VISIBLE} {CLICK}
+        const open = () => [...document.querySelectorAll("details.item")].filter((i) => i.open).length;
+        const folded = [open()];
+        click("Unfold all"); folded.push(open());
+        document.querySelector(".fold").click(); folded.push(open());
         const counts = [visible()];
         for (const name of ["Replaced 2", "Replaced 2", "Near misses 2", "attention", "Near misses 2"])
           {{ click(name); counts.push(visible()); }}
@@ -100,24 +104,13 @@ def test_filters_show_what_they_name(tmp_path):
           counts.push(visible());
           counts.push(!heading.hidden, !document.querySelector(".nothing-matches").hidden);
         }}
-        return counts;"""
-    counts, console = browse(tmp_path, html.page([("step", REPORT)]), script)
+        return [folded, counts];"""
+    (folded, counts), console = browse(tmp_path, html.page([("step", REPORT)]), script)
+    assert folded == [3, 4, 0]
     # 4 items: a replaced site (twice), a kept one, a near miss (twice), a failure of attention.
     assert counts[:6] == [4, 1, 4, 1, 1, 3]
     assert counts[6:] == [1, False, False, 0, False, True, 4, True, False]
     assert console == []
-
-
-@needs_chromium
-def test_items_fold_and_unfold_together(tmp_path):
-    script = f"""{CLICK}
-        const open = () => [...document.querySelectorAll("details.item")].filter((i) => i.open).length;
-        const counts = [open()];
-        click("Unfold all"); counts.push(open());
-        document.querySelector(".fold").click(); counts.push(open());
-        return counts;"""
-    counts, _ = browse(tmp_path, html.page([("step", REPORT)]), script)
-    assert counts == [3, 4, 0]
 
 
 @needs_chromium
