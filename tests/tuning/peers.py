@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ import autopallas
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.tuning.agree import agreement
 from autopallas.tuning.cache import Cache
+from autopallas.tuning.probe import Prober
 
 
 def chosen(function, length):
@@ -25,6 +27,16 @@ def chosen(function, length):
     optimized.lower(*qkv(length))
     (site,) = optimized.report().sites
     return [site.block_sizes, site.block_sizes_from, optimized.report().tuning]
+
+
+def probed(function, length, fault):
+    """The verdict on the site, and the stages that failed, where this process finds ``fault`` in a probe."""
+    Prober.wanted = lambda self, name: True
+    Prober._probed = lambda self, match, name, block_sizes: fault
+    optimized = autopallas.optimize(function, objective="always")
+    optimized.lower(*qkv(length))
+    (site,) = optimized.report().sites
+    return [site.verdict, [stage for _, stage, _ in site.attempts]]
 
 
 def main(address: str, processes: int, number: int, folder: Path) -> None:
@@ -45,6 +57,10 @@ def main(address: str, processes: int, number: int, folder: Path) -> None:
         cache.put(entry_for(match_of(attend, *qkv(100)), BlockSizes(16, 16)))
         time.sleep(1.5)
     found["process 0 comes late"] = chosen(attend, 100)
+    warnings.simplefilter("ignore")
+    fault = ("compile", "no such instruction") if number == processes - 1 else None
+    found["works in all"] = probed(attend_all, 60, None)
+    found["fails in one"] = probed(attend, 60, fault)
     print(json.dumps(found), flush=True)
     agreed.store.wait_at_barrier("end", 60_000)  # type: ignore[attr-defined]
 

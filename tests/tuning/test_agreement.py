@@ -149,7 +149,7 @@ def free_address() -> str:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_connected_processes_choose_alike_and_do_not_search(tmp_path, count):
+def test_connected_processes_choose_alike_do_not_search_and_fall_back_together(tmp_path, count):
     here, address = Path(__file__).parent, free_address()
     running = [
         subprocess.Popen(
@@ -175,6 +175,8 @@ def test_connected_processes_choose_alike_and_do_not_search(tmp_path, count):
     assert found[0]["process 0 knows"] == [sizes, "cache", {"searches": 0, "cache_hits": 1}]
     assert found[0]["another knows"][1:] == ["default", {"searches": 0, "cache_hits": 0}]
     assert found[0]["process 0 comes late"][1] == "default"
+    assert found[0]["works in all"] == ["applied", []]
+    assert found[0]["fails in one"] == ["kept", ["compile"]]
 
 
 # --- verdicts on kernels ---------------------------------------------------------------------------------------------
