@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -58,6 +59,19 @@ def test_every_generation_of_tpus_is_a_device_of_the_tables():
 @pytest.mark.parametrize("op", TUNED)
 def test_tables_hold_known_devices_only(op):
     assert set(importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE) <= set(DEVICES)
+
+
+@pytest.mark.parametrize("op", TUNED)
+def test_rows_claim_what_can_have_been_done(op):
+    """Only TPUs can be simulated; each row has figures of both sides, a date and versions."""
+    table = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE
+    for device, rows in table.items():
+        for key, row in rows.items():
+            assert row.evidence in ("measured", "simulated", "estimated"), key
+            assert row.evidence != "simulated" or device.startswith("TPU"), key
+            assert row.kernel_us > 0 < row.original_us, key
+            assert re.fullmatch(r"\d{4}-\d\d-\d\d", row.date), key
+            assert "jax" in row.versions, key
 
 
 def test_memory_has_a_row_of_its_own_where_there_is_one():
