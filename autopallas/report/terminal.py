@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from autopallas.report import text
+from autopallas.report.hints import hint
 from autopallas.report.records import Report, Site
 
 __all__ = ["relative", "show", "summary"]
@@ -118,7 +119,8 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
         places = misses.setdefault((miss.op, miss.reason), [])
         if relative(miss.location) not in places:
             places.append(relative(miss.location))
-    lines += _listed("Near misses:", [f"{op} at {', '.join(at)}: {relative(why)}" for (op, why), at in misses.items()])
+    near = [f"{op} at {', '.join(at)}: {relative(why)}. {hint(why)}".rstrip() for (op, why), at in misses.items()]
+    lines += _listed("Near misses:", near)
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
     lines += _listed("Failures inside autopallas:", failures)
     if not (groups or misses or failures):
