@@ -39,7 +39,7 @@ def candidates(operations: Sequence[str]) -> Iterator[Candidate]:
         yield from attentions(2, 2048, 128)
     if "grouped_matmul" in operations:
         for use in ("forward", "dlhs", "drhs"):
-            yield from grouped(use, 2048, 4096, 4096, 2)  # type: ignore[arg-type]
+            yield from grouped(use, 2048, 4096, 4096, 2)
     if "cross_entropy" in operations:
         yield from losses(2048, 4096, 16384)  # of a smaller weight the simulation keeps all in VMEM, and has no room
 

@@ -28,17 +28,22 @@ from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import refusal
-from autopallas.kernels.tpu import LANES, block_bytes, call, generation, rounded
+from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
+from autopallas.program import Program
 
 __all__ = ["Tile", "backward", "candidates", "follows_data", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
 
+EPILOGUES = True
+"""Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
+
 _COLUMN_BLOCK = 1024
 _LEAST_ROWS = 16
 """A whole register of 16-bit elements."""
 _DTYPES = ("bfloat16", "float32")
+_ANY_TPU = Device("tpu", "")
 _SCALARS = 256 * 2**10
 """Bytes of scalar memory that tables may take: a quarter of what the smallest generation has."""
 
@@ -76,6 +81,8 @@ def follows_data(spec: AnySpec, block_sizes: BlockSizes) -> bool:
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
     """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+    if spec.epilogue is not None and not _computable(spec.epilogue):
+        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
     batch = spec.batch
     start, end, apart = group_bounds(jnp.broadcast_to(group_sizes, (batch, spec.groups)), spec.rows)
     kernel = _weights if spec.use == "drhs" else _rows
@@ -89,6 +96,11 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, seco
     # Negative sizes make groups overlap, and results sums over them, for which visits have no order.
     result: Array = lax.cond(apart, tiled, streamed, first, second)
     return result
+
+
+def _computable(epilogue: Program) -> bool:
+    """Whether Mosaic has what an epilogue asks for; else XLA computes it, in a pass of its own."""
+    return reason_against(_ANY_TPU, [epilogue], [epilogue.dtype]) is None
 
 
 def backward(
@@ -146,7 +158,7 @@ class Tile(NamedTuple):
         rows, inner, columns = self
         lhs, weights, out = (rows, inner), (inner, columns), (rows, columns)
         blocks = (lhs, out, weights) if spec.use == "drhs" else (lhs, weights, out)
-        dtypes = (spec.first_dtype, spec.second_dtype, spec.result_dtype)
+        dtypes = (spec.first_dtype, spec.second_dtype, spec.output_dtype)
         buffers = sum(block_bytes(block, dtype, 2) for block, dtype in zip(blocks, dtypes, strict=True))
         return buffers + block_bytes(blocks[2], np.float32, 1 if spec.use == "drhs" else 2)
 
@@ -233,7 +245,7 @@ def rows_call(
         semantics=("parallel", "arbitrary", "arbitrary"),
         in_specs=in_specs,
         out_specs=out_specs,
-        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.result_dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.output_dtype),
         scratch_shapes=_rows_scratch(tile, steps),
         cost=_rows_cost(spec, rows, groups, passes),
     )
@@ -268,7 +280,7 @@ def rows_call_on_cores(
         visits=visits,
         in_specs=lambda read: _rows_specs(spec, tile, lambda visit, tables: read(visit))[0],
         out_specs=lambda read: _rows_specs(spec, tile, lambda visit, tables: read(visit))[1],
-        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.result_dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), spec.output_dtype),
         scratch_shapes=_rows_scratch(tile, steps),
         limit=generation(Device.current()).limit,
         cost=_rows_cost(spec, rows, groups, passes),
@@ -302,7 +314,7 @@ def _rows_scratch(tile: Tile, steps: int) -> list[Any]:
 
 def _rows_cost(spec: GroupedMatmulSpec, rows: int, groups: int, passes: int) -> Any:
     inner, columns = _sides(spec)
-    first, second, result = (d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype))
+    first, second, result = (d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.output_dtype))
     moved = rows * inner * passes * first + groups * inner * columns * second + rows * columns * result
     return pl.CostEstimate(flops=2 * rows * inner * columns, bytes_accessed=moved, transcendentals=0)
 
@@ -335,17 +347,20 @@ def _rows_kernel(
     def product() -> Array:
         return _dot(spec, rows_ref[...], weights_ref[...], 1, axis)
 
+    def finished(value: Array) -> Array:
+        return spec.finished(value.astype(spec.result_dtype)).astype(out_ref.dtype)
+
     def store(value: Array) -> None:
         row = lax.broadcasted_iota(jnp.int32, (tile.rows, 1), 0)
         inside = (row >= begin) & (row < end)
 
         @pl.when(first == 1)
         def store_first() -> None:
-            out_ref[...] = jnp.where(inside, value, 0).astype(out_ref.dtype)
+            out_ref[...] = finished(jnp.where(inside, value, 0))
 
         @pl.when(first == 0)
         def store_more() -> None:
-            out_ref[...] = jnp.where(inside, value.astype(out_ref.dtype), out_ref[...])
+            out_ref[...] = jnp.where(inside, finished(value), out_ref[...])
 
     if steps == 1:
 
@@ -355,7 +370,7 @@ def _rows_kernel(
 
         @pl.when(end <= begin)
         def none() -> None:
-            out_ref[...] = jnp.zeros_like(out_ref)
+            out_ref[...] = finished(jnp.zeros((tile.rows, tile.columns), jnp.float32))
 
         return
     (sum_ref,) = scratch

@@ -12,6 +12,8 @@ from test_grouped_matmul_implementations import USES, spec_of
 from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.programs import traced
+from autopallas.program import Score
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
 
 pytestmark = pytest.mark.skipif(
@@ -54,3 +56,15 @@ def test_every_generation_compiles_them(compiler, name, use, dtype):
     if name.startswith("M8192"):
         tile = pallas_tpu.Tile.of(spec, sizes, spec.rows, generation.budget, generation.cores)
         assert tile.vmem_bytes(spec) == pytest.approx(kernel.vmem_bytes, rel=0.25)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_epilogue_is_part_of_the_kernel(compiler, dtype):
+    epilogue = traced(lambda y: jax.nn.gelu(y) * jax.nn.sigmoid(y), Score(jnp.dtype(dtype)))
+    spec = spec_of("forward", dtype, rows=2048, inner=1024, columns=1024, groups=4, epilogue=epilogue)
+    types = [jax.ShapeDtypeStruct((1, *shape), jnp.dtype(dtype)) for shape in (spec.first_shape(), spec.second_shape())]
+    types.append(jax.ShapeDtypeStruct((1, 4), jnp.int32))
+    with compiler.generation.device.targeted():
+        found = compiler.compile(lambda *given: pallas_tpu.forward(spec, BlockSizes(512), *given), types)
+    assert found.failure is None
+    assert found.temporary_bytes < 2048 * 1024 * jnp.dtype(dtype).itemsize, "no array for the product"
