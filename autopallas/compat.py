@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -85,6 +86,7 @@ __all__ = [
     "inlined_equation",
     "is_jaxpr",
     "is_outermost",
+    "is_partitioned",
     "is_plain_jit",
     "is_tracer",
     "is_transposed",
@@ -93,6 +95,8 @@ __all__ = [
     "location",
     "lowering_device",
     "make_jaxpr",
+    "mark_lowering",
+    "mesh_in_force",
     "missing_mosaic_gpu",
     "mlir",
     "mosaic_gpu_kernel",
@@ -101,9 +105,11 @@ __all__ = [
     "new_jaxpr_eqn",
     "numeric_setting",
     "opened",
+    "propagated",
     "rebuilt",
     "reshaped",
     "scan_parts",
+    "set_mesh",
     "spread",
     "tensor_cores",
     "trace_context",
@@ -436,6 +442,90 @@ def tensor_cores(axis: str, count: int) -> Any:
     own = getattr(pltpu, "TensorCoreMesh", None)  # since JAX 0.11
     make: Any = own or pltpu.create_tensorcore_mesh
     return make(axis_name=axis, num_cores=count) if own else make(axis, num_cores=count)
+
+
+def is_partitioned(context: Any) -> bool:
+    """Whether the compiler is to divide what is lowered here among several devices."""
+    axes = context.module_context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return any(n > 1 for name, n in axes.mesh.shape.items() if name not in axes.manual_axes)
+    return int(getattr(axes, "num_devices", None) or 1) > 1
+
+
+def mesh_in_force() -> Any:
+    """The mesh of ``jax.set_mesh``, or None."""
+    mesh: Any = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def set_mesh(mesh: Any) -> Any:
+    """A context with a mesh in force; None: with what is."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+_MARK = "autopallas_mark"
+
+
+def mark_lowering(context: Any, operand: Any, *, name: str) -> Any:
+    """An identity that divides its operand as it is divided, and that :func:`propagated` finds by its name."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    shape = operand.type.shape
+    factors = [f"z_{i}" if i >= 17 else "ijklmnopqrstuvwxyz"[i] for i in range(len(shape))]
+    sizes = ", ".join(f"{f}={n}" for f, n in zip(factors, shape, strict=True))
+    dimensions = f"[{', '.join(factors)}]"
+    rule = f"#sdy.op_sharding_rule<({dimensions})->({dimensions}){f' {{{sizes}}}' if sizes else ''}>"
+    call = stablehlo.CustomCallOp(
+        [operand.type],
+        [operand],
+        _MARK,
+        has_side_effect=ir.BoolAttr.get(True),  # or it would go as dead code where only a derivative is wanted
+        backend_config=ir.StringAttr.get(name),
+        api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
+    )
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
+    return call.results
+
+
+def propagated(lowered: Any) -> list[tuple[str, tuple[tuple[str, ...], ...] | None]]:
+    """How Shardy divides the marked values of a lowered program: (name, mesh axes per dimension).
+
+    None in place of the axes where a part of an axis would be needed to say it.
+    """
+    from jaxlib.mlir import passmanager
+    from jaxlib.mlir.dialects import sdy
+
+    module = lowered.compiler_ir("stablehlo")
+    found: list[tuple[str, tuple[tuple[str, ...], ...] | None]] = []
+
+    def dimensions(operation: Any) -> tuple[tuple[str, ...], ...] | None:
+        rank = len(operation.results[0].type.shape)
+        if "sdy.sharding" not in operation.attributes:
+            return ((),) * rank
+        per_value = sdy.TensorShardingPerValueAttr(operation.attributes["sdy.sharding"])
+        sharding = sdy.TensorShardingAttr(per_value.shardings[0])
+        named = []
+        for dimension in sharding.dimension_shardings:
+            axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
+            if any(axis.sub_axis_info is not None for axis in axes):
+                return None
+            named.append(tuple(str(axis.name) for axis in axes))
+        return tuple(named)
+
+    def visit(operation: Any) -> None:
+        for region in operation.regions:
+            for block in region:
+                for inner in block:
+                    attributes = inner.operation.attributes
+                    if "call_target_name" in attributes and attributes["call_target_name"].value == _MARK:
+                        found.append((attributes["backend_config"].value, dimensions(inner.operation)))
+                    visit(inner.operation)
+
+    with module.context:
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+        visit(module.operation)
+    return found
 
 
 def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:

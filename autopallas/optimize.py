@@ -19,6 +19,8 @@ from autopallas.errors import AutopallasWarning, OptionError, RequirementError, 
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
+from autopallas.partition import Shardings, placed
+from autopallas.partition import shardings as partition
 from autopallas.patterns import NearMiss, find
 from autopallas.plan import plan
 from autopallas.plan.own import apart
@@ -41,11 +43,13 @@ _MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
 """Errors that are answers to the user, not failures inside."""
 
 
-def rewrite(program: Any, options: Options, probes: bool = True) -> tuple[Any, Report]:
+def rewrite(
+    program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
+) -> tuple[Any, Report]:
     """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
     The program comes back as it is where nothing was replaced or where something in here failed.  ``probes`` says
-    whether kernels may be compiled for it.
+    whether kernels may be compiled for it, ``shardings`` how its arguments and results are spread over devices.
     """
     device = Device.current()
     tuner = Tuner(device, options)
@@ -59,6 +63,8 @@ def rewrite(program: Any, options: Options, probes: bool = True) -> tuple[Any, R
             graph = Graph(flatten(program))
             stage = "patterns"
             matches, misses = find(graph, options.ops, options.assume_finite)
+        stage = "partition"
+        matches = placed(program, graph, matches, shardings, options.strict)
         stage = "plan"
         with Prober(device, options, probes) as prober:
             matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
@@ -120,7 +126,7 @@ class Optimized(Generic[P, R]):
         self._explicit = explicit
         self._report = Report()
         self._lock = threading.Lock()
-        settings = compat.jit_settings(function)
+        self._settings = settings = compat.jit_settings(function)
         self._plain = settings is None
         self._inner: Callable[..., Any] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
@@ -133,14 +139,21 @@ class Optimized(Generic[P, R]):
         self._run: Callable[..., Any] = self._jit
         self._as_it_is: Exception | None = None
         self._replaced = False
+        self._spread = False
         self._dry = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:  # a call that needs nothing special pays for no more than this frame
+            if self._spread and not partition.told():
+                with partition.tell(args, kwargs):
+                    return self(*args, **kwargs)
             result: R = self._run(*args, **kwargs)
             return result
         except first_call.FirstCall:
             pass
+        except partition.Wanted:
+            self._spread = True
+            return self(*args, **kwargs)
         except Exception as error:
             if self._run is self._jit and isinstance(error, _RETRIED) and self._may_be_ours(error, args, kwargs):
                 self._run = functools.partial(self._plain_call, _call)
@@ -167,17 +180,17 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        with first_call.unchecked():
+        with first_call.unchecked(), partition.tell(args, kwargs):
             return self._jit.lower(*args, **kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        with first_call.unchecked():
+        with first_call.unchecked(), partition.tell(args, kwargs):
             return self._jit.trace(*args, **kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        with first_call.unchecked():
+        with first_call.unchecked(), partition.tell(args, kwargs):
             return self._jit.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -209,7 +222,10 @@ class Optimized(Generic[P, R]):
         except Exception as error:
             recovery.mark_theirs(error)
             raise
-        rewritten, report = rewrite(program, options, probes=not self._dry)
+        if partition.wanted_for(program, self._settings):
+            raise partition.Wanted
+        shardings = partition.known(args, kwargs, arrays, shapes, self._settings)
+        rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
         self._publish(report)
         return jax.tree.unflatten(jax.tree.structure(shapes), self._emit(rewritten, program, arrays, options.strict))
 
@@ -344,7 +360,7 @@ def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
-    with first_call.unchecked():
+    with first_call.unchecked(), partition.tell(args, kwargs):
         return jitted.eval_shape(*args, **kwargs)
 
 

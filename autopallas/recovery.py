@@ -17,7 +17,7 @@ from autopallas.graph import Graph
 from autopallas.kernels.implementation import Device
 from autopallas.own.site import OwnSite
 from autopallas.patterns import Match
-from autopallas.plan import Decision
+from autopallas.plan import Decision, alone
 from autopallas.rewrite import splice
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.key import TuningKey
@@ -97,7 +97,7 @@ def narrowed(matches: Sequence[Match], decisions: list[Decision], device: Device
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")
         elif decision.verdict == "applied":
             name = decision.implementation or ""
-            key = verdict_key(match, name, decision.block_sizes, device)
+            key = verdict_key(alone(match), name, decision.block_sizes, device)
             _SEEN.suspects.setdefault(key.digest, Suspect(key, match.op, name, match.location))
             if allowed != _EVERYTHING and key.digest not in allowed:
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")

@@ -66,6 +66,8 @@ class Match:
     """The bodies that have all operands, of which others with a part of the site may lack some; by default ``body``."""
     then: tuple[Match, ...] = ()
     """Further passes of the same site, such as its backward where that is a computation of its own."""
+    obstacle: str = ""
+    """Why it must not be replaced where it is, or an empty string."""
 
     @property
     def passes(self) -> tuple[Match, ...]:

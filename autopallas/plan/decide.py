@@ -16,6 +16,7 @@ from autopallas.options import Options
 from autopallas.own.site import OwnSite
 from autopallas.patterns.match import Match
 from autopallas.plan import own
+from autopallas.plan.alone import alone
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.probe import Prober
@@ -48,6 +49,8 @@ class Decision:
     """What was asked for, should the program be lowered for another platform; None: there the original runs."""
     must: bool = False
     """Whether a failure of it is raised, in place of a fallback."""
+    survey: int | None = None
+    """A number under which the original is lowered with marks, to find out how a program is divided among devices."""
 
 
 def plan(
@@ -72,10 +75,12 @@ def plan(
     decisions: list[Decision] = []
     applied = 0
     for match in matches:
-        key = (match.op, tuple(part.site for part in match.passes), match.direction)
+        key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
         if key not in known:
             try:
-                if isinstance(match.site, OwnSite):
+                if match.obstacle:
+                    known[key] = _hindered(match, device, options)
+                elif isinstance(match.site, OwnSite):
                     known[key] = _own(match, device, options, prober)
                 elif lock is not None and options.implementation_for(match.op) is None:
                     known[key] = _locked(match, device, options, lock, prober)
@@ -106,12 +111,13 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     if isinstance(wanted, str) and foreign:
         device = Device(HOME[wanted], "")
     foreign = foreign or not device.here
+    measured = alone(match)
     attempts: list[tuple[str, str, str]] = []
     for name, answer in operation.candidates(match.spec, device, wanted):
         if isinstance(answer, Unsupported):
             attempts.append((name, "supports", answer.reason))
             continue
-        choice = of_table(match, name, device, options.objective) if foreign else tuner.choose(match, name)
+        choice = of_table(match, name, device, options.objective) if foreign else tuner.choose(measured, name)
         if choice.failure is not None:
             attempts.append((name, "tune", choice.failure))
             continue
@@ -122,7 +128,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
         found_now = choice.source == "autotune"
         objection: tuple[str, str] | None = None
         if not foreign:
-            objection = prober.objection(match, name, sizes, again=isinstance(wanted, str), measured=found_now)
+            objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
         if objection is None:
             try:
                 with device.targeted(), settled():
@@ -133,12 +139,19 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
                 if options.strict or isinstance(wanted, str):
                     raise
                 objection = "trace", f"{type(error).__name__}: {error}"
-                prober.condemn(match, name, sizes, *objection)
+                prober.condemn(measured, name, sizes, *objection)
         attempts.append((name, *objection))
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+def _hindered(match: Match, device: Device, options: Options) -> Decision:
+    wanted = options.implementation_for(match.op)
+    if isinstance(wanted, str):
+        raise UnsupportedError(f"{match.op} was to run on {wanted} only: {match.obstacle}. The site: {match.spec}")
+    return Decision("kept", match.obstacle, device.platform)
 
 
 def _own(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
@@ -183,7 +196,7 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
             site.row(given),
             must=options.strict,
         )
-        objection = prober.objection(match, site.implementation, sizes, again=False, measured=False)
+        objection = prober.objection(alone(match), site.implementation, sizes, again=False, measured=False)
         if objection is not None:
             return kept(f"{site.implementation} failed", site.implementation, *objection)
         for part in match.passes:

@@ -23,6 +23,7 @@ from autopallas import compat
 from autopallas.compat import ad, batching, mlir
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
+from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.plan import Decision, elsewhere
 from autopallas.tuning.cache import WARNED
@@ -135,15 +136,40 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         ) -> Any:
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
+            if decision.survey is not None:
+                return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
             decision = decided(decision, device, params)
             runs = decision.verdict == "applied" and decision.platform == ours
+            if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
+                runs = False  # the compiler would gather everything on each device
+                WARNED.once(_UNPLACED + params["site"].operation.name, _UNPLACED)
             if runs:  # kernels mix operands and constants, and know of no mesh
                 context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
             with device.lowered(), settled():
                 return rule(context, *operands, decision=decision, runs=runs, **params)
 
         mlir.register_lowering(primitive, lowering, platform=platform)
+
+    def marked(*operands: Any, number: int, **params: Any) -> Any:
+        """The original, with marks by which its operands and results are found in the lowered program."""
+        if compute is not _site:
+            return compute(False, *operands, **params)
+        given = [mark_p.bind(x, name=f"{number} operand {i}") for i, x in enumerate(operands)]
+        results = compute(False, *given, **params)
+        return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
+
+    surveyed: Any = mlir.lower_fun(marked, multiple_results=True)
     return primitive
+
+
+mark_p = Primitive("autopallas_mark")
+mark_p.def_abstract_eval(lambda x, name: x)
+mlir.register_lowering(mark_p, compat.mark_lowering)
+
+_UNPLACED = (
+    "autopallas runs a site as it is written: the program is divided among several devices, and how was not known "
+    "when it was traced"
+)
 
 
 def _results(operands: Sequence[Any], original: Any) -> list[Any]:

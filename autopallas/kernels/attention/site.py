@@ -17,9 +17,10 @@ import numpy as np
 
 from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.kernels.division import Counted, Division, Extras, Parts
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
-from autopallas.program import Program
+from autopallas.program import Index, Input, Program, Side
 
 Dtype = np.dtype[Any]
 
@@ -361,6 +362,69 @@ class AttentionSite:
         floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
         inside = pull((dq, dk, dv, floating, dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
+
+    # ------------------------------------------------------------------ on several devices
+
+    def parts(self) -> Parts:
+        """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
+        sources = [self.query, self.key, self.value, *self.sides]
+        sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
+        sources += [] if self.row_program is None else self.row_program.sources
+        residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
+        labels = frozenset(label for group in self.axes[:4] for label in group)
+        uses = tuple(source for source in sources if isinstance(source, Operand))
+        return Parts(uses, (self.result,), residuals, labels, (frozenset(),))
+
+    def divided(self, division: Division) -> tuple[AttentionSite, tuple[Counted, ...]]:
+        """What each device computes."""
+        extras = Extras(len(self.types))
+        sides = [extras.source(side, division) for side in self.sides]
+        rows = division.divides(self.query_labels)
+
+        def placed(i: Input) -> Input:
+            """A row's position is read from an operand where rows are divided."""
+            if not (rows and isinstance(i, Index) and i.axis == "query"):
+                return i
+            operand = extras.operand(Counted(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
+            if operand not in sides:
+                sides.append(operand)
+            return Side(sides.index(operand), i.dtype)
+
+        def program(given: Program) -> Program:
+            return replace(given, inputs=tuple(map(placed, given.inputs)))
+
+        def weights(given: tuple[Weight, ...]) -> tuple[Weight, ...]:
+            return tuple(replace(weight, program=program(weight.program)) for weight in given)
+
+        def term(given: RowTerm) -> RowTerm:
+            return given if given.source is None else replace(given, source=extras.source(given.source, division))
+
+        row_program = self.row_program
+        if row_program is not None:
+            row_program = replace(
+                row_program,
+                inputs=tuple(
+                    x if isinstance(x, RowStatistic) else extras.source(x, division) for x in row_program.inputs
+                ),
+                statistics=tuple(program(s) if isinstance(s, Program) else weights(s) for s in row_program.statistics),
+            )
+        site = replace(
+            self,
+            sizes=division.local(self.sizes),
+            score=program(self.score),
+            inner_weights=weights(self.inner_weights),
+            weights=weights(self.weights),
+            live=self.live if self.live is None else program(self.live),
+            sinks=tuple(tuple(map(term, terms)) for terms in self.sinks),
+            factors=tuple(map(term, self.factors)),
+            row_program=row_program,
+        )
+        site = replace(site, sides=tuple(sides), types=(*self.types, *extras.types))
+        return site, tuple(extras.counted)
+
+    def alone(self, division: Division) -> AttentionSite:
+        """No device needs another."""
+        return self.divided(division)[0]
 
     # ------------------------------------------------------------------ transformations
 

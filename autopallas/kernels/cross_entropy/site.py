@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
+from autopallas.kernels.division import Counted, Division, Extras, Parts
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
-from autopallas.program import Program
+from autopallas.program import Index, Program
 
 Dtype = np.dtype[Any]
 
@@ -130,7 +131,7 @@ class CrossEntropySite:
         groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
         sides = [read(side, operands, self.sizes, groups) for side in self.sides]
         for position in self.clipped:
-            greatest = min(self.spec.vocabulary - 1, int(jnp.iinfo(sides[position].dtype).max))
+            greatest = min(self._greatest_label, int(jnp.iinfo(sides[position].dtype).max))
             sides[position] = jnp.clip(sides[position], 0, greatest)
         return x, w, tuple(sides)
 
@@ -256,7 +257,15 @@ class CrossEntropySite:
             dsides = tuple(
                 zero if d is None else _summed(d, zero) for zero, d in zip(dsides, self._floating(dsides_), strict=True)
             )
-        return tuple(pull((dx, dw, tuple(a + b for a, b in zip(dsides, outside, strict=True)))))
+        return tuple(pull((dx, dw, tuple(a + self._once(b) for a, b in zip(dsides, outside, strict=True)))))
+
+    @property
+    def _greatest_label(self) -> int:
+        return self.spec.vocabulary - 1
+
+    def _once(self, gradient: jax.Array) -> jax.Array:
+        """Of what does not depend on the part of the vocabulary, the gradient."""
+        return gradient
 
     def _floating(self, sides: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
@@ -264,6 +273,47 @@ class CrossEntropySite:
     def _wanted(self, active: Sequence[int]) -> tuple[bool, ...]:
         """Of (x, w, *sides), those that come from active operands."""
         return tuple(isinstance(s, Operand) and s.position in active for s in (self.rows, self.weight, *self.sides))
+
+    # ------------------------------------------------------------------ on several devices
+
+    def parts(self) -> Parts:
+        """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
+        uses = tuple(s for s in (self.rows, self.weight, *self.sides) if isinstance(s, Operand))
+        programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
+        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        counts_rows = any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
+        labels = {*self.batch_labels, *(() if counts_rows else self.row_labels)}
+        whole = frozenset(self.vocabulary_labels)
+        if len(whole) == 1:
+            labels |= whole
+        return Parts(
+            uses,
+            tuple(r.view for r in self.results),
+            (self.residual,) * len(self.statistics),
+            frozenset(labels),
+            tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
+        )
+
+    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+        """What each device computes."""
+        site, extras = self._part(division)
+        across = tuple(axis for label in self.vocabulary_labels for axis in division.of(label))
+        if across:
+            from autopallas.kernels.cross_entropy.divided import DividedCrossEntropySite
+
+            own = {f.name: getattr(site, f.name) for f in fields(site)}
+            site = DividedCrossEntropySite(**own, across=across, vocabulary=self.spec.vocabulary)
+        return site, extras
+
+    def alone(self, division: Division) -> CrossEntropySite:
+        """A cross-entropy over the part of the vocabulary."""
+        return self._part(division)[0]
+
+    def _part(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+        extras = Extras(len(self.types))
+        sides = tuple(extras.source(side, division) for side in self.sides)
+        site = replace(self, sizes=division.local(self.sizes), sides=sides)
+        return replace(site, types=(*self.types, *extras.types)), tuple(extras.counted)
 
     # ------------------------------------------------------------------ transformations
 

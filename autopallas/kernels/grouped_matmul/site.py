@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.kernels.division import Counted, Division, Parts
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.implementation import Operation
@@ -168,6 +169,22 @@ class GroupedMatmulSite:
             for x, gradient in zip((first, second), gradients, strict=True)
         )
         return tuple(pull(filled))
+
+    # ------------------------------------------------------------------ on several devices
+
+    def parts(self) -> Parts:
+        """All may be divided but the rows, which belong to groups in their order, and the groups."""
+        labels = frozenset((*self.batch_labels, *self.contracting_labels, *self.column_labels))
+        uses = (self.first, self.second, self.group_sizes)
+        return Parts(uses, (self.result,), (), labels, (frozenset(),))
+
+    def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
+        """What each device computes."""
+        return self.alone(division), ()
+
+    def alone(self, division: Division) -> GroupedMatmulSite:
+        """No device needs another."""
+        return replace(self, sizes=division.local(self.sizes))
 
     # ------------------------------------------------------------------ transformations
 

@@ -1,0 +1,193 @@
+"""A cross-entropy whose vocabulary is divided among devices: row statistics of the parts, and how they are combined.
+
+The rows' maxima are exchanged once, and their sums once, as in the vocabulary-parallel loss of Megatron-LM (Shoeybi et
+al. 2019, https://arxiv.org/abs/1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.cross_entropy.site import CrossEntropySite
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.statistics import finite, required
+from autopallas.kernels.cross_entropy.tiles import canonical_labels
+from autopallas.program import Index, Input, Program, Side
+
+__all__ = ["DividedCrossEntropySite"]
+
+Array: TypeAlias = jax.Array
+
+
+@dataclass(frozen=True)
+class DividedCrossEntropySite(CrossEntropySite):
+    """What one device computes.
+
+    Attributes:
+      across: the mesh axes over which the vocabulary is divided.
+      vocabulary: how long it is on all devices.
+    """
+
+    across: tuple[str, ...] = ()
+    vocabulary: int = 0
+
+    @property
+    def _greatest_label(self) -> int:
+        return self.vocabulary - 1
+
+    def _once(self, gradient: Array) -> Array:
+        """Of what every device has, the gradient on one of them only, since it will be summed over all."""
+        return jnp.where(lax.axis_index(self.across) == 0, gradient, jnp.zeros_like(gradient))
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return super().forward(_Kernel(kernel, self.across, self.vocabulary), block_sizes, operands)
+
+    def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
+        return super().backward(_Kernel(kernel, self.across, self.vocabulary), *given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """An implementation, run by each device on its part of the vocabulary; the statistics are those of the whole."""
+
+    part: Any
+    across: tuple[str, ...]
+    vocabulary: int
+
+    def forward(
+        self, spec: CrossEntropySpec, block_sizes: Any, x: Array, w: Array, sides: Sequence[Array]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """As of every implementation; products over the vocabulary are those of the part."""
+        statistics = self._statistics(spec, spec.statistics, block_sizes, x, w, sides) if spec.statistics else ()
+        if not spec.products:
+            return statistics, ()
+        environment = [*sides, *(s[:, None] for s in statistics)]
+        rows = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
+        finished = [jnp.broadcast_to(p.evaluate(None, rows, None, environment), (spec.rows, 1)) for p in spec.finish]
+        known = tuple(SideSpec(np.dtype(f.dtype), (True, False)) for f in finished)
+        rest = replace(spec, statistics=(), finish=(), sides=(*spec.sides, *known))
+        rest, given = self._here(rest, (*sides, *finished))
+        return statistics, self.part.forward(rest, block_sizes, x, w, given)[1]
+
+    def backward(
+        self,
+        spec: CrossEntropySpec,
+        block_sizes: Any,
+        x: Array,
+        w: Array,
+        sides: Sequence[Array],
+        statistics: Sequence[Array],
+        cotangents: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> tuple[Any, Any, tuple[Any, ...]]:
+        """As of every implementation; gradients of what has no vocabulary are those of the part."""
+        maxima = [s for s, c in zip(spec.statistics, cotangents, strict=True) if s.kind == "max" and c is not None]
+        further = [Statistic(kind, s.program) for s in maxima for kind in ("ties", "argmax")]
+        missing = tuple(dict.fromkeys(s for s in further if s not in spec.statistics))
+        found = self._statistics(spec, missing, block_sizes, x, w, sides) if missing else ()
+        full = replace(spec, statistics=(*spec.statistics, *missing))
+        known = [
+            value - self._start(spec) if statistic.kind == "argmax" else value
+            for statistic, value in zip(full.statistics, (*statistics, *found), strict=True)
+        ]
+        here, given = self._here(full, sides)
+        added = len(given) - len(sides)
+        dx, dw, dsides = self.part.backward(
+            here,
+            block_sizes,
+            x,
+            w,
+            given,
+            known,
+            [*cotangents, *(None for _ in missing)],
+            (*wanted, *(False for _ in range(added))),
+        )
+        return dx, dw, tuple(dsides[: len(sides)])
+
+    def _start(self, spec: CrossEntropySpec) -> Array:
+        start: Array = lax.axis_index(self.across) * spec.vocabulary
+        return start
+
+    def _here(self, spec: CrossEntropySpec, sides: Sequence[Array]) -> tuple[CrossEntropySpec, tuple[Array, ...]]:
+        """The same in numbers of the part: labels without what is before it, and positions in the whole read from a
+        side input."""
+        given, types = list(sides), list(spec.sides)
+        start = self._start(spec)
+        places: dict[int, int] = {}
+        for position in sorted({s.label for s in spec.statistics if s.label is not None}):
+            label = canonical_labels(sides[position], self.vocabulary)
+            places[position] = len(given)
+            given.append(jnp.where(label < 0, -1, label - start))
+            types.append(SideSpec(np.dtype(np.int32), spec.sides[position].varies))
+        counted: dict[Index, int] = {}
+
+        def placed(i: Input) -> Input:
+            if not (isinstance(i, Index) and i.axis == "key"):
+                return i
+            if i not in counted:
+                counted[i] = len(given)
+                key = start + jnp.arange(spec.vocabulary, dtype=jnp.int32)
+                given.append(((key // i.stride % i.extent) + i.offset).astype(i.dtype)[None])
+                types.append(SideSpec(i.dtype, (False, True)))
+            return Side(counted[i], i.dtype)
+
+        def program(p: Program) -> Program:
+            return replace(p, inputs=tuple(map(placed, p.inputs)))
+
+        statistics = tuple(
+            replace(s, program=program(s.program), label=None if s.label is None else places[s.label])
+            for s in spec.statistics
+        )
+        products = tuple(replace(p, program=program(p.program)) for p in spec.products)
+        return replace(spec, statistics=statistics, products=products, sides=tuple(types)), tuple(given)
+
+    def _statistics(
+        self,
+        spec: CrossEntropySpec,
+        wanted: Sequence[Statistic],
+        block_sizes: Any,
+        x: Array,
+        w: Array,
+        sides: Sequence[Array],
+    ) -> tuple[Array, ...]:
+        """Statistics of the whole vocabulary, the same on all devices."""
+        needed = required(wanted)
+        here, given = self._here(replace(spec, statistics=needed, finish=(), products=()), sides)
+        own = dict(zip(needed, self.part.forward(here, block_sizes, x, w, given)[0], strict=True))
+        whole = dict(self._together([s for s in needed if s.kind == "max"], own, lax.pmax))
+        sums, places = {}, {}
+        for statistic, part in own.items():
+            if statistic.kind == "max":
+                continue
+            if statistic.kind in ("sum", "pick"):
+                sums[statistic] = part
+                continue
+            maximum = Statistic("max", statistic.program)
+            mine, all_ = own[maximum], whole[maximum]
+            if statistic.kind == "exp_sum":  # 0 times what overflows would be no number
+                sums[statistic] = jnp.where(part == 0, 0, part * jnp.exp(finite(mine) - finite(all_)))
+            elif statistic.kind == "ties":
+                sums[statistic] = jnp.where(mine == all_, part, 0)
+            else:
+                is_greatest = (mine == all_) | (mine != mine)
+                places[statistic] = jnp.where(is_greatest, part + self._start(spec), jnp.iinfo(jnp.int32).max)
+        whole |= self._together(list(sums), sums, lax.psum) | self._together(list(places), places, lax.pmin)
+        return tuple(whole[s] for s in wanted)
+
+    def _together(
+        self, chosen: Sequence[Statistic], parts: dict[Statistic, Array], reduce: Callable[..., Array]
+    ) -> dict[Statistic, Array]:
+        """Some statistics of all devices, in one exchange."""
+        if not chosen:
+            return {}
+        found = reduce(jnp.stack([parts[s] for s in chosen]), self.across)
+        return dict(zip(chosen, found, strict=True))

@@ -1,0 +1,161 @@
+"""A site that the devices of a mesh compute in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from autopallas.kernels.division import Counted, Divisible, Division, Parts
+from autopallas.kernels.implementation import Operation
+from autopallas.kernels.layout import View
+from autopallas.kernels.run import SiteDescription
+
+__all__ = ["PlacedSite"]
+
+
+@dataclass(frozen=True)
+class PlacedSite:
+    """A site, and how it is divided.  Its operands and results are whole arrays.
+
+    Attributes:
+      site: as the program has it.
+      division: which labels are divided, and over which mesh axes.
+      mesh: the mesh.
+      manual: the mesh axes that are the kernel's to divide; the others are so already, by a ``shard_map`` around.
+    """
+
+    site: Divisible
+    division: Division
+    mesh: Any
+    manual: frozenset[str]
+
+    @cached_property
+    def _divided(self) -> tuple[Any, tuple[Counted, ...]]:
+        return self.site.divided(self.division)
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return self.site.parts()
+
+    @property
+    def operation(self) -> Operation:
+        return self.site.operation
+
+    @property
+    def spec(self) -> Any:
+        """What one device computes."""
+        return self._divided[0].spec
+
+    @property
+    def has_backward(self) -> bool:
+        return self.site.has_backward
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self.site.residual_types()
+
+    @property
+    def alone(self) -> SiteDescription:
+        """What one device computes, as a site of its own."""
+        return self.site.alone(self.division)
+
+    def local(self, types: Sequence[Any], results: bool = False) -> list[jax.ShapeDtypeStruct]:
+        """The types of operands (or of results) on one device; further operands behind the site's own."""
+        views = self._result_views if results else self._operand_views(len(types))
+        shapes = [self._shape(t, view) for t, view in zip(types, views, strict=True)]
+        if not results:
+            sizes = self.division.local(self.site.sizes)
+            shapes += [jax.ShapeDtypeStruct(tuple(sizes[a] for a in c.labels), c.dtype) for c in self._divided[1]]
+        return shapes
+
+    def _shape(self, kind: Any, view: View) -> jax.ShapeDtypeStruct:
+        counts = [1] * len(kind.shape)
+        for dimension, (_, labels) in enumerate(view):
+            for label in labels:
+                counts[dimension] *= self.division.count(label)
+        return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(kind.shape, counts, strict=True)), kind.dtype)
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    @property
+    def _result_views(self) -> tuple[View, ...]:
+        return self._parts.results
+
+    def _operand_views(self, count: int) -> list[View]:
+        views: list[View] = [()] * count
+        for use in self._parts.operands:
+            views[use.position] = use.view
+        return views
+
+    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        inside = jax.sharding.get_abstract_mesh()
+        mesh = self.mesh if self.manual == frozenset(self.mesh.axis_names) else inside
+        mapped: Callable[..., Any] = jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual), check_vma=False
+        )
+        return mapped
+
+    def _specs(self, views: Sequence[View]) -> tuple[Any, ...]:
+        return tuple(self.division.spec(view) for view in views)
+
+    def _extras(self) -> tuple[jax.Array, ...]:
+        return tuple(counted.array(self.site.sizes) for counted in self._divided[1])
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        local, extras = self._divided
+        parts = self._parts
+        missing = [
+            self.division.lacking([view], combined)
+            for view, combined in zip(parts.results, parts.combined, strict=True)
+        ]
+
+        def part(*operands: jax.Array) -> Any:
+            results, residuals = local.forward(kernel, block_sizes, operands)
+            return tuple(map(_total, results, missing)), tuple(residuals)
+
+        views = [*self._operand_views(len(operands)), *(c.view for c in extras)]
+        out = self._specs(parts.results), self._specs(parts.residuals)
+        found: tuple[Any, Any] = self._mapped(part, self._specs(views), out)(*operands, *self._extras())
+        return found
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        local, extras = self._divided
+        parts = self._parts
+        views = self._operand_views(len(operands))
+        missing = [self.division.lacking([views[i]]) for i in active]
+
+        def part(operands: Any, results: Any, residuals: Any, cotangents: Any) -> Any:
+            found = local.backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
+            return tuple(map(_total, found, missing))
+
+        results_specs = self._specs(parts.results)
+        given = self._specs([*views, *(c.view for c in extras)]), results_specs, self._specs(parts.residuals)
+        mapped = self._mapped(part, (*given, results_specs), self._specs([views[i] for i in active]))
+        whole = (*operands, *self._extras())
+        gradients: tuple[jax.Array, ...] = mapped(whole, tuple(results), tuple(residuals), tuple(cotangents))
+        return gradients
+
+    # ------------------------------------------------------------------ transformations
+
+    def batched(self, axes: Sequence[int | None], size: int) -> PlacedSite:
+        """The site under vmap: the further axis is on every device."""
+        batched: Any = self.site.batched(axes, size)
+        return replace(self, site=batched)
+
+
+def _total(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(part, axes) if axes else part

@@ -1,0 +1,6 @@
+"""Programs that are divided among several devices: how each site is divided, as the original would be."""
+
+from autopallas.partition.place import placed
+from autopallas.partition.shardings import Shardings
+
+__all__ = ["Shardings", "placed"]

@@ -1,0 +1,147 @@
+"""From how a site's operands and results are divided to how its labels are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopallas.kernels.division import Division, Parts
+from autopallas.kernels.layout import Label, View
+from autopallas.partition.survey import Divided, Found
+
+__all__ = ["Indivisible", "assign"]
+
+
+class Indivisible(Exception):
+    """A kernel cannot compute a site in the parts in which it is divided; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One array: its dimensions, their sizes, and how it is divided."""
+
+    view: View
+    labels: Mapping[Label, tuple[str, ...]]
+    is_result: bool
+
+
+def assign(
+    parts: Parts, sizes: Sequence[int], shapes: Sequence[Sequence[int]], found: Found, mesh: Mapping[str, int]
+) -> Division:
+    """How the labels of a site are divided, such that nothing moves between devices but what the original moves too.
+
+    Args:
+      parts: where the labels are.
+      sizes: of the labels.
+      shapes: of the operands.
+      found: how operands and results are divided.
+      mesh: sizes of the mesh axes.
+
+    Raises:
+      Indivisible: it cannot be.
+    """
+    uses = []
+    for operand in parts.operands:
+        divided = found.operands.get(operand.position, None)
+        labels = _by_label(operand.view, shapes[operand.position], divided, sizes, mesh)
+        uses.append(_Use(operand.view, labels, False))
+    for position, view in enumerate(parts.results):
+        divided = found.results.get(position, ((),) * len(view))
+        uses.append(_Use(view, _by_label(view, None, divided, sizes, mesh), True))
+    chosen = _chosen(parts, uses)
+    taken = {axis for axes in chosen.values() for axis in axes}
+    for use in uses:
+        if use.is_result:
+            continue  # a result may be cut further, or was gathered behind the computation
+        for label, axes in use.labels.items():
+            extra = axes[_common(axes, chosen.get(label, ())) :]
+            if extra and not set(extra) <= taken:
+                raise Indivisible(f"an axis over which it sums or looks is divided over the mesh axis {extra[0]!r}")
+    division = Division(tuple(mesh.items()), tuple(sorted((a, axes) for a, axes in chosen.items() if axes)))
+    _check(parts, division, sizes, shapes)
+    return division
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many leading entries are equal."""
+    count = 0
+    while count < min(len(first), len(second)) and first[count] == second[count]:
+        count += 1
+    return count
+
+
+def _by_label(
+    view: View, shape: Sequence[int] | None, divided: Divided | None, sizes: Sequence[int], mesh: Mapping[str, int]
+) -> dict[Label, tuple[str, ...]]:
+    if divided is None:
+        raise Indivisible("the parts of an operand are not whole mesh axes, or differ between its uses")
+    found: dict[Label, tuple[str, ...]] = {}
+    for dimension, ((_, labels), axes) in enumerate(zip(view, divided, strict=True)):
+        extent = 1
+        for label in labels:
+            extent *= sizes[label]
+        axes = tuple(axis for axis in axes if mesh[axis] > 1)
+        if axes and shape is not None and shape[dimension] != extent:
+            raise Indivisible("it reads a slice of a divided axis")
+        left = list(axes)
+        for label in labels:
+            size, own = sizes[label], []
+            while left and size > 1:
+                if size % mesh[left[0]]:
+                    raise Indivisible(f"the mesh axis {left[0]!r} does not divide an axis into equal parts")
+                size //= mesh[left[0]]
+                own.append(left.pop(0))
+            if own:
+                found[label] = tuple(own)
+            if size > 1 and left:
+                break
+        if left:
+            raise Indivisible(f"the mesh axis {left[0]!r} does not divide an axis into equal parts")
+    return found
+
+
+def _chosen(parts: Parts, uses: Sequence[_Use]) -> dict[Label, tuple[str, ...]]:
+    """The axes of each label that may be divided; those that results have come first."""
+    chosen: dict[Label, tuple[str, ...]] = {}
+    taken: set[str] = set()
+    ordered = [u for u in uses if u.is_result] + [u for u in uses if not u.is_result]
+    asked: dict[Label, list[tuple[str, ...]]] = {}
+    for use in ordered:
+        for label, axes in use.labels.items():
+            asked.setdefault(label, []).append(axes)
+    # Axes that operands agree on divide the computation itself; a result may have been cut afterwards only.
+    for label in (a for a in asked if a in parts.labels):
+        own = [u.labels[label] for u in uses if not u.is_result and label in u.labels]
+        if not own:
+            continue
+        longest = max(own, key=len)
+        free = []
+        for axis in longest:
+            if axis in taken:
+                break
+            free.append(axis)
+        taken |= set(free)
+        chosen[label] = tuple(free)
+    return chosen
+
+
+def _check(parts: Parts, division: Division, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
+    """Each device's part of every array has to be one block of it, the same for all uses of an operand."""
+    specs: dict[int, object] = {}
+    views = [(o.view, o.position) for o in parts.operands]
+    views += [(view, -1) for view in (*parts.results, *parts.residuals)]
+    for view, position in views:
+        for dimension, (_, labels) in enumerate(view):
+            whole = True
+            extent = 1
+            for label in labels:
+                extent *= sizes[label]
+                if sizes[label] % division.count(label):
+                    raise Indivisible("the mesh does not divide an axis into equal parts")
+                if division.count(label) > 1 and not whole:
+                    raise Indivisible("a part of an array would not be one block of it")
+                whole = whole and sizes[label] == division.count(label)
+            if position >= 0 and division.divides(labels) and shapes[position][dimension] != extent:
+                raise Indivisible("it reads a slice of a divided axis")
+        if position >= 0 and specs.setdefault(position, division.spec(view)) != division.spec(view):
+            raise Indivisible("one operand is divided in different ways in its different uses")

@@ -1,0 +1,144 @@
+"""The shardings of a call's arguments, which a trace does not see.
+
+A function under ``jit`` sees of an array only over which mesh it is spread, not how.  So the trace of a program over
+several devices is broken off by :class:`Wanted`, and done again in a context that holds the shardings.  They are a part
+of the key of every trace, so that a call with other shardings is traced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from autopallas import compat
+
+__all__ = ["Shardings", "Wanted", "known", "spread", "tell", "told", "wanted_for"]
+
+
+class Wanted(Exception):
+    """Breaks off the trace of a program over several devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shardings:
+    """How the arguments and results of a program are spread over devices; None where nothing says.
+
+    Attributes:
+      arguments: per argument.
+      results: per result.
+      mesh: of all of them.
+    """
+
+    arguments: tuple[Any, ...]
+    results: tuple[Any, ...]
+    mesh: Any
+
+
+_UNKNOWN = "unknown"
+_told = compat.trace_context(None)
+"""None: nobody asked; "unknown": there are no arrays, since something outside is being traced; else (per leaf of the
+call's arguments, the sharding or None; the mesh in force)."""
+
+
+def _of_leaf(leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1 else None
+
+
+def tell(args: Any, kwargs: Any) -> AbstractContextManager[None]:
+    """A context in which the shardings of a call's arguments are known, as far as there are any."""
+    leaves = jax.tree.leaves((tuple(args), kwargs))
+    if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
+        context: AbstractContextManager[None] = _told(_UNKNOWN)
+    else:
+        context = _told((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
+    return context
+
+
+def told() -> bool:
+    """Whether this is inside of :func:`tell`."""
+    return _told.value is not None
+
+
+def wanted_for(program: Any, settings: dict[str, Any] | None) -> bool:
+    """Whether a program is spread over several devices, and nobody has told how."""
+    if _told.value is not None:
+        return False
+    given = jax.tree.leaves([(settings or {}).get(name) for name in ("in_shardings", "out_shardings")])
+    return any(_of_leaf(_Holder(s)) is not None for s in given) or spread(program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    sharding: Any
+
+
+def spread(program: Any) -> bool:
+    """Whether the types or constraints in a program name a mesh of several devices that the compiler divides for."""
+    jaxpr, _ = compat.opened(program)
+    atoms = [*jaxpr.invars, *jaxpr.constvars]
+    atoms += [v for e in jaxpr.eqns for v in e.outvars if not compat.bodies(e)]
+    if any(_automatic(v.aval) for v in atoms):
+        return True
+    return any(spread(body) for e in jaxpr.eqns for _, _, body in compat.bodies(e))
+
+
+def _automatic(aval: Any) -> bool:
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty:
+        return False
+    pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return any(n > 1 and kind == AxisType.Auto for n, kind in pairs)
+
+
+def known(args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None) -> Any:
+    """The shardings of the program that is being traced, or None where they are not known.
+
+    Args:
+      args, kwargs: of the traced function.
+      arrays: those of their leaves that are the program's arguments.
+      results: the structure of its results.
+      settings: of its ``jit``.
+    """
+    if _told.value is None or _told.value == _UNKNOWN:
+        return None
+    given, mesh = _told.value
+    settings = settings or {}
+    leaves = jax.tree.leaves((tuple(args), kwargs))
+    if len(leaves) != len(given):
+        return None
+    demanded = [None] * len(leaves)
+    if settings.get("in_shardings") is not None:
+        demanded = _prefixed(settings["in_shardings"], tuple(args))
+        demanded += [None] * (len(leaves) - len(demanded))
+    by_leaf = [d if _of_leaf(_Holder(d)) is not None else g for d, g in zip(demanded, given, strict=True)]
+    place = {id(leaf): i for i, leaf in enumerate(leaves)}
+    arguments = tuple(by_leaf[place[id(x)]] for x in arrays)
+    count = len(jax.tree.leaves(results))
+    wanted = settings.get("out_shardings")
+    outside: list[Any] = [None] * count if wanted is None else _prefixed(wanted, results)
+    named = [s for s in (*arguments, *outside) if isinstance(s, NamedSharding)]
+    meshes = {s.mesh for s in named}
+    if len(meshes) > 1:
+        return None
+    return Shardings(arguments, tuple(outside), meshes.pop() if meshes else mesh)
+
+
+def _prefixed(prefix: Any, full: Any) -> list[Any]:
+    """The leaves of a tree of shardings, one for each leaf of the tree that they are meant for."""
+    found: list[Any] = []
+
+    def spread_out(sharding: Any, part: Any) -> None:
+        found.extend([sharding if isinstance(sharding, jax.sharding.Sharding) else None] * len(jax.tree.leaves(part)))
+
+    jax.tree.map(spread_out, prefix, full, is_leaf=_is_prefix_leaf)
+    return found
+
+
+def _is_prefix_leaf(x: Any) -> bool:
+    return x is None or isinstance(x, jax.sharding.Sharding) or "Unspecified" in type(x).__name__

@@ -1,0 +1,1 @@
+"""Programs that are divided among several devices."""

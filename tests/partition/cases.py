@@ -1,0 +1,201 @@
+"""Programs over a mesh, and how their arguments are divided; run as a module, on as many devices as there are.
+
+Prints one line of JSON: per case the largest error against one device, what is left of the sites, and the collective
+operations of both programs after compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopallas
+
+B, T, N, D, V, L = 8, 16, 4, 8, 64, 2
+
+_COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def array(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def qkv(keys=N):
+    return array(B, T, N, D), array(B, T, keys, D, seed=1), array(B, T, keys, D, seed=2)
+
+
+def attend(q, k, v):
+    groups = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[-1])
+    causal = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(causal, scores, -1e30)), v)
+
+
+def slopes(q, k, v):
+    """Scores with a slope for each head and document numbers for each batch."""
+    scores = jnp.einsum("btnd,bsnd->bnts", q, k)
+    t = jnp.arange(q.shape[1])
+    bias = -jnp.abs(t[:, None] - t) * (2.0 ** -jnp.arange(1, N + 1))[:, None, None]
+    document = (t[None] * (1 + jnp.arange(q.shape[0]))[:, None]) // T
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(same, scores + bias, -jnp.inf)), v)
+
+
+def tokens():
+    return array(B, T, N * D), array(V, N * D, seed=1), np.random.default_rng(2).integers(0, V, (B, T))
+
+
+def loss(x, w, y):
+    """Cross-entropy with a ``w`` whose rows are words."""
+    logits = jnp.einsum("btd,vd->btv", x, w)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1))
+
+
+def spelled_loss(x, w, y):
+    logits = jnp.einsum("btd,vd->btv", x, w)
+    return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(y, V), -1)
+
+
+def model():
+    width = N * D
+    scale = 1 / np.sqrt(width)
+    weights = {name: scale * array(L, width, N, D, seed=i) for i, name in enumerate("qkv")}
+    weights["o"] = scale * array(L, N, D, width, seed=3)
+    weights["w"] = array(V, width, seed=4)
+    return weights, np.random.default_rng(5).integers(0, V, (B, T + 1))
+
+
+def apply(weights, ids, activations, each_layer=lambda f: f):
+    @each_layer
+    def layer(x, w):
+        x = lax.with_sharding_constraint(x, activations)
+        q, k, v = (jnp.einsum("btc,cnd->btnd", x, w[name]) for name in "qkv")
+        return x + jnp.einsum("btnd,ndc->btc", attend(q, k, v), w["o"]), None
+
+    x = lax.with_sharding_constraint(weights["w"][ids[:, :-1]], activations)
+    stacked = {name: weights[name] for name in "qkvo"}
+    x, _ = lax.scan(layer, x, stacked)
+    return loss(x, weights["w"], ids[:, 1:])
+
+
+def train_step(weights, ids, each_layer=lambda f: f):
+    devices = jax.make_mesh(meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    activations = NamedSharding(devices, P("data"))
+    value, gradients = jax.value_and_grad(lambda w: apply(w, ids, activations, each_layer))(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def model_specs(qkv, o, w):
+    return {**dict.fromkeys("qkv", qkv), "o": o, "w": w}, P("data")
+
+
+def backward_of(function, *active):
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(function(*args))), active)
+
+
+SAME = {
+    "data": P("data"),
+    "heads": P(None, None, "model"),
+    "data and heads": P("data", None, "model"),
+    "data over both": P(("data", "model")),
+    "one device's work everywhere": P(),
+}
+LOSS = {
+    "tokens": (P("data"), P(), P("data")),
+    "vocabulary": (P(), P("model"), P()),
+    "tokens and vocabulary": (P("data"), P("model"), P("data")),
+    "gathered weights": (P("data"), P(None, "data"), P("data")),
+    "gathered weights and vocabulary": (P("data"), P("model", "data"), P("data")),
+    "gathered vocabulary": (P(("data", "model")), P("data"), P(("data", "model"))),
+}
+MODEL = {
+    "data": model_specs(P(), P(), P()),
+    "tensor": model_specs(P(None, None, "model"), P(None, "model"), P("model")),
+    "gathered": model_specs(P(None, "data"), P(None, None, None, "data"), P(None, "data")),
+    "gathered tensor": model_specs(P(None, "data", "model"), P(None, "model", None, "data"), P("model", "data")),
+}
+
+CASES = {}
+"""(function, arguments, how they are divided, how many sites there are)."""
+for _name, _spec in SAME.items():
+    CASES[f"attention: {_name}"] = attend, qkv, (_spec,) * 3, 1
+    CASES[f"attention backward: {_name}"] = backward_of(attend, 0, 1, 2), qkv, (_spec,) * 3, 1
+CASES |= {
+    "attention: rows": (attend, qkv, (P("data", "model"), P("data"), P("data")), 1),
+    "attention backward: rows": (backward_of(attend, 0, 1, 2), qkv, (P("data", "model"), P("data"), P("data")), 1),
+    "attention: one key head": (
+        attend,
+        functools.partial(qkv, 1),
+        (P("data", None, "model"), P("data"), P("data")),
+        1,
+    ),
+    "attention backward: one key head": (
+        backward_of(attend, 0, 1, 2),
+        functools.partial(qkv, 1),
+        (P("data", None, "model"), P("data"), P("data")),
+        1,
+    ),
+    "attention: slopes and documents": (slopes, qkv, (P("data", None, "model"),) * 3, 1),
+    "attention backward: slopes and documents": (backward_of(slopes, 0, 1, 2), qkv, (P("data", None, "model"),) * 3, 1),
+    "attention: keys apart": (attend, qkv, (P(), P(None, "model"), P(None, "model")), 0),
+    "attention: contracted": (attend, qkv, (P("data", None, None, "model"),) * 3, 0),
+    "loss: contracted": (loss, tokens, (P("data", None, "model"), P(None, "model"), P("data")), 0),
+}
+for _name, _specs in LOSS.items():
+    CASES[f"loss: {_name}"] = loss, tokens, _specs, 1
+    CASES[f"loss backward: {_name}"] = backward_of(loss, 0, 1), tokens, _specs, 1
+    CASES[f"spelled loss backward: {_name}"] = backward_of(spelled_loss, 0, 1), tokens, _specs, 1
+for _name, _specs in MODEL.items():
+    CASES[f"train step: {_name}"] = train_step, model, _specs, 2
+CASES["train step with checkpoints: gathered tensor"] = (
+    functools.partial(train_step, each_layer=jax.checkpoint),
+    model,
+    MODEL["gathered tensor"],
+    2,
+)
+
+
+def collectives(jitted, args):
+    return Counter(_COLLECTIVE.findall(jitted.lower(*args).compile().as_text()))
+
+
+def run(name, mesh):
+    function, make, specs, _ = CASES[name]
+    plain = make()
+    args = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), plain, specs)
+    original = jax.jit(function)
+    expected = jax.tree.leaves(original(*plain))
+    optimized = autopallas.optimize(jax.jit(function), objective="always", strict=True)
+    given = jax.tree.leaves(optimized(*args))
+    errors = [
+        float(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b))) for a, b in zip(given, expected, strict=True)
+    ]
+    report = optimized.report()
+    return {
+        "error": max(errors),
+        "applied": sum(report.counts().values()),
+        "kept": [site.reason for site in report.sites if site.verdict == "kept"],
+        "original": collectives(original, args),
+        "rewritten": collectives(optimized, args),
+    }
+
+
+def meshes():
+    return {2: (2, 1), 4: (2, 2), 8: (4, 2)}[jax.device_count()]
+
+
+if __name__ == "__main__":
+    mesh = jax.make_mesh(meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
+    print(json.dumps({name: run(name, mesh) for name in chosen}))
