@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import types
 import warnings
@@ -171,6 +172,13 @@ class Optimized(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<autopallas.optimize of {self._function!r}>"
+
+    def __reduce__(self) -> Any:
+        """By name where the module has it under its own, as for functions; else with the function within."""
+        found: Any = sys.modules.get(self.__module__)
+        for part in self.__qualname__.split("."):
+            found = getattr(found, part, None)
+        return self.__qualname__ if found is self else (Optimized, (self._function, self._explicit))
 
     def report(self) -> Report:
         """What was done to the signature that was traced last; empty before any."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn import softmax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from recognition.catalogue import array, bhtd, bthd, spelling
 
@@ -39,6 +40,13 @@ def named_within_a_checkpoint(sizes, q, k, v):
 def barrier_between(sizes, q, k, v):
     scores, v = lax.optimization_barrier((q @ k.mT, v))
     return lax.optimization_barrier(softmax(scores)) @ v
+
+
+@spelling()
+def sharding_constraints_between(sizes, q, k, v):
+    whole = NamedSharding(Mesh(jax.devices()[:1], ("batch",)), PartitionSpec("batch"))
+    scores = lax.with_sharding_constraint(q @ k.mT, whole)
+    return lax.with_sharding_constraint(softmax(scores), whole) @ v
 
 
 @spelling()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recognition.catalogue import array
 
 import autopallas
@@ -138,6 +141,31 @@ def test_the_api_of_jit(qkv):
     wrapped(*qkv)
     wrapped.clear_cache()
     same(wrapped(*qkv), attend(*qkv))
+
+
+def test_the_shardings_of_an_existing_jit(qkv):
+    mesh = Mesh(jax.devices()[:1], ("heads",))
+    spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "heads"), ()))
+    wrapped = optimized(jax.jit(attend, in_shardings=(spread, whole, whole), out_shardings=spread))
+    compiled = wrapped.lower(*qkv).compile()
+    assert compiled.input_shardings[0][0].is_equivalent_to(spread, 4)
+    result = wrapped(*qkv)
+    assert result.sharding.is_equivalent_to(spread, 4)
+    assert result.sharding.mesh.axis_names == ("heads",)
+    same(result, attend(*qkv))
+
+
+@optimized
+def decorated(q, k, v):
+    return attend(q, k, v)
+
+
+def test_pickled_by_name_or_with_the_function_within(qkv):
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    again = pickle.loads(pickle.dumps(optimized(require={"attention": 1})))
+    same(again(*qkv), attend(*qkv))
+    assert again.report().counts()["attention"] == 1
+    assert copy.deepcopy(again) is not again
 
 
 def test_a_signature_is_traced_once(qkv):
