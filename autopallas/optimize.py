@@ -175,10 +175,11 @@ class Optimized(Generic[P, R]):
 
     def __reduce__(self) -> Any:
         """By name where the module has it under its own, as for functions; else with the function within."""
+        name: str = getattr(self, "__qualname__", "")
         found: Any = sys.modules.get(self.__module__)
-        for part in self.__qualname__.split("."):
+        for part in name.split("."):
             found = getattr(found, part, None)
-        return self.__qualname__ if found is self else (Optimized, (self._function, self._explicit))
+        return name if found is self else (Optimized, (self._function, self._explicit))
 
     def report(self) -> Report:
         """What was done to the signature that was traced last; empty before any."""
