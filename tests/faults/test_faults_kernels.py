@@ -7,6 +7,7 @@ import os
 import jax
 import numpy as np
 import pytest
+from jax._src import compiler
 
 import autopallas
 from autopallas.kernels.implementation import Operation
@@ -77,6 +78,19 @@ def recovers(monkeypatch, op, name, fault, stage, backward):
 def test_a_kernel_that_fails(op, stage, kind, monkeypatch):
     fault, told = FAULTS[stage, kind]
     recovers(monkeypatch, op, "forward", fault, told, backward=False)
+
+
+def test_a_compiler_that_runs_out_of_memory(monkeypatch):
+    """A CPU's has no limit to exceed, so that it is told to say so of the kernel that it cannot compile."""
+    real = compiler.compile_or_get_cached
+
+    def exhausted(backend, computation, *arguments, **keywords):
+        if "faults_no_such_target" in str(computation):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory while compiling")
+        return real(backend, computation, *arguments, **keywords)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", exhausted)
+    recovers(monkeypatch, "attention", "forward", programs.uncompilable, "compile", backward=False)
 
 
 # Attention alone has a kernel that only backwards call: those of the others are sites of their own.
