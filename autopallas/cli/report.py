@@ -1,4 +1,4 @@
-"""``autopallas report``: what becomes of each site of a function; traces it, and compiles and runs nothing."""
+"""``autopallas report``: what becomes of each site of a function, and with a target what the compiler makes of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: An
     from autopallas.cli.program import one_line
     from autopallas.progress import Progress
 
-    compiler = _here if target.generation is None else _ahead
-    found = []
+    compiler: Callable[..., dict[str, Any]] = _here if target.generation is None else _ahead
+    found: list[dict[str, Any]] = []
     try:
         with Progress(f"autopallas: compiling for {target.device.kind}") as say:
             for text, function in (("1 of 2: as it is written", original), ("2 of 2: optimized", optimized)):
