@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from typing import Any
 
-import jax
-
-import autopallas
+from autopallas.cli.run import optimize_every_jit
 from autopallas.optimize import Optimized
 
 APPLIED: Counter[str] = Counter()
 
 
 def install() -> None:
-    """Wraps ``jax.jit``, and counts the sites that are replaced."""
-    compiled = jax.jit
+    """Wraps ``jax.jit``, except for JAX and this package themselves, and counts the sites that are replaced."""
     publish = Optimized._publish
-
-    @functools.wraps(compiled)
-    def jit(fun: Any = None, **settings: Any) -> Any:
-        if fun is None:
-            return functools.partial(jit, **settings)
-        return autopallas.optimize(compiled(fun, **settings), objective="always", strict=True)
+    optimize_every_jit({"objective": "always", "strict": True})
 
     def counted(self: Any, report: Any) -> None:
         APPLIED.update(report.counts())
         publish(self, report)
 
-    jax.jit = jit  # type: ignore[assignment]
     Optimized._publish = counted  # type: ignore[method-assign]
 
 
