@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from benchmarks import environment
 
 RESULTS = Path(__file__).parent / "results"
 ORIGINAL, MATMUL = "xla", "matmul"
+OPERATIONS_PER_SECOND, BYTES_PER_SECOND = 800e12, 3.0e12
+"""Of an H100's large matrix products and copies, as measured elsewhere: what estimates are made of."""
 FIELDS = (
     "kernel", "part", "candidate", "implementation", "direction", "shape", "dtype", "device", "evidence",
     "block_sizes", "microseconds", "microseconds_lower", "microseconds_upper", "clock", "ratio_to_xla",
@@ -44,6 +46,14 @@ FIELDS = (
     "temporary_bytes", "xla_temporary_bytes", "max_error", "tolerance", "repetitions", "differing", "failure", "date",
     "versions",
 )  # fmt: skip
+
+
+Arguments: TypeAlias = tuple[Any, ...] | Callable[[], tuple[Any, ...]]
+"""Arrays, or what makes them: large ones are made when their turn has come."""
+
+
+def _made(arguments: Arguments) -> tuple[Any, ...]:
+    return arguments() if callable(arguments) else arguments
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Check:
     direction: str
     function: Callable[..., Any]
     reference: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    arguments: Arguments
     tolerance: float
 
 
@@ -70,6 +80,8 @@ class Timed:
       arguments: of all functions.
       operations: floating-point operations that the case cannot do without.
       key: the table's, or None.
+      bytes_moved: of memory that it cannot do without reading or writing.
+      expansion: how many times as much of both the original does, where that is known; for estimates.
     """
 
     name: str
@@ -77,9 +89,11 @@ class Timed:
     direction: str
     candidates: Mapping[str, Callable[..., Any]]
     block_sizes: Mapping[str, Any]
-    arguments: tuple[Any, ...]
+    arguments: Arguments
     operations: float
     key: Key | None
+    bytes_moved: float = 0.0
+    expansion: float = 1.0
 
 
 class GpuBenchmark(Protocol):
@@ -101,6 +115,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status: 1 where a result was wrong or a kernel failed."""
     options = _parser().parse_args(arguments)
     device = Device.current()
+    if options.estimate:
+        return _estimate(options.op, options.print)
     if not options.dry_run and not is_h100(device):
         print(f"this needs an H100, and JAX has {device.kind}; --dry-run goes through the same steps on a CPU")
         return 2
@@ -143,13 +159,13 @@ class _Run:
     def _compare(self, check: Check, part: str, repetitions: int) -> None:
         error, differing, failure = None, None, None
         try:
-            run = jax.jit(check.function)
-            first = jax.block_until_ready(run(*check.arguments))
-            wanted = jax.jit(check.reference)(*check.arguments)
+            run, given = jax.jit(check.function), _made(check.arguments)
+            first = jax.block_until_ready(run(*given))
+            wanted = jax.jit(check.reference)(*given)
             error = max(map(_error, jax.tree.leaves(first), jax.tree.leaves(wanted)))
             same = jax.jit(lambda a, b: jnp.all(jnp.stack([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)])))
             leaves = jax.tree.leaves(first)
-            found = [same(leaves, jax.tree.leaves(run(*check.arguments))) for _ in range(repetitions - 1)]
+            found = [same(leaves, jax.tree.leaves(run(*given))) for _ in range(repetitions - 1)]
             differing = sum(not bool(x) for x in found)
         except Exception as problem:
             failure = f"{type(problem).__name__}: {problem}"[:2000]
@@ -184,7 +200,7 @@ class _Run:
     def _time(self, case: Timed, seconds: float) -> None:
         left = max(self.until - time.monotonic(), 1.0)
         found = measure(
-            {name: jax.jit(f) for name, f in case.candidates.items()}, case.arguments, baseline=ORIGINAL,
+            {name: jax.jit(f) for name, f in case.candidates.items()}, _made(case.arguments), baseline=ORIGINAL,
             seconds=min(seconds, left), repetitions=20, profile=None if not self.small else False,
         )  # fmt: skip
         clock: Any = "device" if all(found[n].device or found[n].failure for n in case.candidates) else "wall"
@@ -220,16 +236,7 @@ class _Run:
 
     def write_table(self, only_print: bool) -> None:
         """Writes what was timed into the table's module, beside the rows that were not."""
-        tables = importlib.import_module(f"autopallas.kernels.{self.op}.tuned_block_sizes")
-        names = [bucket.name for bucket in tables.BUCKETS]
-        device = table_device(self.device)
-        rows = {**tables.TABLE.get(device, {}), **self.table}
-        if only_print:
-            print(literal(self.table, names))
-        elif self.table:
-            path = Path(str(tables.__file__))
-            path.write_text(source_with_rows(path.read_text(), rows, names, device))
-            print(f"wrote {len(self.table)} rows into {path}")
+        _write_table(self.op, table_device(self.device), self.table, only_print)
 
     def _late(self, name: str) -> bool:
         late = time.monotonic() > self.until
@@ -254,6 +261,50 @@ class _Run:
             writer.writeheader()
             for row in self.rows:
                 writer.writerow({k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()})
+
+
+def _estimate(op: str, only_print: bool) -> int:
+    """Rows for the table on a machine without a GPU: memory by the compiler's account, times by arithmetic."""
+    from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+
+    if (reason := missing()) is not None:
+        print(reason)
+        return 2
+    offered: GpuBenchmark = importlib.import_module(f"benchmarks.gpu_{op}")  # type: ignore[assignment]
+    rows: dict[Key, Row] = {}
+    faults = 0
+    with H100.targeted(), Compiler() as compiler:
+        for case in offered.timed(False):
+            name, sizes = next(iter(case.block_sizes.items()))
+            types = jax.eval_shape(lambda case=case: _made(case.arguments))
+            found, original = (compiler.compile(case.candidates[n], types) for n in (name, ORIGINAL))
+            least = max(case.operations / OPERATIONS_PER_SECOND, case.bytes_moved / BYTES_PER_SECOND) * 1e6
+            faults += bool(found.faults() or original.failure)
+            print(f"{case.name} {case.direction} {name}: {'; '.join(found.faults()) or f'{least:.1f} us at least'}",
+                  *found.kernels, f"temporary memory {found.temporary_bytes}, XLA's {original.temporary_bytes}",
+                  sep="\n  ", flush=True)  # fmt: skip
+            if case.key is not None and not found.faults():
+                rows[case.key] = Row(
+                    sizes, _digits(least), _digits(least * case.expansion), found.temporary_bytes,
+                    original.temporary_bytes, "estimated", datetime.date.today().isoformat(), f"jax {jax.__version__}",
+                )  # fmt: skip
+    _write_table(op, table_device(H100), rows, only_print)
+    return int(faults > 0)
+
+
+def _write_table(op: str, device: str, found: Mapping[Key, Row], only_print: bool) -> None:
+    """An estimate does not take the place of anything better."""
+    tables = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes")
+    names = [bucket.name for bucket in tables.BUCKETS]
+    known = tables.TABLE.get(device, {})
+    kept = {k: row for k, row in found.items() if row.evidence != "estimated" or k not in known
+            or known[k].evidence == "estimated"}  # fmt: skip
+    if only_print:
+        print(literal(kept, names))
+    elif kept:
+        path = Path(str(tables.__file__))
+        path.write_text(source_with_rows(path.read_text(), {**known, **kept}, names, device))
+        print(f"wrote {len(kept)} rows into {path}")
 
 
 def _error(found: Any, wanted: Any) -> float:
@@ -284,5 +335,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="DIR", help=f"where rows go ({RESULTS}; a dry run: nowhere)")
     parser.add_argument("--print", action="store_true", help="print the table's rows instead of writing them")
     parser.add_argument("--dry-run", action="store_true", help="small shapes, interpreted, on a CPU")
+    parser.add_argument("--estimate", action="store_true", help="no GPU: compile ahead of time and estimate the table")
     parser.add_argument("--no-allocator-settings", action="store_true", help="use the memory allocator as it comes")
     return parser

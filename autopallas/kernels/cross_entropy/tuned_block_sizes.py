@@ -246,6 +246,10 @@ def infer_block_sizes(
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
     found = find(spec, device, implementation, direction, objective)
+    if found is None and (implementation or OPERATION.usual(device)) == "pallas_gpu":
+        from autopallas.kernels.cross_entropy import pallas_gpu
+
+        return pallas_gpu.candidates(spec, device)[0]
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)

@@ -1,9 +1,7 @@
 """The bodies of grouped matmul's GPU kernels: TMA loads by one warpgroup, wgmma by two, persistent blocks.
 
-Each block takes every so many-th tile of the result.  One warpgroup does nothing but load: it runs ahead, over the end
-of a tile too, for as long as the ring of stages has room, so that the other two find the next tile's operands when they
-have stored the last one.  A stage goes round with two barriers: ``full``, on which TMA's transfers arrive, and
-``free``, on which both consumers do.
+The pipeline is that of :mod:`autopallas.kernels.gpu_pipeline`: the consumers find the next tile's operands when they
+have stored the last one.
 
 Letters: T all rows, K and N the weights' two sides, G groups.
 """
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,49 +18,39 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.kernels.gpu import call, mosaic, processors, tile
-from autopallas.kernels.grouped_matmul.gpu_tiles import PART, STORED, Tile
+from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
+from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.implementation import Device
 
-__all__ = ["Epilogue", "rows_call", "weights_call"]
+__all__ = ["rows_call", "weights_call"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
-Epilogue: TypeAlias = Callable[[Array], Array]
-"""What is done to a tile of the float32 result before it is rounded and stored: an activation, element by element."""
-
-_CONSUMERS = 2
-_PANEL = 8
-"""Tiles of rows that follow each other before the column moves on: what a wave of blocks reads then fits into L2."""
-_REGISTERS = (232, 40)
-"""Of a consumer and of the producer; together no more than the 168 that each thread has at the start."""
 
 
-def rows_call(
-    spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int, epilogue: Epilogue | None = None
-) -> Callable[..., Array]:
+def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
     """The kernel as a function of (table, number, bounds, rows [T, inner], weights [groups, ...]).
 
     Args:
       spec, tile_: what to compute ("forward" or "dlhs"), and how.
       total: T.
       columns: of the result, as far as they are there to be stored.
-      epilogue: or None.
     """
     inner = spec.contracting if spec.use == "forward" else spec.columns
-    out_type = jax.ShapeDtypeStruct((total, columns), spec.result_dtype)
+    out_type = jax.ShapeDtypeStruct((total, columns), spec.output_dtype)
     size = spec.first_dtype.itemsize
     return call(
-        partial(_rows_kernel, spec, tile_, epilogue),
+        partial(_rows_kernel, spec, tile_),
         name=f"autopallas_grouped_matmul_{spec.use}",
         grid={"block": processors(Device.current())},
         out_type=out_type,
         scratch=_scratch(spec, tile_),
-        warpgroups=_CONSUMERS + 1,
+        warpgroups=CONSUMERS + 1,
         flops=2 * total * inner * columns,
         bytes_accessed=size * (total * inner + spec.batch * spec.groups * inner * columns)
-        + total * columns * spec.result_dtype.itemsize,
+        + total * columns * spec.output_dtype.itemsize,
     )
 
 
@@ -75,7 +63,7 @@ def weights_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, groups: int, 
         grid={"block": processors(Device.current())},
         out_type=jax.ShapeDtypeStruct((groups, k, n), spec.result_dtype),
         scratch=_scratch(spec, tile_),
-        warpgroups=_CONSUMERS + 1,
+        warpgroups=CONSUMERS + 1,
         flops=2 * total * k * n,
         bytes_accessed=size * total * (k + n) + groups * k * n * spec.result_dtype.itemsize,
     )
@@ -85,98 +73,18 @@ def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Any]:
     plgpu = mosaic()
     first, second, stored, *ladder = tile_.shapes(spec)
     full = plgpu.Barrier(num_arrivals=tile_.row_parts + tile_.column_parts, num_barriers=tile_.stages)
-    free = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=tile_.stages)
-    own = [plgpu.SMEM(*shape) for shape in ladder] or [plgpu.Barrier(num_arrivals=_CONSUMERS)]
+    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tile_.stages)
+    own = [plgpu.SMEM(*shape) for shape in ladder] or [plgpu.Barrier(num_arrivals=CONSUMERS)]
     return [tile(*first), tile(*second), tile(*stored), full, free, *own]
-
-
-# ---------------------------------------------------------------------- the pipeline
-
-
-class _Ring(NamedTuple):
-    """The stages between the producer and the consumers; ``step`` counts all steps of the block."""
-
-    first: Ref
-    second: Ref
-    full: Ref
-    free: Ref
-    stages: int
-
-    def slot(self, step: Array) -> Array:
-        return lax.rem(step, jnp.int32(self.stages))
-
-    def load(self, step: Array, copies: Callable[[Array, Ref], None]) -> None:
-        """Once the stage is free: ``copies(slot, barrier)`` starts the transfers into it."""
-        slot = self.slot(step)
-
-        @pl.when(step >= self.stages)
-        def wait() -> None:
-            mosaic().barrier_wait(self.free.at[slot])
-
-        copies(slot, self.full.at[slot])
-
-    def drain(self, steps: Array) -> None:
-        """Waits for the last stages: a block must not end before every arrival has been seen."""
-        held = jnp.minimum(steps, self.stages)
-
-        @pl.loop(0, held)
-        def wait(i: Array) -> None:
-            mosaic().barrier_wait(self.free.at[self.slot(steps - held + i)])
-
-    def consume(self, step: Array, steps: Array, use: Callable[[Array, Array], None]) -> None:
-        """``use(i, slot)`` starts wgmma on each of the stages from ``step`` on.
-
-        wgmma runs on after it was started.  One is left running while the next stage is waited for; a stage is given
-        back when the one after it has been started and all before that are done.
-        """
-        plgpu = mosaic()
-
-        @pl.loop(0, steps)
-        def body(i: Array) -> None:
-            slot = self.slot(step + i)
-            plgpu.barrier_wait(self.full.at[slot])
-            use(i, slot)
-            plgpu.wgmma_wait(1)
-
-            @pl.when(i > 0)
-            def release() -> None:
-                plgpu.barrier_arrive(self.free.at[self.slot(step + i - 1)])
-
-        plgpu.wgmma_wait(0)
-
-        @pl.when(steps > 0)
-        def release() -> None:
-            plgpu.barrier_arrive(self.free.at[self.slot(step + steps - 1)])
-
-
-def _tiles(count: Array | int, visit: Callable[[Array, Array], Array]) -> Array:
-    """``visit(number, steps done)`` of every so many-th tile, as this block has them; returns the steps of all."""
-    block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    own = lax.div(jnp.maximum(count - block + (blocks - 1), 0), jnp.int32(blocks))
-    return _steps(0, own, lambda i, step: visit(block + i * blocks, step), jnp.int32(0))
-
-
-def _steps(begin: Array | int, end: Array | int, body: Callable[[Array, Array], Array], step: Array) -> Array:
-    """A loop that carries the number of steps."""
-    done: Array = lax.fori_loop(begin, end, body, step)
-    return done
-
-
-def _placed(number: Array, rows: Array | int, columns: int) -> tuple[Array, Array]:
-    """(row, column) of a tile: panels of rows, within each column by column."""
-    panel = lax.div(number, jnp.int32(_PANEL * columns))
-    within = number - panel * (_PANEL * columns)
-    height = jnp.minimum(rows - panel * _PANEL, _PANEL)
-    return panel * _PANEL + lax.rem(within, height), lax.div(within, height)
 
 
 # ---------------------------------------------------------------------- rows by weights
 
 
-def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, epilogue: Epilogue | None, *refs: Ref) -> None:
+def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
     table, number, bounds, rows, weights, out, first, second, stored, full, free, ladder = refs
     plgpu = mosaic()
-    ring = _Ring(first, second, full, free, tile_.stages)
+    ring = Ring(first, second, full, free, tile_.stages)
     transposed = spec.use == "dlhs"
     inner, columns = rows.shape[1], out.shape[1]
     passes = -(-inner // tile_.inner)
@@ -184,12 +92,12 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, epilogue: Epilogue | None
     visits = number[0]
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         def load_tile(index: Array, step: Array) -> Array:
-            visit, column = _placed(index, visits, column_tiles)
+            visit, column = placed(index, visits, column_tiles)
             at = pl.multiple_of(table[visit, AT], ALIGNED)
             begin = at + table[visit, LOW]
 
@@ -213,20 +121,20 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, epilogue: Epilogue | None
                     ring.load(step, copies)
                     return jnp.add(step, 1)
 
-                return _steps(0, jnp.where(has, passes, 0), load, step)
+                return steps_of(0, jnp.where(has, passes, 0), load, step)
 
-            return _steps(table[visit, FIRST], table[visit, LAST] + 1, load_group, step)
+            return steps_of(table[visit, FIRST], table[visit, LAST] + 1, load_group, step)
 
-        ring.drain(_tiles(visits * column_tiles, load_tile))
+        ring.drain(tiles(visits * column_tiles, load_tile))
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
         row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
         column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
 
         def compute_tile(index: Array, step: Array) -> Array:
-            visit, column = _placed(index, visits, column_tiles)
+            visit, column = placed(index, visits, column_tiles)
             steps = table[visit, COUNT] * passes
 
             def product(sum_: Ref) -> Array:
@@ -246,38 +154,37 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, epilogue: Epilogue | None
             @pl.when(high - low == PART)
             def whole() -> None:
                 rows = pl.ds(at, PART)
-                _store(value, epilogue, stored.at[warpgroup], lambda c: out.at[rows, pl.ds(start + c, STORED)])
+                _store(spec, value, stored.at[warpgroup], lambda c: out.at[rows, pl.ds(start + c, STORED)])
 
             @pl.when((high > low) & (high - low < PART))
             def part() -> None:
                 target = lambda row, n, c: out.at[pl.ds(at + row, n), pl.ds(start + c, STORED)]  # noqa: E731
-                _store_part(value, epilogue, ladder.at[warpgroup], low, high, target)
+                _store_part(spec, value, ladder.at[warpgroup], low, high, target)
 
             after: Array = step + steps
             return after
 
-        _tiles(visits * column_tiles, compute_tile)
+        tiles(visits * column_tiles, compute_tile)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _store(value: Array, epilogue: Epilogue | None, stored: Ref, target: Callable[[int], Ref]) -> None:
+def _store(spec: GroupedMatmulSpec, value: Array, stored: Ref, target: Callable[[int], Ref]) -> None:
     """The tile in strips of columns, through two buffers: TMA reads one of them while the other is written."""
     plgpu = mosaic()
     strips = value.shape[1] // STORED
     if strips % 2:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # else the last tile's last strip would be in the first buffer
     for i in range(strips):
-        strip = value[:, i * STORED : (i + 1) * STORED]
-        strip = strip if epilogue is None else epilogue(strip)
+        strip = spec.finished(value[:, i * STORED : (i + 1) * STORED].astype(spec.result_dtype))
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        stored.at[i % 2][...] = strip.astype(stored.dtype)
+        stored.at[i % 2][...] = strip
         plgpu.commit_smem()  # what was written by threads is now there for TMA
         plgpu.copy_smem_to_gmem(stored.at[i % 2], target(i * STORED))
 
 
 def _store_part(
+    spec: GroupedMatmulSpec,
     value: Array,
-    epilogue: Epilogue | None,
     ladder: Ref,
     low: Array,
     high: Array,
@@ -287,10 +194,9 @@ def _store_part(
     plgpu = mosaic()
     held = high - low
     for c in range(0, value.shape[1], STORED):
-        strip = value[:, c : c + STORED]
-        strip = strip if epilogue is None else epilogue(strip)
+        strip = spec.finished(value[:, c : c + STORED].astype(spec.result_dtype))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        ladder[...] = strip.astype(ladder.dtype)
+        ladder[...] = strip
         plgpu.commit_smem()
         for size in (PART >> n for n in range(1, PART.bit_length())):
             row = low + (held & -(2 * size))  # behind the larger parts
@@ -306,7 +212,7 @@ def _store_part(
 def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
     bounds, lhs, dout, out, first, second, stored, full, free, masked = refs
     plgpu = mosaic()
-    ring = _Ring(first, second, full, free, tile_.stages)
+    ring = Ring(first, second, full, free, tile_.stages)
     groups, inner, columns = out.shape
     row_tiles, column_tiles = -(-inner // tile_.rows), -(-columns // tile_.columns)
     each = row_tiles * column_tiles
@@ -314,7 +220,7 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
 
     def place(index: Array) -> tuple[Array, Array, Array]:
         group = lax.div(index, jnp.int32(each))
-        return (group, *_placed(index - group * each, row_tiles, column_tiles))
+        return (group, *placed(index - group * each, row_tiles, column_tiles))
 
     def extent(group: Array) -> tuple[Array, Array, Array, Array]:
         """(first row loaded, the group's first and the one behind its last, counted from it, steps)."""
@@ -323,9 +229,9 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
         steps = lax.div(end - at + (tile_.inner - 1), jnp.int32(tile_.inner))
         return at, begin - at, end - at, jnp.where(end > begin, steps, 0)
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
-        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         def load_tile(index: Array, step: Array) -> Array:
             group, row, column = place(index)
@@ -345,13 +251,13 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
                 ring.load(step, copies)
                 return jnp.add(step, 1)
 
-            return _steps(0, steps, load, step)
+            return steps_of(0, steps, load, step)
 
-        ring.drain(_tiles(groups * each, load_tile))
+        ring.drain(tiles(groups * each, load_tile))
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
-        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
         row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
         column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
 
@@ -397,9 +303,9 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
             down = row * tile_.rows + row_part * PART
             start = column * tile_.columns + column_part * tile_.part_columns
             target = lambda c: out.at[group, pl.ds(down, PART), pl.ds(start + c, STORED)]  # noqa: E731
-            _store(value, None, stored.at[warpgroup], target)
+            _store(spec, value, stored.at[warpgroup], target)
             after: Array = step + steps
             return after
 
-        _tiles(groups * each, compute_tile)
+        tiles(groups * each, compute_tile)
         plgpu.wait_smem_to_gmem(0)

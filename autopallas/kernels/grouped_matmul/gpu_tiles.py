@@ -76,9 +76,9 @@ class Tile(NamedTuple):
         second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)
         yield (self.stages, self.row_parts, *first), spec.first_dtype
         yield (self.stages, self.column_parts, *second), spec.second_dtype
-        yield (2, 2, PART, STORED), spec.result_dtype
+        yield (2, 2, PART, STORED), spec.output_dtype
         if spec.use != "drhs":
-            yield (2, PART, STORED), spec.result_dtype
+            yield (2, PART, STORED), spec.output_dtype
 
     def shared_bytes(self, spec: GroupedMatmulSpec) -> int:
         """Of one block."""

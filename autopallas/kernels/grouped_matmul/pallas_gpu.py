@@ -12,7 +12,7 @@ Letters: B batch, M rows, K and N the weights' two sides, G groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,12 @@ from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, 
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 
-if TYPE_CHECKING:
-    from autopallas.kernels.grouped_matmul.gpu_kernels import Epilogue
-
 __all__ = ["backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
+
+EPILOGUES = True
+"""Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
 
 
 def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
@@ -46,31 +46,19 @@ def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first."""
+    """What a search should try, best guess first; what is left open is what :class:`Tile` begins with."""
     rows = (128, 64) if spec.rows_per_group > 64 else (64, 128)
-    found = [BlockSizes(n, inner, columns) for n in rows for inner, columns in ((64, 256), (64, 128), (128, 128))]
-    return tuple(dict.fromkeys(found))
+    blocks = [(0, 0), *((inner, 128) for inner in (64, 128) if max(spec.contracting, spec.columns) >= 128)]
+    return tuple(dict.fromkeys(BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks))
 
 
-def forward(
-    spec: GroupedMatmulSpec,
-    block_sizes: BlockSizes,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
-    epilogue: Epilogue | None = None,
-) -> Array:
-    """Grouped matmul.  Arguments and result as in ``xla.forward``; and for results that are rows:
-
-    Args:
-      epilogue: what is done to a tile of the float32 result before it is rounded, an activation; None for nothing.
-    """
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
+    """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+    if spec.epilogue is not None and reason_against(Device.current(), programs=[spec.epilogue]) is not None:
+        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
     sizes = jnp.broadcast_to(group_sizes, (spec.batch, spec.groups))
-    if spec.use == "drhs":
-        if epilogue is not None:
-            raise ValueError("a gradient of weights has no epilogue")
-        return _weights(spec, block_sizes, first, second, sizes)
-    return _rows(spec, block_sizes, first, second, sizes, epilogue)
+    kernel = _weights if spec.use == "drhs" else _rows
+    return kernel(spec, block_sizes, first, second, sizes)
 
 
 def backward(
@@ -92,14 +80,7 @@ def _either(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, seco
     return kernel(spec, block_sizes.fitted(spec) if kernel is xla.forward else block_sizes, first, second, group_sizes)
 
 
-def _rows(
-    spec: GroupedMatmulSpec,
-    sizes: BlockSizes,
-    rows: Array,
-    weights: Array,
-    group_sizes: Array,
-    epilogue: Epilogue | None,
-) -> Array:
+def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Array, group_sizes: Array) -> Array:
     """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
     from autopallas.kernels.grouped_matmul.gpu_kernels import rows_call
 
@@ -108,7 +89,7 @@ def _rows(
     held = _padded(weights.reshape(-1, *weights.shape[2:]), (1, PART, PART))
     columns = held.shape[2 if spec.use == "forward" else 1]
     tables = visits(group_sizes, spec.rows, tile.rows)
-    kernel = rows_call(spec, tile, flat.shape[0], columns, epilogue)
+    kernel = rows_call(spec, tile, flat.shape[0], columns)
     out = kernel(tables.table, tables.number, tables.bounds, flat, held)
     return out[:total, : spec.result_shape()[1]].reshape(spec.batch, *spec.result_shape())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from test_grouped_matmul_implementations import USES, spec_of
 
+import autopallas
 from autopallas.kernels.grouped_matmul import pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import capacity
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import TABLE
+from autopallas.kernels.programs import traced
+from autopallas.program import Score
 from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
 
 pytestmark = pytest.mark.skipif(
@@ -87,6 +91,28 @@ def test_odd_sizes_are_padded(compiler, use):
     types.append(jax.ShapeDtypeStruct((1, spec.groups), jnp.int32))
     found = compiler.compile(lambda *given: pallas_gpu.forward(spec, BlockSizes(128), *given), types)
     assert found.faults() == ()
+
+
+@pytest.mark.parametrize(
+    "activation", [jax.nn.silu, jax.nn.gelu, partial(jnp.maximum, 0)], ids=["silu", "gelu", "relu"]
+)
+@pytest.mark.parametrize("use", USES[:2])
+def test_activations_are_epilogues(compiler, use, activation):
+    program = traced(lambda y: activation(y), Score(np.dtype(jnp.bfloat16)))
+    spec = spec_of(use, "bfloat16", **SHAPES["M8192 K4096 N4096 G8"], epilogue=program)
+    check(compiler, spec, pallas_gpu.candidates(spec, H100)[0])
+
+
+def test_what_optimize_makes_of_a_step_has_three_kernels(compiler):
+    lhs, rhs = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4, 256, 384), jnp.bfloat16)
+
+    def loss(lhs, rhs, sizes):
+        return jnp.sum(jax.lax.ragged_dot(lhs, rhs, sizes).astype(jnp.float32) ** 2)
+
+    step = autopallas.optimize(jax.grad(loss, (0, 1)), implementation="pallas_gpu", objective="always", strict=True)
+    found = compiler.compile(step, (lhs, rhs, jax.ShapeDtypeStruct((4,), jnp.int32)))
+    assert found.faults() == ()
+    assert {kernel.name for kernel in found.kernels} == {f"autopallas_grouped_matmul_{use}" for use in USES}
 
 
 def test_a_train_step_has_three_kernels(compiler):

@@ -1,0 +1,110 @@
+"""The pipeline of Hopper's matrix kernels: a warpgroup loads with TMA, two multiply with wgmma, blocks are persistent.
+
+Each block takes every so many-th tile of the result.  The loading warpgroup runs ahead, over the end of a tile too, for
+as long as the ring of stages has room.  A stage goes round with two barriers: ``full``, on which TMA's transfers
+arrive, and ``free``, on which all consumers do.
+
+Inside a kernel alone: this module imports Pallas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from autopallas.kernels.gpu import mosaic
+
+__all__ = ["CONSUMERS", "PART", "REGISTERS", "Ring", "placed", "steps_of", "tiles"]
+
+Array: TypeAlias = jax.Array
+Ref: TypeAlias = Any
+
+CONSUMERS = 2
+PART = 64
+"""Rows of one wgmma."""
+PANEL = 8
+"""Tiles of rows that follow each other before the column moves on: what a wave of blocks reads then fits into L2."""
+REGISTERS = (232, 40)
+"""Of a consumer and of the producer; together no more than the 168 that each thread has at the start."""
+
+
+class Ring(NamedTuple):
+    """The stages between the producer and the consumers; ``step`` counts all steps of the block."""
+
+    first: Ref
+    second: Ref
+    full: Ref
+    free: Ref
+    stages: int
+
+    def slot(self, step: Array) -> Array:
+        return lax.rem(step, jnp.int32(self.stages))
+
+    def load(self, step: Array, copies: Callable[[Array, Ref], None]) -> None:
+        """Once the stage is free: ``copies(slot, barrier)`` starts the transfers into it."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.stages)
+        def wait() -> None:
+            mosaic().barrier_wait(self.free.at[slot])
+
+        copies(slot, self.full.at[slot])
+
+    def drain(self, steps: Array) -> None:
+        """Waits for the last stages: a block must not end before every arrival has been seen."""
+        held = jnp.minimum(steps, self.stages)
+
+        @pl.loop(0, held)
+        def wait(i: Array) -> None:
+            mosaic().barrier_wait(self.free.at[self.slot(steps - held + i)])
+
+    def consume(self, step: Array, steps: Array, use: Callable[[Array, Array], None]) -> None:
+        """``use(i, slot)`` starts wgmma on each of the stages from ``step`` on.
+
+        wgmma runs on after it was started.  One is left running while the next stage is waited for; a stage is given
+        back when the one after it has been started and all before that are done.
+        """
+        plgpu = mosaic()
+
+        @pl.loop(0, steps)
+        def body(i: Array) -> None:
+            slot = self.slot(step + i)
+            plgpu.barrier_wait(self.full.at[slot])
+            use(i, slot)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(i > 0)
+            def release() -> None:
+                plgpu.barrier_arrive(self.free.at[self.slot(step + i - 1)])
+
+        plgpu.wgmma_wait(0)
+
+        @pl.when(steps > 0)
+        def release() -> None:
+            plgpu.barrier_arrive(self.free.at[self.slot(step + steps - 1)])
+
+
+def tiles(count: Array | int, visit: Callable[[Array, Array], Array]) -> Array:
+    """``visit(number, steps done)`` of every so many-th tile, as this block has them; returns the steps of all."""
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    own = lax.div(jnp.maximum(count - block + (blocks - 1), 0), jnp.int32(blocks))
+    return steps_of(0, own, lambda i, step: visit(block + i * blocks, step), jnp.int32(0))
+
+
+def steps_of(begin: Array | int, end: Array | int, body: Callable[[Array, Array], Array], step: Array) -> Array:
+    """A loop that carries the number of steps."""
+    done: Array = lax.fori_loop(begin, end, body, step)
+    return done
+
+
+def placed(number: Array, rows: Array | int, columns: int) -> tuple[Array, Array]:
+    """(row, column) of a tile: panels of rows, within each column by column."""
+    panel = lax.div(number, jnp.int32(PANEL * columns))
+    within = number - panel * (PANEL * columns)
+    height = jnp.minimum(rows - panel * PANEL, PANEL)
+    return panel * PANEL + lax.rem(within, height), lax.div(within, height)

@@ -1,0 +1,99 @@
+"""The GPU kernel of cross-entropy, interpreted with race detection; and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cross_entropy_cases import BF16, F32, KINDS, LOSS, Case
+from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
+
+from autopallas import compat
+from autopallas.kernels import interpret
+from autopallas.kernels.cross_entropy import pallas_gpu
+from autopallas.kernels.implementation import Device, Supported
+
+EVERYTHING = os.environ.get("FULL_GRID") == "1"
+"""`make check-gpu` runs what `make test` has no time for."""
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+TILED = {
+    "tails": Case("tails", rows=150, hidden=72, vocabulary=300, labels=(-3, 330), kinds=LOSS),
+    "table": Case("table", rows=130, hidden=200, vocabulary=520, labels=(0, 520), kinds=KINDS, vocabulary_major=True),
+}
+"""Several tiles of rows and of the vocabulary, more steps than stages, and tails of every axis."""
+
+
+class Gpu(CrossEntropyImplementation):
+    name = "pallas_gpu"
+    __test__ = False
+
+
+@pytest.fixture
+def racing():
+    from jax.experimental.pallas import mosaic_gpu
+
+    with interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True)):
+        yield Gpu()
+
+
+def some(names, chosen):
+    return list(names) if EVERYTHING else list(chosen)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("dtype", some([BF16, np.dtype(np.float16)], [BF16]), ids=str)
+@pytest.mark.parametrize(
+    "name", some(BY_NAME, ["odd sizes", "odd embedding table", "soft cap", "ties", "NaN and infinities"])
+)
+def test_statistics_and_gradients(racing, name, dtype):
+    racing.check(pallas_gpu, BY_NAME[name], SIZES["vocabulary streams"], dtype)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", some(TILED, ["tails"]))
+def test_several_tiles_of_every_axis(racing, name):
+    for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
+        racing.check(pallas_gpu, TILED[name], SIZES["vocabulary streams"], BF16)
+
+
+@needs_mosaic
+def test_logits_are_rounded_to_their_dtype(racing):
+    """Ties and the argmax of rounded logits, which are exact here before they are rounded."""
+    case = Case("rounded", whole=True, hidden=64, size=100.0, kinds=("max", "argmax", "ties"))
+    spec = case.spec(BF16, logit_dtype=BF16)
+    x, w, sides, _ = case.operands(BF16)
+    (maximum, argmax, ties), _ = jax.jit(lambda *a: pallas_gpu.forward(spec, SIZES["tiles"], *a))(x, w, sides)
+    exact = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+    z = np.asarray(jnp.asarray(exact).astype(BF16).astype(F32))
+    np.testing.assert_array_equal(maximum, z.max(axis=1))
+    np.testing.assert_array_equal(argmax, z.argmax(axis=1))
+    np.testing.assert_array_equal(ties, (z == z.max(axis=1, keepdims=True)).sum(axis=1))
+    assert np.asarray(ties).max() > 1
+
+
+@needs_mosaic
+@pytest.mark.parametrize("form", some(["finish", "products"], ["finish"]))
+def test_products(racing, form):
+    racing.check_products(pallas_gpu, BY_NAME["odd embedding table"], form, SIZES["vocabulary streams"], BF16)
+
+
+@needs_mosaic
+def test_what_is_not_supported_is_refused_with_a_reason():
+    plain = replace(BY_NAME["plain"], kinds=LOSS)
+    assert isinstance(pallas_gpu.supports(plain.spec(BF16), H100), Supported)
+    for spec, device, said in [
+        (plain.spec(F32), H100, "not float32"),
+        (plain.spec(BF16, F32), H100, "not float32"),
+        (replace(BY_NAME["bias"], kinds=LOSS).spec(BF16), H100, "varies over the vocabulary"),
+        (replace(plain.spec(BF16), statistics=()), H100, "no statistic"),
+        (plain.spec(BF16), Device("gpu", "NVIDIA A100-SXM4-80GB"), "this GPU is NVIDIA A100-SXM4-80GB"),
+        (plain.spec(BF16), Device("cpu", "cpu"), "AUTOPALLAS_INTERPRET=1"),
+    ]:
+        assert said in pallas_gpu.supports(spec, device).reason
