@@ -184,6 +184,7 @@ def call(
     bytes_accessed: int = 0,
     transcendentals: int = 0,
     approximate: bool = False,
+    by_lanes: bool = False,
 ) -> Callable[..., Any]:
     """A ``plgpu.kernel`` as every GPU kernel here has it: named, scoped, and interpreted where that is asked for.
 
@@ -196,12 +197,15 @@ def call(
       warpgroups: threads of 128 lanes in a block.
       flops, bytes_accessed, transcendentals: what XLA's scheduler is told of its cost.
       approximate: whether exp and log may be the hardware's approximations, of about 2 units in the last place.
+      by_lanes: whether the body says itself how arrays lie in registers.  Else Mosaic infers it, by a search whose time
+        grows exponentially with the values of which nothing is said.
 
     Returns:
       A function of the operands.
     """
     plgpu = mosaic()
     mode = interpretation()
+    semantics = {"lowering_semantics": plgpu.LoweringSemantics.Lane} if by_lanes else {}
     kernel = compat.mosaic_gpu_kernel(
         body,
         cost=dict(flops=flops, bytes_accessed=bytes_accessed, transcendentals=transcendentals),
@@ -213,7 +217,7 @@ def call(
         thread_name="warpgroup",
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams() if mode is True else mode,
-        compiler_params=plgpu.CompilerParams(approx_math=approximate),
+        compiler_params=plgpu.CompilerParams(approx_math=approximate, **semantics),
     )
 
     def run(*operands: Any) -> Any:

@@ -1,0 +1,107 @@
+"""Block sizes of the GPU kernels: their shared memory, and which are worth trying on an H100.
+
+``query_block`` is 64 rows for each of one to three warpgroups that compute; ``key_block`` is how many keys a stage holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
+
+__all__ = ["Tiles", "backward_tiles", "candidates", "default", "fitting", "forward_tiles", "shared_memory"]
+
+Kernel: TypeAlias = Literal["forward", "query", "key_value"]
+
+_PREFERRED = ((128, 128), (192, 128), (128, 64), (192, 64), (64, 128), (64, 64))
+_MOST_STAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one kernel cuts its work.
+
+    Attributes:
+      warpgroups: that compute, each with 64 positions at home.
+      away: positions of the other axis in a stage.
+      stages: of the ring in shared memory.
+      outputs: which gradients one call computes: with a head size of 256 the registers hold one.
+    """
+
+    warpgroups: int
+    away: int
+    stages: int
+    outputs: tuple[tuple[str, ...], ...] = ()
+
+
+def _sizes(spec: AttentionSpec) -> tuple[int, int, int]:
+    d, dv = head_size_of(spec.head_size), head_size_of(spec.value_head_size)
+    assert d is not None
+    assert dv is not None
+    return d, dv, max(d, dv)
+
+
+def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
+    """Bytes of shared memory of one block."""
+    d, dv, _ = _sizes(spec)
+    dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
+    home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
+    stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
+    return shared_bytes([*home, *stages], barriers=2 * tiles.warpgroups + 4 * tiles.stages)
+
+
+def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles]:
+    """The same with as many stages as fit, if two do."""
+    for stages in range(_MOST_STAGES, 1, -1):
+        found = Tiles(tiles.warpgroups, tiles.away, stages, tiles.outputs)
+        if shared_memory(spec, kernel, found) <= SHARED_MEMORY:
+            yield found
+
+
+def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
+    """The tiles of the forward: those asked for, as far as registers and shared memory allow."""
+    _, _, widest = _sizes(spec)
+    # A thread's share: the result, the scores, and the weights in 16 bits; of 232 registers, or 160 with three warpgroups.
+    most_away = 64 if widest > 192 else 128
+    most = 3 if widest <= 64 else 2
+    warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
+    away = min(rounded(block_sizes.key_block, 64), most_away)
+    for w, a in ((warpgroups, away), (warpgroups, 64), (1, 64)):
+        for found in _staged(spec, "forward", Tiles(w, a, 0)):
+            return found
+    raise AssertionError("two stages of the smallest tiles always fit")
+
+
+def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], block_sizes: BlockSizes) -> Tiles:
+    """The tiles of a kernel of the backward."""
+    _, _, widest = _sizes(spec)
+    outputs: tuple[tuple[str, ...], ...] = (("query",),)
+    if kernel == "key_value":
+        outputs = (("key", "value"),) if widest <= 128 else (("key",), ("value",))
+    most = 2 if widest <= 128 else 1
+    warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
+    for w in range(warpgroups, 0, -1):
+        for found in _staged(spec, kernel, Tiles(w, 64, 0, outputs)):
+            return found
+    raise AssertionError("two stages of the smallest tiles always fit")
+
+
+def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
+    """The sizes that the forward computes with where these are asked for."""
+    tiles = forward_tiles(spec, block_sizes)
+    return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away)
+
+
+def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
+    """What a search should try, best guess first, none twice."""
+    return tuple(dict.fromkeys(fitting(spec, BlockSizes(*pair)) for pair in _PREFERRED))
+
+
+def default(spec: AttentionSpec) -> BlockSizes:
+    """The first candidate."""
+    return candidates(spec)[0]

@@ -1,0 +1,258 @@
+"""What the blocks of a GPU kernel visit, and what they read of the side inputs.
+
+A block of threads owns 64 positions of one axis for each of its warpgroups, its *home*, and streams blocks of the other
+axis, those it is *away* for, through shared memory: queries are at home in the forward and for their own gradient, keys
+for theirs.  Blocks that are live for a home are listed, the full ones first, so that each has its own loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.kernels.attention.gpu_elements import Value
+from autopallas.kernels.attention.run_time_tiles import run_time_states
+from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
+from autopallas.kernels.gpu import mosaic, rounded
+
+__all__ = ["WARPGROUP_ROWS", "Place", "Steps", "Visits", "head_size_of", "padded", "side_operand", "side_values"]
+
+Array: TypeAlias = jax.Array
+Home: TypeAlias = Literal["row", "column"]
+
+WARPGROUP_ROWS = 64
+"""Rows of one wgmma."""
+
+_HEAD_SIZES = (64, 96, 128, 192, 256)
+
+
+def head_size_of(size: int) -> int | None:
+    """The head size with which the kernels compute: what is missing are zeros.  None: it is too large."""
+    return next((n for n in _HEAD_SIZES if size <= n), None)
+
+
+def padded(array: Array, *lengths: int) -> Array:
+    """The array with zeros after its last axes, up to these lengths; an axis of size 1 does not vary, and stays."""
+    leading = array.ndim - len(lengths)
+    missing = [0 if n == 1 else length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
+    return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
+
+
+class Steps(NamedTuple):
+    """What one home block visits: ``full`` full blocks first, ``total`` in all; traced or known."""
+
+    full: Any
+    total: Any
+    block: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """The away blocks of every home block.
+
+    Attributes:
+      home_blocks, away_blocks: how many there are.
+      general, full: the programs of any tile, and of full ones.
+      counts: (full, all) where every home block has as many, else None.
+      ordered: whether step n of every home block is block n.
+      table: [B|1, home blocks, 2 + away blocks] of counts and blocks, or None where nothing of it is needed.
+      has_full, has_partial: whether there are such tiles.
+    """
+
+    home_blocks: int
+    away_blocks: int
+    general: TilePrograms
+    full: TilePrograms
+    counts: tuple[int, int] | None
+    ordered: bool
+    table: Array | np.ndarray[Any, Any] | None
+    has_full: bool
+    has_partial: bool
+
+    @staticmethod
+    def of(spec: AttentionSpec, home: Home, row_block: int, column_block: int, sides: Sequence[Array]) -> Visits:
+        rows, columns = edges(spec.query_length, row_block), edges(spec.key_length, column_block)
+        found = tile_map(spec, rows, columns)
+        general, full = tile_programs(spec, rows, columns, found)
+        states = found.copy()
+        if spec.key_length % column_block:
+            states[:, -1][states[:, -1] == FULL] = PARTIAL
+        if home == "column" and spec.query_length % row_block:
+            states[-1][states[-1] == FULL] = PARTIAL
+        at_run_time = run_time_states(spec, row_block, column_block, sides) if states.size > 1 else None
+        if at_run_time is not None:
+            turned = jnp.swapaxes(at_run_time, 1, 2) if home == "column" else at_run_time
+            table = _listed(turned, jnp)
+            return Visits(*turned.shape[1:], general, full, None, False, table, False, True)
+        turned = states.T if home == "column" else states
+        table = _listed(turned[None], np)
+        counts, order = table[0, :, :2], table[0, :, 2:]
+        same = bool(np.all(counts == counts[:1]))
+        step = np.arange(order.shape[1])
+        ordered = bool(np.all((order == step) | (step >= counts[:, 1:])))
+        return Visits(
+            *turned.shape,
+            general,
+            full,
+            (int(counts[0, 0]), int(counts[0, 1])) if same else None,
+            ordered,
+            None if same and ordered else table,
+            bool(np.any(states == FULL)),
+            bool(np.any(states == PARTIAL)),
+        )
+
+    @property
+    def operands(self) -> tuple[Array, ...]:
+        return () if self.table is None else (jnp.asarray(self.table, jnp.int32),)
+
+    @property
+    def longest_first(self) -> bool:
+        """Whether later home blocks visit more: as under a causal mask, seen from the rows."""
+        if self.counts is not None or not isinstance(self.table, np.ndarray):
+            return False
+        totals = self.table[0, :, 1]
+        return bool(totals[-1] > totals[0])
+
+    def steps(self, table: Any | None, entry: Any, home: Any) -> Steps:
+        """Inside a kernel: what a home block visits."""
+        if table is not None and table.shape[0] == 1:
+            entry = 0
+        full, total = self.counts or (table[entry, home, 0], table[entry, home, 1])
+        if not self.has_full:
+            full = 0
+        return Steps(full, total, (lambda n: n) if self.ordered else lambda n: table[entry, home, 2 + n])
+
+    def loops(self, steps: Steps) -> Iterator[tuple[TilePrograms, bool, Any, Any]]:
+        """(programs, whether tiles may be partial, first step, how many) of each loop."""
+        if self.has_full:
+            yield self.full, False, 0, steps.full
+        if self.has_partial:
+            yield self.general, True, steps.full, steps.total - steps.full
+
+    @property
+    def most(self) -> int:
+        """Steps of the longest list."""
+        return self.counts[1] if self.counts is not None else self.away_blocks
+
+
+def _listed(states: Any, numpy: Any) -> Any:
+    """[E, home, away] of states as [E, home, 2 + away] of (full, all, the blocks: full, partial, dead ones)."""
+    rank = numpy.where(states == FULL, 0, numpy.where(states == DEAD, 2, 1))
+    order = numpy.argsort(rank, axis=-1, **({"stable": True} if numpy is jnp else {"kind": "stable"}))
+    counts = numpy.stack([(states == FULL).sum(-1), (states != DEAD).sum(-1)], axis=-1)
+    return numpy.concatenate([counts, order], axis=-1).astype(np.int32)
+
+
+# ---------------------------------------------------------------------- positions and side inputs
+
+
+class Place(NamedTuple):
+    """Where a tile is: batch entry, heads, its first row and first column; which axis of the tile counts the rows."""
+
+    batch: Any
+    head: Any
+    group: Any
+    row: Any
+    column: Any
+    shape: tuple[int, int]
+    flipped: bool = False
+
+    @property
+    def rows(self) -> tuple[Literal["along_0", "along_1"], int]:
+        return ("along_1", self.shape[1]) if self.flipped else ("along_0", self.shape[0])
+
+    @property
+    def columns(self) -> tuple[Literal["along_0", "along_1"], int]:
+        return ("along_0", self.shape[0]) if self.flipped else ("along_1", self.shape[1])
+
+    def index(self, varies: Sequence[bool]) -> tuple[Any, Any, Any]:
+        b, k, g = (i if v else 0 for i, v in zip((self.batch, self.head, self.group), varies, strict=False))
+        return b, k, g
+
+    def positions(self) -> dict[str, Value]:
+        """The query and the key position of each element."""
+        plgpu = mosaic()
+
+        def counted(kind: Any, size: int, start: Any) -> Value:
+            layout = plgpu.Layout.WGMMA.reduce(1 if kind == "along_0" else 0)
+            found = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+            return Value(kind, found + jnp.full((size,), start, jnp.int32))
+
+        return {"query": counted(*self.rows, self.row), "key": counted(*self.columns, self.column)}
+
+
+def vector(ref: Any, index: tuple[Any, ...], kind: Literal["along_0", "along_1"]) -> Value:
+    """A number for each row or column of a tile, from main memory."""
+    plgpu = mosaic()
+    layout = plgpu.Layout.WGMMA.reduce(1 if kind == "along_0" else 0)
+    return Value(kind, plgpu.load(ref.at[index], layout=layout, optimized=False))
+
+
+def stored(side: SideSpec) -> np.dtype[Any]:
+    """The dtype of a side input in main memory."""
+    if side.varies[3] and side.varies[4]:
+        return np.dtype(np.int8) if side.dtype == np.bool_ else side.dtype
+    return np.dtype(np.float32) if side.differentiable else np.dtype(np.int32)
+
+
+def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped: bool) -> Array:
+    """A side input [B|1, K|1, G|1, T|1, S|1] as :func:`side_values` reads it, padded to whole blocks."""
+    array = padded(array.astype(stored(side)), rows, columns)
+    _, _, _, t, s = side.varies
+    if t and s:
+        return jnp.swapaxes(array, -1, -2) if flipped else array
+    shape = array.shape[:3]
+    return array.reshape(*shape, -1) if t or s else array.reshape(shape)
+
+
+def side_values(spec: AttentionSpec, refs: Sequence[Any], place: Place) -> dict[str, Value]:
+    """The parts of the side inputs that belong to a tile."""
+    return {f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))}
+
+
+def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:
+    from jax.experimental import pallas as pl
+
+    index = place.index(side.varies)
+    _, _, _, t, s = side.varies
+    if t and s:
+        plgpu = mosaic()
+        starts = (place.column, place.row) if place.flipped else (place.row, place.column)
+        window = tuple(pl.ds(start, size) for start, size in zip(starts, place.shape, strict=True))
+        array = plgpu.load(ref.at[*index, *window], layout=plgpu.Layout.WGMMA, optimized=False)
+        found = Value("tile", array)
+    elif t or s:
+        kind, size = place.rows if t else place.columns
+        found = vector(ref, (*index, pl.ds(place.row if t else place.column, size)), kind)
+    else:
+        found = Value("scalar", ref[index])
+    if side.dtype == np.bool_:
+        return Value(found.kind, lax.ne(found.array, lax.full_like(found.array, 0)))
+    return found if found.array.dtype == side.dtype else Value(found.kind, found.array.astype(side.dtype))
+
+
+def exists(place: Place, spec: AttentionSpec, rows: bool) -> Value | None:
+    """Which elements of a tile exist, as a boolean for each; None where a tile never reaches beyond the end."""
+    positions = place.positions()
+    ragged = [("key", spec.key_length, place.columns[0])]
+    if rows:
+        ragged.append(("query", spec.query_length, place.rows[0]))
+    found = None
+    for name, length, kind in ragged:
+        position = positions[name].array
+        here = Value("tile", Value(kind, position < length).widened("tile", place.shape))
+        found = here if found is None else Value("tile", found.array & here.array)
+    return found
+
+
+def whole(length: int, block: int) -> int:
+    """The length with which an axis is padded to whole blocks."""
+    return rounded(length, block)
