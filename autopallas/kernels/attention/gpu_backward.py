@@ -159,8 +159,7 @@ def _gradients(
     through_memory = bool(interpretation())
     scratch = [tile((warpgroups, WARPGROUP_ROWS, d), dtype), tile((warpgroups, WARPGROUP_ROWS, dv), dtype)]
     scratch += [tile((stages, away, d), dtype), tile((stages, away, dv), dtype)]
-    barriers = [plgpu.Barrier(num_barriers=warpgroups), plgpu.Barrier(num_barriers=warpgroups)]
-    barriers += [*ring(stages, warpgroups), *ring(stages, warpgroups)]
+    barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups), *ring(stages, warpgroups, copies=2)]
     if through_memory:
         scratch.append(tile((warpgroups, WARPGROUP_ROWS, away), dtype))
 
@@ -172,7 +171,7 @@ def _gradients(
         written = [given.pop(0) for _ in results]
         a_shared, b_shared, c_shared, d_shared = (given.pop(0) for _ in range(4))
         through = given.pop(0) if through_memory else None
-        a_ready, b_ready, c_ready, c_free, d_ready, d_free = given
+        home_ready, ready, free = given
 
         here = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
@@ -201,8 +200,8 @@ def _gradients(
             share_registers(warpgroups, computes=True)
             base = block * home + here * WARPGROUP_ROWS
             window = (*place, pl.ds(base, WARPGROUP_ROWS))
-            plgpu.copy_gmem_to_smem(a_ref.at[window], a_shared.at[here], a_ready.at[here])
-            plgpu.copy_gmem_to_smem(b_ref.at[window], b_shared.at[here], b_ready.at[here])
+            plgpu.copy_gmem_to_smem(a_ref.at[window], a_shared.at[here], home_ready.at[here])
+            plgpu.copy_gmem_to_smem(b_ref.at[window], b_shared.at[here], home_ready.at[here])
             at_home = {}
             if not flipped:
                 at_home = {n: vector(ref, window, "along_0") for n, ref in (("shift", shift_ref), ("delta", delta_ref))}
@@ -210,8 +209,7 @@ def _gradients(
                 plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, sizes[o]), F32), plgpu.Layout.WGMMA) for o in outputs
             )
             sums += tuple(vectors(0.0) for _ in numbers)
-            plgpu.barrier_wait(a_ready.at[here])
-            plgpu.barrier_wait(b_ready.at[here])
+            plgpu.barrier_wait(home_ready.at[here])
 
             for programs, general, first, count in loops:
 
@@ -233,24 +231,22 @@ def _gradients(
 
                     positions = (start, base) if flipped else (base, start)
                     tile_place = Place(*(index if flipped else place), *positions, shape, flipped)
-                    ragged = spec.key_length % column_block or (flipped and spec.query_length % row_block)
-                    valid = exists(tile_place, spec, rows=flipped) if general and ragged else None
+                    ragged = general and (spec.query_length if flipped else spec.key_length) % away
 
                     def shown(x: Value) -> Any:
                         array = x.widened("tile", shape).astype(F32)
-                        return array if valid is None else jnp.where(valid.array, array, 0.0)
+                        return jnp.where(exists(tile_place, spec), array, 0.0) if ragged else array
 
                     def add(output: str, x: Value, streamed: Any) -> Any:
                         total = sums[outputs.index(output)]
                         staged = None if through is None else through.at[here]
                         return multiplied(shown(x).astype(dtype), streamed.at[slot], total, staged)
 
-                    plgpu.barrier_wait(c_ready.at[slot])
+                    plgpu.barrier_wait(ready.at[slot])
                     known = tile_place.positions() | side_values(spec, side_refs, tile_place)
                     score = _product(a_shared.at[here], c_shared.at[slot], shape)
                     known |= {"score": Value("tile", score.astype(spec.score_dtype)), "shift": rows(shift_ref, "shift")}
                     elements = backward_elements(spec, programs).on(shape, known)
-                    plgpu.barrier_wait(d_ready.at[slot])
                     new = {}
                     # What needs the probabilities alone comes first: registers are short.
                     if "value" in outputs:
@@ -259,8 +255,7 @@ def _gradients(
                         dp = _product(b_shared.at[here], d_shared.at[slot], shape)
                         elements.given({"dp": Value("tile", dp), "delta": rows(delta_ref, "delta")})
                         new[outputs[0]] = add(outputs[0], elements.result()[1], c_shared)
-                    plgpu.barrier_arrive(c_free.at[slot])
-                    plgpu.barrier_arrive(d_free.at[slot])
+                    plgpu.barrier_arrive(free.at[slot])
                     floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
                     further = []
                     for number, total in zip(numbers, sums[len(outputs) :], strict=True):
@@ -279,14 +274,11 @@ def _gradients(
             def load(part: int, n: Any, slot: Any) -> None:
                 index, start = address(n, *loops[part][2:])
                 window = (*index, pl.ds(start, away))
-                plgpu.copy_gmem_to_smem(c_ref.at[window], c_shared.at[slot], c_ready.at[slot])
-                plgpu.copy_gmem_to_smem(d_ref.at[window], d_shared.at[slot], d_ready.at[slot])
+                plgpu.copy_gmem_to_smem(c_ref.at[window], c_shared.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(d_ref.at[window], d_shared.at[slot], ready.at[slot])
 
-            def free(slot: Any) -> None:
-                plgpu.barrier_wait(c_free.at[slot])
-                plgpu.barrier_wait(d_free.at[slot])
-
-            fill([(first * groups, count * groups) for _, _, first, count in loops], stages, load, free)
+            parts = [(first * groups, count * groups) for _, _, first, count in loops]
+            fill(parts, stages, load, lambda slot: plgpu.barrier_wait(free.at[slot]))
 
     tiles_visited = math.prod(heads) * visits.home_blocks * visits.most * groups
     found = gpu.call(

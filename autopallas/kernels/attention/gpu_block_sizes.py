@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.gpu_elements import scale_of
 from autopallas.kernels.attention.gpu_grid import WARPGROUP_ROWS, head_size_of
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
@@ -52,7 +55,7 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
     home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
     stages = [((tiles.stages, tiles.away, d), dtype), ((tiles.stages, tiles.away, dv), dtype)]
-    return shared_bytes([*home, *stages], barriers=2 * tiles.warpgroups + 4 * tiles.stages)
+    return shared_bytes([*home, *stages], barriers=tiles.warpgroups + 4 * tiles.stages)
 
 
 def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles]:
@@ -82,13 +85,22 @@ def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], b
     _, _, widest = _sizes(spec)
     outputs: tuple[tuple[str, ...], ...] = (("query",),)
     if kernel == "key_value":
-        outputs = (("key", "value"),) if widest <= 128 else (("key",), ("value",))
+        outputs = (("key", "value"),) if widest <= (128 if _plain(spec) else 96) else (("key",), ("value",))
     most = 2 if widest <= 128 else 1
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
     for w in range(warpgroups, 0, -1):
         for found in _staged(spec, kernel, Tiles(w, 64, 0, outputs)):
             return found
     raise AssertionError("two stages of the smallest tiles always fit")
+
+
+def _plain(spec: AttentionSpec) -> bool:
+    """Whether next to nothing but the products needs registers: no mask, no side inputs, no last, shorter block."""
+    return (
+        not (spec.sides or spec.weights or spec.inner_weights or spec.query_length % 64)
+        and spec.score_dtype == np.float32
+        and scale_of(spec.score) is not None
+    )
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:

@@ -40,7 +40,7 @@ __all__ = ["forward", "multiplied", "ring", "share_registers", "statistics", "ve
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
 LOG2E = math.log2(math.e)
-_REGISTERS = {1: None, 2: (232, 40), 3: (160, 32)}
+_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32)}
 """Registers of a thread that computes and of one that only moves memory, by the number of warpgroups that compute.
 
 A block has 65536.  With one such warpgroup each thread can have all the 255 that an instruction can name.
@@ -258,7 +258,7 @@ def _softmax(
     known: dict[str, Value] = {}
     if scale is None or len(elements) > 1:
         known = place.positions() | side_values(spec, side_refs, place)
-    valid = exists(place, spec, rows=False) if general and spec.key_length % shape[1] else None
+    valid = exists(place, spec) if general and spec.key_length % shape[1] else None
     if scale is not None:
         maximum = jnp.maximum(running.maximum, jnp.max(score, axis=1) * np.float32(scale))
         e = jnp.exp2(score * np.float32(scale * LOG2E) - across(maximum * np.float32(LOG2E)))
@@ -267,7 +267,7 @@ def _softmax(
         rounded_score = Value("tile", score.astype(spec.score_dtype))
         x = elements["logit"].on(shape, known | {"score": rounded_score}).result().widened("tile", shape)
         if valid is not None:
-            x = jnp.where(valid.array, x, -jnp.inf)
+            x = jnp.where(valid, x, -jnp.inf)
         maximum = jnp.maximum(running.maximum, jnp.max(x, axis=1))
         # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
         finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
@@ -278,7 +278,7 @@ def _softmax(
         if name not in elements:
             return e
         e = elements[name].on(shape, known | {"e": Value("tile", e)}).result().widened("tile", shape)
-        return e if valid is None else jnp.where(valid.array, e, 0.0)
+        return e if valid is None else jnp.where(valid, e, 0.0)
 
     e = weighted("inner", e)
     total = running.total * shrink + jnp.sum(e, axis=1)
@@ -291,7 +291,7 @@ def _softmax(
         seen = elements["kept"].on(shape, known).result().widened("tile", shape) if "kept" in elements else None
         ones = jnp.full(shape, 1.0, F32)
         seen = ones if seen is None else jnp.where(seen, ones, 0.0)
-        seen = mosaic().layout_cast(seen if valid is None else jnp.where(valid.array, seen, 0.0), mosaic().Layout.WGMMA)
+        seen = mosaic().layout_cast(seen if valid is None else jnp.where(valid, seen, 0.0), mosaic().Layout.WGMMA)
         kept = jnp.maximum(kept, jnp.max(seen, axis=1))
     accumulator = running.accumulator * lax.broadcast_in_dim(shrink, running.accumulator.shape, (0,))
     return p, running._replace(accumulator=accumulator, kept=kept)
@@ -313,10 +313,10 @@ def vectors(value: float) -> Any:
     return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, F32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def ring(stages: int, warpgroups: int) -> list[Any]:
+def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Any]:
     """The barriers of a ring of stages: one says that a stage is filled, one that all who compute have used it."""
     plgpu = mosaic()
-    return [plgpu.Barrier(num_barriers=stages), plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
+    return [plgpu.Barrier(num_arrivals=copies, num_barriers=stages), plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
 
 
 def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) -> None:

@@ -21,9 +21,9 @@ from autopallas.kernels.attention.run_time_tiles import run_time_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
-from autopallas.kernels.gpu import mosaic, rounded
+from autopallas.kernels.gpu import mosaic
 
-__all__ = ["WARPGROUP_ROWS", "Place", "Steps", "Visits", "head_size_of", "padded", "side_operand", "side_values"]
+__all__ = ["WARPGROUP_ROWS", "Place", "Steps", "Visits", "exists", "head_size_of", "padded", "side_operand", "side_values", "vector"]
 
 Array: TypeAlias = jax.Array
 Home: TypeAlias = Literal["row", "column"]
@@ -239,20 +239,7 @@ def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:
     return found if found.array.dtype == side.dtype else Value(found.kind, found.array.astype(side.dtype))
 
 
-def exists(place: Place, spec: AttentionSpec, rows: bool) -> Value | None:
-    """Which elements of a tile exist, as a boolean for each; None where a tile never reaches beyond the end."""
-    positions = place.positions()
-    ragged = [("key", spec.key_length, place.columns[0])]
-    if rows:
-        ragged.append(("query", spec.query_length, place.rows[0]))
-    found = None
-    for name, length, kind in ragged:
-        position = positions[name].array
-        here = Value("tile", Value(kind, position < length).widened("tile", place.shape))
-        found = here if found is None else Value("tile", found.array & here.array)
-    return found
-
-
-def whole(length: int, block: int) -> int:
-    """The length with which an axis is padded to whole blocks."""
-    return rounded(length, block)
+def exists(place: Place, spec: AttentionSpec) -> Any:
+    """Which elements of a tile are not beyond the end of the axis that is streamed, and so summed over."""
+    name, length = ("query", spec.query_length) if place.flipped else ("key", spec.key_length)
+    return Value("along_1", place.positions()[name].array < length).widened("tile", place.shape)
