@@ -80,6 +80,7 @@ __all__ = [
     "distributed_store",
     "emitted",
     "exported",
+    "exporting",
     "extended_scan",
     "has_input_effects",
     "has_side_effects",
@@ -526,6 +527,11 @@ def propagated(lowered: Any) -> list[tuple[str, tuple[tuple[str, ...], ...] | No
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
         visit(module.operation)
     return found
+
+
+def exporting(context: Any) -> bool:
+    """Whether a module is being lowered by ``jax.export``."""
+    return bool(context.module_context.lowering_parameters.for_export)
 
 
 def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:

@@ -20,6 +20,9 @@ IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
 HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 """The platform of each implementation that is written for one."""
 
+NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}
+"""What stands in an exported program for an implementation whose calls ``jax.export`` does not promise to keep."""
+
 T = TypeVar("T")
 
 _ANY_TPU = "TPU v4"

@@ -12,6 +12,7 @@ what was chosen for it; ``original``, the equations that stood there, as a close
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ad, batching, mlir
-from autopallas.kernels.implementation import Device
+from autopallas.kernels.implementation import NOT_EXPORTED, Device
 from autopallas.kernels.interpret import settled
 from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward, with_residuals
@@ -139,6 +140,8 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             if decision.survey is not None:
                 return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
             decision = decided(decision, device, params)
+            if decision.implementation in NOT_EXPORTED and compat.exporting(context):
+                decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation])
             runs = decision.verdict == "applied" and decision.platform == ours
             if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
                 runs = False  # the compiler would gather everything on each device

@@ -1,7 +1,7 @@
-"""The backward of attention on an H100: one kernel body for the gradient of the queries and for those of keys and values.
+"""The backward of attention on an H100: one kernel body for the gradient of queries and for those of keys and values.
 
 FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), in two passes without atomics, so that the result is the
-same in every run.  With a, b at home and c, d streamed, both passes are: score = a c^T, dp = b d^T, then the elementwise
+same in every run.  With a, b at home and c, d streamed, both passes are: score = a c^T, dp = b d^T, the elementwise
 derivative, then gradient of a += dscore c, and of b += p d.  Queries and cotangents are at home in the one, keys and
 values in the other, where the tile is transposed; so no tile ever has to be turned.
 """
@@ -99,7 +99,7 @@ def backward(
 
 
 def _summed(spec: AttentionSpec, side: SideSpec, numbers: Array) -> Array:
-    """The gradient of a side input that does not fill tiles, from a number per row and head, or per key and key head."""
+    """The gradient of a side input that does not fill tiles, from a number per row and head, or per key and head."""
     whole = numbers[:, :, None, None, :] if side.varies[4] else numbers[..., None]
     summed = tuple(axis for axis, varies in enumerate(side.varies) if not varies and whole.shape[axis] > 1)
     return jnp.sum(whole, axis=summed, keepdims=True)
@@ -224,6 +224,7 @@ def _gradients(
                     slot = lax.rem(n, jnp.int32(stages))
                     index, start = address(n, first, count)
                     shape = (WARPGROUP_ROWS, away)
+
                     def rows(ref: Any, name: str) -> Value:
                         if not flipped:
                             return at_home[name]

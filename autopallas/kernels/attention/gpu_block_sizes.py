@@ -1,6 +1,6 @@
 """Block sizes of the GPU kernels: their shared memory, and which are worth trying on an H100.
 
-``query_block`` is 64 rows for each of one to three warpgroups that compute; ``key_block`` is how many keys a stage holds.
+``query_block`` is 64 rows for each of one to three warpgroups that compute; ``key_block``, how many keys a stage holds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles
 def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
     """The tiles of the forward: those asked for, as far as registers and shared memory allow."""
     _, _, widest = _sizes(spec)
-    # A thread's share: the result, the scores, and the weights in 16 bits; of 232 registers, or 160 with three warpgroups.
+    # A thread's share: the result, the scores, the weights in 16 bits; of 232 registers, or 160 with three warpgroups.
     most_away = 64 if widest > 192 else 128
     most = 3 if widest <= 64 else 2
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
@@ -115,5 +115,7 @@ def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
 
 
 def default(spec: AttentionSpec) -> BlockSizes:
-    """The first candidate."""
+    """The first candidate; for heads that the kernels do not hold, what any implementation would take."""
+    if head_size_of(spec.head_size) is None or head_size_of(spec.value_head_size) is None:
+        return BlockSizes.get_default().fitted(spec)
     return candidates(spec)[0]

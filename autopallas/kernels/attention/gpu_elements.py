@@ -1,9 +1,9 @@
 """What happens to each element of a tile on a GPU: traced on scalars, evaluated on values of four kinds.
 
 A score program and its derivative are elementwise, so both are traced for one element, without any shape, and then
-evaluated on whole tiles.  A value that is the same along an axis of the tile stays a vector, or a scalar, until it meets
-one that is not: registers are what these kernels have least of.  It also leaves no broadcast or reduction to Mosaic that
-its layouts have no rule for.
+evaluated on whole tiles.  A value that is the same along an axis of the tile stays a vector, or a scalar, until it
+meets one that is not: registers are what these kernels have least of.  It also leaves no broadcast or reduction to
+Mosaic that its layouts have no rule for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
 class Value(NamedTuple):
-    """A scalar, a number for each row of the tile ("along_0"), for each of its columns ("along_1"), or for each element."""
+    """A scalar, a number for each row of a tile ("along_0") or for each of its columns ("along_1"), or a whole tile."""
 
     kind: Kind
     array: Any
@@ -110,10 +110,7 @@ class Evaluation:
                 continue
             values = [x for x in operands if x is not None]
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            if inner is not None:
-                results = self._called(inner, values)
-            else:
-                results = [self._apply(equation, values)]
+            results = self._called(inner, values) if inner is not None else [self._apply(equation, values)]
             self.found.update(zip(equation.outvars, results, strict=True))
 
     def _called(self, inner: Any, values: list[Value]) -> list[Value]:
@@ -140,7 +137,9 @@ class Evaluation:
         return Value(kind, equation.primitive.bind(*arrays, **equation.params))
 
 
-_NOTHING = frozenset(["broadcast_in_dim", "copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_sum", "reshape"])
+_NOTHING = frozenset(
+    ["broadcast_in_dim", "copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_sum", "reshape"]
+)
 """What does nothing to a scalar."""
 
 
@@ -149,7 +148,7 @@ _NOTHING = frozenset(["broadcast_in_dim", "copy", "copy_p", "stop_gradient", "op
 
 @cache
 def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, Elements]:
-    """For a tile of scores: "logit"; the weights of "inner" and "outer", functions of "e"; and whether a key is "kept"."""
+    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; and whether a key is "kept"."""
 
     def here(sides: Sequence[Array], query: Array, key: Array) -> Tile:
         return Tile(query, key, tuple(sides))
@@ -244,7 +243,7 @@ def primitives(spec: AttentionSpec) -> frozenset[str]:
 
 
 def scale_of(program: Program) -> float | None:
-    """The positive number by which a program multiplies float32 scores, if that is all it does: 1.0 for nothing at all."""
+    """The positive number by which a program multiplies float32 scores, if that is all it does; 1.0 for nothing."""
     inputs = program.inputs
     if not all(isinstance(i, (Score, Constant)) and i.dtype == F32 for i in inputs):
         return None

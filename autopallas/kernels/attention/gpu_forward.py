@@ -1,8 +1,8 @@
 """The forward of attention on an H100: warpgroups with 64 rows each, and one that only moves memory.
 
 FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691) with the division of work of FlashAttention-3 (Shah et al.
-2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with keys and values by TMA, the others
-wait for a stage, use it, and say so.
+2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with keys and values by TMA, the
+others wait for a stage, use it, and say so.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def _call(
                 first = vector(sink_ref, (b, k, group, pl.ds(base, WARPGROUP_ROWS)), "along_0").array
                 start = first, jnp.where(first == -jnp.inf, 0.0, 1.0)
             running = _Running(
-                plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, dv), F32), plgpu.Layout.WGMMA) if v_ref is not None else None,
+                plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, dv), F32), plgpu.Layout.WGMMA)
+                if v_ref is not None
+                else None,
                 *start,
                 vectors(0.0) if spec.keeps and v_ref is not None else None,
             )
@@ -316,7 +318,10 @@ def vectors(value: float) -> Any:
 def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Any]:
     """The barriers of a ring of stages: one says that a stage is filled, one that all who compute have used it."""
     plgpu = mosaic()
-    return [plgpu.Barrier(num_arrivals=copies, num_barriers=stages), plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)]
+    return [
+        plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+    ]
 
 
 def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) -> None:

@@ -23,7 +23,18 @@ from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
 from autopallas.kernels.gpu import mosaic
 
-__all__ = ["WARPGROUP_ROWS", "Place", "Steps", "Visits", "exists", "head_size_of", "padded", "side_operand", "side_values", "vector"]
+__all__ = [
+    "WARPGROUP_ROWS",
+    "Place",
+    "Steps",
+    "Visits",
+    "exists",
+    "head_size_of",
+    "padded",
+    "side_operand",
+    "side_values",
+    "vector",
+]
 
 Array: TypeAlias = jax.Array
 Home: TypeAlias = Literal["row", "column"]
@@ -215,7 +226,9 @@ def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped:
 
 def side_values(spec: AttentionSpec, refs: Sequence[Any], place: Place) -> dict[str, Value]:
     """The parts of the side inputs that belong to a tile."""
-    return {f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))}
+    return {
+        f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))
+    }
 
 
 def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:

@@ -1,4 +1,4 @@
-"""The gradient of a bias that fills tiles, on an H100: each tile is summed over the heads and examples that share it."""
+"""The gradient of a bias that fills tiles, on an H100: each tile is summed over heads and examples that share it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def tile_gradient(
                 plgpu.copy_gmem_to_smem(ref.at[window], shared[i], ready.at[i])
             place = Place(b, k, g, row, column, shape)
             known = place.positions() | side_values(spec, side_refs, place)
-            known |= {"shift": vector(shift_ref, windows[0], "along_0"), "delta": vector(delta_ref, windows[0], "along_0")}
+            known |= {
+                "shift": vector(shift_ref, windows[0], "along_0"),
+                "delta": vector(delta_ref, windows[0], "along_0"),
+            }
             for i in range(4):
                 plgpu.barrier_wait(ready.at[i])
             q, do, k_tile, v_tile = shared

@@ -1,8 +1,8 @@
 """Attention in Pallas for Mosaic GPU, on an H100: no T x S array in main memory, in either direction.
 
 The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Keys and values are never repeated for
-the query heads that share them, the score program is evaluated on the accumulator of wgmma, and tiles that positions or,
-at run time, side inputs prove dead are not visited.
+the query heads that share them, the score program is evaluated on the accumulator of wgmma, and tiles that positions
+or, at run time, side inputs prove dead are not visited.
 """
 
 from __future__ import annotations

@@ -1,0 +1,166 @@
+"""Attention by cuDNN, through ``jax.nn.dot_product_attention``: where a scale and a causal mask or window are all.
+
+What it is asked to compute is proven, not read off a spelling: with the mask's outcome known on the live keys, the
+score program has to be a multiplication, and each row has to have a live key.  A bias, lengths and masks that are
+arrays are not offered: cuDNN's backward takes probabilities as exp(x - logsumexp), which is 1 instead of 1 / S in a row
+that a finite fill hides as a whole, and only the run time knows whether there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.kernels.attention import intervals
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.gpu_elements import scale_of
+from autopallas.kernels.attention.intervals import Ranges
+from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tiles import simplified
+from autopallas.kernels.gpu import MATRIX_DTYPES, is_h100
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+
+__all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"]
+
+Array: TypeAlias = jax.Array
+
+_LIBRARY = "cudnn"
+
+
+class Reduced(NamedTuple):
+    """What cuDNN is asked for.
+
+    Attributes:
+      scale: of the scores.
+      causal: whether row t sees the keys 0 .. t only.
+      window: how many keys before its own a row sees, or None for all.
+    """
+
+    scale: float
+    causal: bool
+    window: int | None = None
+
+
+def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
+    """Operands of 16 bits on an H100 that is there, and nothing around the dots but a scale and a mask of positions."""
+    if not is_h100(device):
+        return Unsupported(
+            f"cuDNN's attention is offered on an H100 only, and this is {device.kind or device.platform}"
+        )
+    if not device.here:
+        return Unsupported("programs for another machine do not call cuDNN: nothing says which version is there")
+    names = {d.name for d in (spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.result_dtype)}
+    if len(names) > 1 or not names <= set(MATRIX_DTYPES):
+        return Unsupported(f"cuDNN's attention has operands and results all of {' or all of '.join(MATRIX_DTYPES)}")
+    if spec.head_size != spec.value_head_size or spec.head_size % 8 or spec.head_size > 256:
+        return Unsupported("cuDNN's attention has one head size, a multiple of 8 up to 256")
+    if spec.sink is not None or spec.statistics is not None or spec.weights or spec.inner_weights:
+        return Unsupported("cuDNN's attention has no sinks, no weights beside the softmax, and no row programs")
+    if reduced(spec) is None:
+        return Unsupported("its score program is not proven to be a scale under a causal mask, a window, or no mask")
+    return Supported()
+
+
+@lru_cache(maxsize=256)
+def reduced(spec: AttentionSpec) -> Reduced | None:
+    """What the score program and its mask come to, or None where that is not in cuDNN's words."""
+    if spec.score_dtype != np.float32:
+        return None  # its scores are not rounded on the way
+    if spec.live is None:
+        scale = scale_of(spec.score)
+        return None if scale is None else Reduced(scale, causal=False)
+    length = spec.query_length
+    if spec.live.sides or not spec.assume_finite or length != spec.key_length:
+        return None
+    left = _keys_of_the_last_row(spec) - 1
+    row = np.arange(length, dtype=np.int64)
+    first = np.maximum(row - left, 0)
+    live = Ranges(row, row + 1, first, row + 1)
+    before = Ranges(row, row + 1, np.zeros_like(row), first)
+    after = Ranges(row, row + 1, row + 1, np.full_like(row, length))
+    if left < 0 or not np.all(intervals.evaluate(spec.live, live).always):
+        return None
+    for dead in (before, after):
+        dead = dead.take(dead.area > 0)
+        if len(dead) and not np.all(intervals.evaluate(spec.live, dead).never):
+            return None
+    scale = scale_of(simplified(spec.score, live))
+    return None if scale is None else Reduced(scale, causal=True, window=None if left == length - 1 else left)
+
+
+def _keys_of_the_last_row(spec: AttentionSpec) -> int:
+    assert spec.live is not None
+    length = spec.key_length
+    columns = np.arange(length, dtype=np.int64)
+    last = np.full_like(columns, spec.query_length - 1)
+    answer = intervals.evaluate(spec.live, Ranges(last, last + 1, columns, columns + 1))
+    return int(np.count_nonzero(answer.always))
+
+
+def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
+    """One: cuDNN chooses its blocks itself."""
+    return (BlockSizes.get_default(),)
+
+
+def forward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array] = (),
+    sink: Array | None = None,
+) -> tuple[Array, Array]:
+    """Arguments and results as in ``xla.forward``; the logsumexp is rounded to the operands' dtype."""
+    with jax.named_scope("autopallas_attention_cudnn"):
+        out, logsumexp = _attention(spec, query, key, value)
+    return out, logsumexp.astype(spec.accumulation_dtype)
+
+
+def backward(
+    spec: AttentionSpec,
+    block_sizes: BlockSizes,
+    query: Array,
+    key: Array,
+    value: Array,
+    sides: Sequence[Array],
+    sink: Array | None,
+    out: Array,
+    logsumexp: Array,
+    dout: Array,
+) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
+    """Arguments and results as in ``xla.backward``.
+
+    JAX offers no backward of its own, so the forward is part of it; where both stand in one program, XLA merges the
+    equal calls.
+    """
+    with jax.named_scope("autopallas_attention_cudnn_backward"):
+        _, pull_back = jax.vjp(lambda q, k, v: _attention(spec, q, k, v)[0], query, key, value)
+        dquery, dkey, dvalue = pull_back(dout.astype(query.dtype))
+    return dquery, dkey, dvalue, tuple(None for _ in spec.sides), None
+
+
+def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+    """[B, K, G, T, D] and [B, K, G, T], by way of cuDNN's [B, T, N, D]."""
+    wanted = reduced(spec)
+    assert wanted is not None
+    q = jnp.moveaxis(query.reshape(spec.batch, -1, *query.shape[3:]), 1, 2)
+    k, v = (jnp.moveaxis(x, 1, 2) for x in (key, value))
+    chosen: Any = _LIBRARY
+    out, logsumexp = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=wanted.scale,
+        is_causal=wanted.causal,
+        local_window_size=None if wanted.window is None else (wanted.window, 0),
+        implementation=chosen,
+        return_residual=True,
+    )
+    out = jnp.moveaxis(out, 1, 2).reshape(*query.shape[:4], -1)
+    return out, jnp.moveaxis(logsumexp, 1, 2).reshape(query.shape[:4])

@@ -1,0 +1,252 @@
+"""Attention on a GPU: what is checked, repeated and timed.
+
+Letters: B batch, T length of queries and keys, N heads, K heads of keys and values, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopallas
+from autopallas.kernels.attention import pallas_gpu
+from autopallas.kernels.attention.api import attention
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.programs import causal, traced
+from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.tuned_block_sizes import table_key
+from autopallas.kernels.implementation import Device
+from autopallas.program import Index, Score, Side
+from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
+
+IMPLEMENTATION = "pallas_gpu"
+
+_MASKS = ("full", "causal", "window", "segments", "padded", "bias", "rows without keys", "soft cap")
+_SHAPES = (
+    # (B, T, N, K, D)
+    (2, 512, 4, 2, 64), (1, 1000, 4, 4, 128), (1, 333, 3, 1, 96), (1, 257, 2, 2, 40),
+)  # fmt: skip
+_LARGE = ((1, 1025, 2, 1, 256), (4, 64, 2, 2, 64), (1, 1, 4, 4, 64), (1, 2048, 2, 2, 128))
+_SMALL = ((1, 70, 1, 1, 16),)
+_TIMED = (
+    # (B, T, N, D, mask, candidates): the first ones are what the kernel is for.
+    (1, 16384, 16, 128, "causal", 2), (1, 16384, 16, 128, "full", 2), (2, 4096, 16, 128, "mask + bias", 2),
+    (4, 4096, 16, 64, "causal", 3), (4, 4096, 16, 128, "causal", 2), (4, 4096, 16, 128, "segments", 1),
+    (8, 2048, 16, 128, "causal", 1), (16, 1024, 16, 64, "causal", 2), (16, 1024, 16, 64, "full", 2),
+    (32, 512, 16, 64, "causal", 1), (64, 256, 16, 64, "full", 1), (1, 8192, 16, 128, "causal", 1),
+)  # fmt: skip
+_SMALL_TIMED = ((1, 64, 1, 16, "causal", 1),)
+_CAP = 20.0
+
+
+def naive(mask: str, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    """Attention as people write it, [B, T, N, D] and [B, T, K, D]; ``rest``: segments, lengths or bias."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    scores = scores * np.float32(1 / np.sqrt(query.shape[-1]))
+    i = jnp.arange(query.shape[1])
+    past = i[:, None] >= i
+    if mask == "soft cap":
+        scores = jnp.tanh(scores / _CAP) * _CAP
+    if mask in ("bias", "mask + bias"):
+        scores = scores + rest[0].astype(jnp.float32)
+    shown = {
+        "causal": lambda: past,
+        "soft cap": lambda: past,
+        "mask + bias": lambda: past,
+        "window": lambda: past & (i[:, None] - i < max(1, len(i) // 4)),
+        "segments": lambda: past & (rest[0][:, None, :, None] == rest[0][:, None, None, :]),
+        "padded": lambda: (i < rest[0][:, None])[:, None, None, :],
+        "rows without keys": lambda: i[:, None] >= i + len(i) // 2,
+    }.get(mask)
+    if shown is not None:
+        scores = jnp.where(shown(), scores, np.float32(-1e9) if mask == "rows without keys" else -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bnts,bsnd->btnd", weights, value)
+
+
+def _exact(mask: str, *arguments: Any) -> Any:
+    with jax.default_matmul_precision("highest"):
+        wide = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arguments]
+        return _both(partial(naive, mask))(*wide)
+
+
+def _both(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The result and the gradients for query, key, value, and the bias, from a cotangent, the last argument."""
+
+    def run(*arguments: Any) -> Any:
+        *given, cotangent = arguments
+        active = tuple(n for n, x in enumerate(given) if jnp.issubdtype(x.dtype, jnp.floating))
+
+        def of(*chosen: Any) -> Any:
+            filled = list(given)
+            for n, x in zip(active, chosen, strict=True):
+                filled[n] = x
+            return function(*filled)
+
+        out, pull = jax.vjp(of, *(given[n] for n in active))
+        return out, *pull(cotangent.astype(out.dtype))
+
+    return run
+
+
+def operands(b: int, t: int, n: int, k: int, d: int, mask: str, dtype: str, cotangent: bool) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(t + d), 5)
+    kind = jnp.dtype(dtype)
+    arrays = [jax.random.normal(key, (b, t, heads, d), kind) for key, heads in zip(keys[:4], (n, k, k, n), strict=True)]
+    rest: list[Any] = []
+    if mask == "segments":
+        rest = [jnp.sort(jax.random.randint(keys[4], (b, t), 0, 4), axis=1)]
+    elif mask == "padded":
+        rest = [jax.random.randint(keys[4], (b,), 1, t + 1)]
+    elif mask in ("bias", "mask + bias"):
+        rest = [jax.random.normal(keys[4], (1, n, t, t), kind)]
+    return *arrays[:3], *rest, *(arrays[3:] if cotangent else [])
+
+
+def _check(shape: tuple[int, ...], mask: str, dtype: str, small: bool) -> Check:
+    b, t, n, k, d = shape
+    if small:  # the interpreter's callbacks have an order, which a replaced site cannot have
+        function = _both(partial(attention, implementation=IMPLEMENTATION, is_causal=mask == "causal"))
+    else:
+        step = _both(partial(naive, mask))
+        function = autopallas.optimize(step, implementation=IMPLEMENTATION, objective="always", strict=True)
+    tolerance = {"bfloat16": 4e-2, "float16": 1e-2}[dtype]
+    given = operands(b, t, n, k, d, mask, dtype, True)
+    name = f"B{b} T{t} N{n} K{k} D{d} {mask}"
+    return Check(name, dtype, "forward+backward", function, partial(_exact, mask), given, tolerance)
+
+
+def checks(small: bool) -> Iterator[Check]:
+    """The grid: every mask at the shapes of moderate size, both dtypes, and a few extreme shapes."""
+    for shape in _SMALL if small else _SHAPES:
+        for mask in ("causal",) if small else _MASKS:
+            yield _check(shape, mask, "bfloat16", small)
+    if not small:
+        for mask in _MASKS:
+            yield _check(_SHAPES[0], mask, "float16", small)
+        for shape in _LARGE:
+            yield _check(shape, "causal", "bfloat16", small)
+
+
+def stressed(small: bool) -> Iterator[Check]:
+    """Many blocks at once, with every stage of the rings used again and again."""
+    for shape, mask in (
+        ((_SMALL[0], "causal"),)
+        if small
+        else (((2, 2048, 8, 2, 128), "causal"), ((2, 2048, 8, 8, 64), "segments"), ((2, 1024, 4, 4, 128), "bias"))
+    ):
+        yield _check(shape, mask, "bfloat16", small)
+
+
+def timed(small: bool) -> Iterator[Timed]:
+    """The grid of the table, forward and with gradients."""
+    for case in _SMALL_TIMED if small else _TIMED:
+        for backward in (False,) if small else (False, True):
+            yield _timed(*case, backward)
+
+
+def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
+    """What recognition makes of :func:`naive`."""
+    bf16, f32, int32 = np.dtype(jnp.bfloat16), np.dtype(np.float32), np.dtype(np.int32)
+    scale, score = np.float32(1 / np.sqrt(d)), Score(f32)
+    at, live, sides = (Index("query", int32), Index("key", int32)), None, ()
+    program = traced(lambda s: s * scale, score)
+    if mask == "causal":
+        program = traced(lambda s, i, j: jnp.where(i >= j, s * scale, -jnp.inf), score, *at)
+        live = causal()
+    elif mask == "mask + bias":
+        program = traced(
+            lambda s, c, i, j: jnp.where(i >= j, s * scale + c.astype(f32), -jnp.inf), score, Side(0, bf16), *at
+        )
+        live, sides = causal(), (SideSpec(bf16, (False, True, False, True, True)),)
+    elif mask == "segments":
+        given = Side(0, int32), Side(1, int32)
+        live = traced(lambda a, c, i, j: (a == c) & (i >= j), *given, *at)
+        program = traced(lambda s, a, c, i, j: jnp.where((a == c) & (i >= j), s * scale, -jnp.inf), score, *given, *at)
+        varies = ((True, False, False, True, False), (True, False, False, False, True))
+        sides = tuple(SideSpec(int32, v) for v in varies)
+    return AttentionSpec(b, n, 1, t, t, d, d, bf16, bf16, bf16, f32, bf16, program, sides=sides, live=live)
+
+
+def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool) -> Timed:
+    spec = _spec(b, t, n, d, mask)
+    direction = "forward+backward" if backward else "forward"
+    wrapped: Callable[..., Any] = _both if backward else lambda function: function
+    share = 1.0 if mask == "full" else 0.5
+    operations = 2.0 * b * n * t * t * d * (7 if backward else 2) * share
+    sizes = {str(tuple(c.to_dict().values())): c for c in pallas_gpu.candidates(spec, Device.current())[:count]}
+    candidates = {ORIGINAL: wrapped(partial(naive, mask)), MATMUL: _products(operations)}
+    candidates |= {f"pallas_gpu {name}": wrapped(_ours(spec, choice)) for name, choice in sizes.items()}
+    if Device.current().platform == "gpu" and mask != "segments":
+        candidates["cudnn"] = wrapped(partial(_cudnn, mask))
+    if importlib.util.find_spec("tokamax") is not None and mask in ("full", "causal"):
+        candidates["tokamax"] = wrapped(partial(_tokamax, mask))
+    return Timed(
+        f"B{b} T{t} N{n} D{d} {mask}", "bfloat16", direction, candidates,
+        {f"pallas_gpu {name}": choice for name, choice in sizes.items()},
+        operands(b, t, n, n, d, mask, "bfloat16", backward),
+        operations, table_key(spec, IMPLEMENTATION, direction),
+    )  # fmt: skip
+
+
+def _ours(spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
+    """The kernels with these sizes, differentiable, from and to [B, T, N, D]."""
+
+    def canonical(arguments: Any) -> tuple[Any, ...]:
+        query, key, value, *rest = arguments
+        q, k, v = (jnp.moveaxis(x, 1, 2) for x in (query, key, value))
+        sides = [x[:, :, None] for x in rest] if len(spec.sides) == 1 else []
+        if len(spec.sides) == 2:
+            sides = [rest[0][:, None, None, :, None], rest[0][:, None, None, None, :]]
+        return q[:, :, None], k, v, tuple(sides)
+
+    @jax.custom_vjp
+    def attend(*given: Any) -> Any:
+        return pallas_gpu.forward(spec, sizes, *given)[0]
+
+    def forwards(*given: Any) -> Any:
+        out, logsumexp = pallas_gpu.forward(spec, sizes, *given)
+        return out, (given, out, logsumexp)
+
+    def backwards(saved: Any, dout: Any) -> Any:
+        given, out, logsumexp = saved
+        *found, dsides, _ = pallas_gpu.backward(spec, sizes, *given, None, out, logsumexp, dout)
+        return *found, dsides
+
+    attend.defvjp(forwards, backwards)
+    return lambda *arguments: jnp.moveaxis(attend(*canonical(arguments))[:, :, 0], 1, 2)
+
+
+def _products(operations: float) -> Callable[..., Any]:
+    """A chain of plain products of as many operations, up to a few percent: the ceiling."""
+
+    def run(query: Any, key: Any, *_: Any) -> Any:
+        width = min(4096, 1 << (int(np.sqrt(key.size)).bit_length() - 1))
+        left = query.reshape(-1)[: query.size // width * width].reshape(-1, width)
+        right = key.reshape(-1)[: width * width].reshape(width, width) * key.dtype.type(1 / np.sqrt(width))
+        rows = max(1, round(operations / (2 * width * width)))
+        if rows <= len(left):
+            return left[:rows] @ right
+        return jax.lax.fori_loop(0, round(rows / len(left)), lambda _, x: x @ right, left)
+
+    return run
+
+
+def _cudnn(mask: str, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    return jax.nn.dot_product_attention(
+        query, key, value, rest[0] if rest else None, is_causal=mask != "full", implementation="cudnn"
+    )
+
+
+def _tokamax(mask: str, query: Any, key: Any, value: Any) -> Any:
+    import tokamax
+
+    return tokamax.dot_product_attention(query, key, value, is_causal=mask == "causal")

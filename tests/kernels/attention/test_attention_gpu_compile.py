@@ -1,0 +1,127 @@
+"""The GPU's compiler takes the kernels of attention, on a machine without a GPU: run by ``make check-gpu``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import Case
+from test_attention_implementations import BY_NAME
+
+from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.tuned_block_sizes import TABLE
+from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FULL_GRID") != "1" or missing() is not None,
+    reason=f"make check-gpu runs it, with the compiler ({missing() or 'which is here'})",
+)
+
+BF16 = np.dtype(jnp.bfloat16)
+ROWS = TABLE.get("NVIDIA H100", {})
+ENTRIES = sorted({row.block_sizes for key, row in ROWS.items() if key[0] == "pallas_gpu"}, key=str)
+WHOLE, RAGGED = (2048, 2048), (2041, 1999)
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with Compiler() as compiler:
+        yield compiler
+
+
+def sized(name: str, size: int, lengths: tuple[int, int] = WHOLE) -> Case:
+    t, s = lengths
+    return replace(BY_NAME[name], batch=2, key_heads=4, query_length=t, key_length=s, head_size=size,
+                   value_head_size=size)  # fmt: skip
+
+
+def check(compiler, case, dtype, sizes, backward):
+    """The forward, or the backward alone, and what it takes of registers and memories."""
+    spec = case.spec(dtype)
+    operands = jax.eval_shape(lambda: case.operands(dtype))
+    rows = jax.ShapeDtypeStruct(operands[0].shape[:-1], jnp.float32)
+
+    def run(query, key, value, sides, sink, dout, logsumexp):
+        if not backward:
+            return pallas_gpu.forward(spec, sizes, query, key, value, sides, sink)
+        return pallas_gpu.backward(spec, sizes, query, key, value, sides, sink, dout, logsumexp, dout)
+
+    found = compiler.compile(run, (*operands, rows))
+    print(f"\n{spec} {sizes}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
+    assert found.faults() == ()
+    for kernel in found.kernels:
+        name = kernel.name.removeprefix("autopallas_attention_gpu").removeprefix("_backward").strip("_")
+        if name.startswith("side") or name == "statistics":
+            continue
+        which = {"": "forward", "query": "query"}.get(name, "key_value")
+        if which == "forward":
+            tiles = gpu_block_sizes.forward_tiles(spec, sizes)
+        else:
+            tiles = gpu_block_sizes.backward_tiles(spec, which, sizes)
+        estimate = gpu_block_sizes.shared_memory(spec, which, tiles)
+        assert abs(estimate / kernel.shared_bytes - 1) <= 0.25, f"{which}: {estimate} of {kernel.shared_bytes}"
+    # Copies of operands that are padded or turned; the scores, 2 heads of which would be more, are never there.
+    arrays = [*operands[:3], *operands[3], *((operands[0],) * 3 if backward else ())]
+    assert found.temporary_bytes <= 3 * sum(a.size * a.dtype.itemsize for a in arrays) + 2**20
+    return found
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("size", [64, 96, 128])
+@pytest.mark.parametrize("name", ["full", "causal"])
+def test_the_compiler_takes_what_is_common(compiler, name, size, backward):
+    case = sized(name, size)
+    check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal with a fill of -inf", "sliding window", "segments and causal", "lengths", "bias",
+        "biases of every shape", "soft cap and position bias", "sink", "probabilities masked again",
+        "probabilities multiplied", "weights inside the sum",
+    ],
+)  # fmt: skip
+def test_the_compiler_takes_every_kind_of_program(compiler, name, backward):
+    check(compiler, sized(name, 128), BF16, BlockSizes(128, 128), backward)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["full", "causal", "biases of every shape"])
+def test_odd_lengths_are_padded(compiler, name, backward):
+    check(compiler, sized(name, 128, RAGGED), BF16, BlockSizes(128, 128), backward)
+
+
+@pytest.mark.parametrize("size", [192, 256])
+def test_the_forward_holds_large_heads(compiler, size):
+    case = sized("causal", size)
+    check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward=False)
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_the_compiler_takes_every_candidate(compiler, position):
+    case = sized("causal", 64)
+    candidates = pallas_gpu.candidates(case.spec(np.dtype(np.float16)), H100)
+    check(compiler, case, np.dtype(np.float16), candidates[position], backward=False)
+
+
+@pytest.mark.parametrize("sizes", ENTRIES, ids=str)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_compiler_takes_every_entry_of_the_table(compiler, sizes, backward):
+    check(compiler, sized("causal", 64), BF16, sizes, backward)
+
+
+def test_statistics_are_a_kernel_without_values(compiler):
+    case = sized("causal", 128)
+    spec, operands = case.spec(BF16), jax.eval_shape(lambda: case.operands(BF16))
+
+    def run(query, key):
+        return gpu_forward.statistics(spec, BlockSizes(128, 128), query, key, (), None)
+
+    assert compiler.compile(run, operands[:2]).faults() == ()

@@ -1,0 +1,231 @@
+"""The GPU kernels on a CPU: interpreted, with detection of races.
+
+``make check-gpu`` runs every case (``FULL_GRID=1``), else a choice of them, for interpreting takes long.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import SCORE, Case, errors, oracle, traced
+from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, computed
+
+from autopallas import compat
+from autopallas.kernels.attention import OPERATION, gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.gpu_elements import primitives, scale_of
+from autopallas.kernels.attention.gpu_grid import Visits
+from autopallas.kernels.attention.schedule import edges
+from autopallas.kernels.attention.spec import Weight
+from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map
+from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
+from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY
+from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.interpret import mode
+
+FULL_GRID = os.environ.get("FULL_GRID") == "1"
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
+BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+SIZES = BlockSizes(64, 64)
+
+MISSING = compat.missing_mosaic_gpu()
+needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+QUICK = {
+    f"test_values_and_gradients[{name}]"
+    for name in (
+        "grouped queries", "causal with a fill of -inf", "biases of every shape", "rows without keys, finite fill",
+    )
+} | {"test_narrow_operands[probabilities multiplied-bfloat16]"}  # fmt: skip
+
+
+def larger(case: Case) -> Case:
+    """With two tiles along each axis, the last ones not whole; few heads, for each is interpreted on its own."""
+    more = 53 if case.query_length > 1 else 0
+    heads = min(case.key_heads, 1 if case.groups > 1 else 2)
+    longer = dict(query_length=case.query_length + more, key_length=case.key_length + 51)
+    return replace(case, batch=1, key_heads=heads, groups=min(case.groups, 2), **longer)
+
+
+def racing() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
+
+
+@needs_mosaic
+class TestPallasGpu(AttentionImplementation):
+    name = "pallas_gpu"
+    sizes = SIZES
+
+    @pytest.fixture(autouse=True)
+    def interpreted(self, request):
+        if not FULL_GRID and request.node.name not in QUICK:
+            pytest.skip("one of the cases that make check-gpu runs")
+        with racing():
+            yield
+
+    def check(self, module, case, dtype, sizes):
+        super().check(module, larger(case), "bfloat16" if dtype == "float32" else dtype, sizes)
+
+    @pytest.mark.parametrize("name", ["causal", "blocks", "rows without keys, finite fill"])
+    def test_skipped_tiles_change_nothing(self, module, name):
+        case = larger(BY_NAME[name])
+        skipping = computed(module, case, BF16, self.sizes, assume_finite=True)
+        computing = computed(module, case, BF16, self.sizes, assume_finite=False)
+        for part, value in computing.items():
+            assert errors(skipping[part], value)[0] <= 1e-2, part  # sums in another order, rounded to bfloat16
+
+    def test_without_assume_finite_a_nan_in_a_masked_value_reaches_the_result(self, module):
+        case = BY_NAME["causal"]
+        query, key, value, *_ = case.operands(BF16)
+        value = value.at[:, :, -1].set(jnp.nan)
+        out, _ = module.forward(case.spec(BF16, assume_finite=False), self.sizes, query, key, value)
+        assert jnp.all(jnp.isnan(out))
+
+    def test_works_under_vmap_and_scan(self, module):
+        pytest.skip("pallas_gpu: the interpreter's callbacks have an order, which vmap cannot keep")
+
+    def test_float64_stays_float64(self, module):
+        pytest.skip("pallas_gpu: wgmma multiplies 16 bits")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("query_block, key_block", [(128, 64), (64, 128), (192, 128)])
+def test_any_number_of_warpgroups_computes_the_same(query_block, key_block):
+    if not FULL_GRID and query_block != 128:
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = replace(larger(BY_NAME["causal"]), query_length=150, key_length=150, key_heads=1)
+    with racing():
+        found = computed(pallas_gpu, case, BF16, BlockSizes(query_block, key_block))
+    for name, value in oracle(case, BF16).items():
+        assert errors(found[name], value)[0] <= TOLERANCES["bfloat16"][name.startswith("d")], name
+
+
+@needs_mosaic
+@pytest.mark.parametrize("size", [96, 128, 256])
+def test_every_head_size(size):
+    if not FULL_GRID:
+        pytest.skip("one of the cases that make check-gpu runs")
+    case = Case("head", batch=1, key_heads=1, query_length=70, key_length=70, head_size=size, value_head_size=size,
+                score=traced(lambda s: s * np.float32(0.1), SCORE))  # fmt: skip
+    with racing():
+        found = computed(pallas_gpu, case, BF16, SIZES)
+    for name, value in oracle(case, BF16).items():
+        assert errors(found[name], value)[0] <= TOLERANCES["bfloat16"][name.startswith("d")], name
+
+
+@needs_mosaic
+def test_repeated_runs_agree_to_the_last_bit():
+    """Whatever order the simulated threads happen to run in."""
+    case = replace(larger(BY_NAME["causal"]), key_heads=1, query_length=70, key_length=70)
+    with racing():
+        first = computed(pallas_gpu, case, BF16, SIZES)
+        for _ in range(5 if FULL_GRID else 1):
+            again = computed(pallas_gpu, case, BF16, SIZES)
+            for name, value in first.items():
+                np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+# ---------------------------------------------------------------------- what is visited
+
+
+@pytest.mark.parametrize("home", ["row", "column"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal with more keys", "sliding window", "blocks", "rows without keys, fill -inf"]
+)
+def test_every_live_tile_is_visited_once_and_the_full_ones_first(name, home):
+    spec = replace(BY_NAME[name], query_length=300, key_length=700).spec(BF16)
+    visits = Visits.of(spec, home, 128, 64, ())
+    states = tile_map(spec, edges(300, 128), edges(700, 64))
+    states = states.T if home == "column" else states
+    assert (visits.home_blocks, visits.away_blocks) == states.shape
+    for block, row in enumerate(states):
+        steps = visits.steps(visits.table, 0, block)
+        seen = [int(steps.block(n)) for n in range(int(steps.total))]
+        assert sorted(seen) == list(np.flatnonzero(row != DEAD))
+        assert all(row[b] == FULL for b in seen[: int(steps.full)])
+        assert sum(int(count) for *_, count in visits.loops(steps)) == len(seen)
+
+
+def test_a_causal_mask_begins_with_the_longest_rows():
+    spec = replace(BY_NAME["causal"], query_length=1024, key_length=1024).spec(BF16)
+    assert Visits.of(spec, "row", 128, 128, ()).longest_first
+    assert not Visits.of(spec, "column", 128, 128, ()).longest_first
+
+
+# ---------------------------------------------------------------------- refusals, sizes
+
+
+@needs_mosaic
+def test_what_the_kernel_lacks_is_refused_before_any_compile():
+    def reason(spec: Any, device: Device = H100) -> str:
+        answer = pallas_gpu.supports(spec, device)
+        assert isinstance(answer, Unsupported)
+        return answer.reason
+
+    spec = BY_NAME["causal"].spec
+    assert pallas_gpu.supports(spec(BF16), H100) == Supported()
+    assert "A100" in reason(spec(BF16), Device("gpu", "NVIDIA A100-SXM4-40GB"))
+    assert "float32" in reason(spec(F32))
+    assert "cbrt" in reason(replace(spec(BF16), score=traced(lambda s: jnp.cbrt(s), SCORE)))
+    assert "256" in reason(replace(spec(BF16), head_size=264))
+    assert "AUTOPALLAS_INTERPRET=1" in reason(spec(BF16), Device("cpu", "cpu"))
+    scaled = (Weight("multiply", traced(lambda s: s, SCORE)),)
+    assert "float16" in reason(replace(spec(np.float16), weights=scaled))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_case_is_supported_as_bfloat16(name):
+    assert pallas_gpu.supports(BY_NAME[name].spec(BF16), H100) == Supported()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_derivatives_need_no_primitive_that_mosaic_lacks(name):
+    assert primitives(BY_NAME[name].spec(BF16)) <= PROGRAM_PRIMITIVES
+
+
+def test_a_derivative_of_its_own_is_looked_into():
+    spec = replace(BY_NAME["full"].spec(BF16), score=traced(lambda s: jnp.tanh(s), SCORE))
+    assert {"tanh", "mul"} <= primitives(spec)
+
+
+def test_only_a_plain_scale_is_folded_into_the_exponential():
+    assert scale_of(traced(lambda s: s * np.float32(0.5), SCORE)) == 0.5
+    assert scale_of(traced(lambda s: s / np.float32(8), SCORE)) == 0.125
+    assert scale_of(traced(lambda s: s * np.float32(-0.5), SCORE)) is None
+    assert scale_of(traced(lambda s: jnp.tanh(s), SCORE)) is None
+    assert scale_of(BY_NAME["causal"].spec(BF16).score) is None
+
+
+@pytest.mark.parametrize("size", [40, 64, 96, 128, 192, 256])
+def test_candidates_fit_into_shared_memory(size):
+    spec = replace(BY_NAME["causal"], head_size=size, value_head_size=size, query_length=4096, key_length=4096).spec(
+        BF16
+    )
+    found = gpu_block_sizes.candidates(spec)
+    assert found[0] == infer_block_sizes(spec, H100, "pallas_gpu")
+    for sizes in found:
+        tiles = gpu_block_sizes.forward_tiles(spec, sizes)
+        assert gpu_block_sizes.shared_memory(spec, "forward", tiles) <= SHARED_MEMORY
+        assert (tiles.warpgroups * 64, tiles.away) == (sizes.query_block, sizes.key_block)
+        for kernel in ("query", "key_value"):
+            backward = gpu_block_sizes.backward_tiles(spec, kernel, sizes)
+            assert gpu_block_sizes.shared_memory(spec, kernel, backward) <= SHARED_MEMORY
+
+
+@needs_mosaic
+def test_gradients_of_rows_that_a_finite_fill_hides():
+    """exp(x - logsumexp) would be 1, not 1 / S, where logsumexp = -1e9 + log(S)."""
+    case = Case("hidden", batch=1, key_heads=1, query_length=20, key_length=40,
+                score=traced(lambda s: s * np.float32(0) - np.float32(1e9), SCORE))  # fmt: skip
+    with racing():
+        found = computed(OPERATION.implementation("pallas_gpu"), case, BF16, SIZES)
+    wanted = computed(reference, case, F32, SIZES)
+    assert errors(found["dvalue"], wanted["dvalue"])[0] <= 4e-2
