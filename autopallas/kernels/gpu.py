@@ -22,6 +22,7 @@ __all__ = [
     "MATRIX_DTYPES",
     "PROGRAM_PRIMITIVES",
     "SHARED_MEMORY",
+    "array_bytes",
     "call",
     "is_h100",
     "mosaic",
@@ -68,7 +69,7 @@ def processors(device: Device) -> int:
 PROGRAM_PRIMITIVES = frozenset(
     """
     abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq erf exp exp2 ge gt integer_pow le
-    log logistic lt max min mul ne neg not or rem round rsqrt select_n shift_left shift_right_arithmetic
+    log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sqrt square sub tanh xor
     """.split()
 )
@@ -115,6 +116,11 @@ def reason_against(
 def rounded(number: int, multiple: int) -> int:
     """The next multiple at or above."""
     return -(-number // multiple) * multiple
+
+
+def array_bytes(*arrays: Any) -> int:
+    """Of main memory, of arrays or their types."""
+    return sum(int(math.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
 def swizzle(columns: int, dtype: Any) -> int:

@@ -141,7 +141,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
                 return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
             decision = decided(decision, device, params)
             if decision.implementation in NOT_EXPORTED and compat.exporting(context):
-                decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation])
+                decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation or ""])
             runs = decision.verdict == "applied" and decision.platform == ours
             if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
                 runs = False  # the compiler would gather everything on each device

@@ -175,6 +175,7 @@ def _gradients(
 
         here = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
+        place: tuple[Any, ...]
         if flipped:
             place = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
         else:
@@ -230,8 +231,9 @@ def _gradients(
                             return at_home[name]
                         return vector(ref, (*index, pl.ds(start, away)), "along_1")
 
-                    positions = (start, base) if flipped else (base, start)
-                    tile_place = Place(*(index if flipped else place), *positions, shape, flipped)
+                    row, column = (start, base) if flipped else (base, start)
+                    b, k, g = index if flipped else place
+                    tile_place = Place(b, k, g, row, column, shape, flipped)
                     ragged = general and (spec.query_length if flipped else spec.key_length) % away
 
                     def shown(x: Value) -> Any:
@@ -291,7 +293,7 @@ def _gradients(
         warpgroups=warpgroups + 1,
         flops=2 * tiles_visited * home * away * (d * (1 + inner) + dv * streams),
         transcendentals=tiles_visited * home * away,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *results)),
+        bytes_accessed=gpu.array_bytes(*inputs, *results),
         approximate=True,
         by_lanes=True,
     )(*inputs)

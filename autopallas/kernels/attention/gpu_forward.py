@@ -122,16 +122,17 @@ def _call(
     def body(*refs: Any) -> None:
         given = list(refs)
         q_ref, k_ref = given.pop(0), given.pop(0)
-        v_ref = given.pop(0) if value is not None else None
+        v_ref: Any = given.pop(0) if value is not None else None
         table = given.pop(0) if visits.operands else None
         side_refs = [given.pop(0) for _ in spec.sides]
         sink_ref = given.pop(0) if sink is not None else None
         outputs = [given.pop(0) for _ in results]
         q_shared, k_shared = given.pop(0), given.pop(0)
-        v_shared = given.pop(0) if v_ref is not None else None
+        v_shared: Any = given.pop(0) if v_ref is not None else None
         p_shared = given.pop(0) if through_memory and v_ref is not None else None
         q_ready, k_ready, k_free = given.pop(0), given.pop(0), given.pop(0)
-        v_ready, v_free = (given.pop(0), given.pop(0)) if v_ref is not None else (None, None)
+        v_ready: Any = given.pop(0) if v_ref is not None else None
+        v_free: Any = given.pop(0) if v_ref is not None else None
 
         here = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
@@ -177,7 +178,7 @@ def _call(
                     score = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, bk), jnp.float32))
                     plgpu.barrier_arrive(k_free.at[slot])
                     p, running = _softmax(spec, programs, general, place, score, side_refs, running, value is not None)
-                    if v_ref is None or running.accumulator is None:
+                    if value is None or running.accumulator is None:
                         return running
                     plgpu.barrier_wait(v_ready.at[slot])
                     shared = None if p_shared is None else p_shared.at[here]
@@ -226,7 +227,7 @@ def _call(
         warpgroups=warpgroups + 1,
         flops=2 * live * bq * bk * (d + (dv if value is not None else 0)),
         transcendentals=live * bq * bk,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *results)),
+        bytes_accessed=gpu.array_bytes(*inputs, *results),
         approximate=True,
         by_lanes=True,
     )(*inputs)

@@ -101,16 +101,17 @@ class Visits:
         at_run_time = run_time_states(spec, row_block, column_block, sides) if states.size > 1 else None
         if at_run_time is not None:
             turned = jnp.swapaxes(at_run_time, 1, 2) if home == "column" else at_run_time
-            table = _listed(turned, jnp)
-            return Visits(*turned.shape[1:], general, full, None, False, table, False, True)
-        turned = states.T if home == "column" else states
-        table = _listed(turned[None], np)
+            lists = _listed(turned, jnp)
+            return Visits(turned.shape[1], turned.shape[2], general, full, None, False, lists, False, True)
+        static = states.T if home == "column" else states
+        table = _listed(static[None], np)
         counts, order = table[0, :, :2], table[0, :, 2:]
         same = bool(np.all(counts == counts[:1]))
         step = np.arange(order.shape[1])
         ordered = bool(np.all((order == step) | (step >= counts[:, 1:])))
         return Visits(
-            *turned.shape,
+            static.shape[0],
+            static.shape[1],
             general,
             full,
             (int(counts[0, 0]), int(counts[0, 1])) if same else None,
@@ -132,7 +133,7 @@ class Visits:
         totals = self.table[0, :, 1]
         return bool(totals[-1] > totals[0])
 
-    def steps(self, table: Any | None, entry: Any, home: Any) -> Steps:
+    def steps(self, table: Any, entry: Any, home: Any) -> Steps:
         """Inside a kernel: what a home block visits."""
         if table is not None and table.shape[0] == 1:
             entry = 0
@@ -184,7 +185,7 @@ class Place(NamedTuple):
     def columns(self) -> tuple[Literal["along_0", "along_1"], int]:
         return ("along_0", self.shape[0]) if self.flipped else ("along_1", self.shape[1])
 
-    def index(self, varies: Sequence[bool]) -> tuple[Any, Any, Any]:
+    def outer(self, varies: Sequence[bool]) -> tuple[Any, Any, Any]:
         b, k, g = (i if v else 0 for i, v in zip((self.batch, self.head, self.group), varies, strict=False))
         return b, k, g
 
@@ -234,7 +235,7 @@ def side_values(spec: AttentionSpec, refs: Sequence[Any], place: Place) -> dict[
 def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:
     from jax.experimental import pallas as pl
 
-    index = place.index(side.varies)
+    index = place.outer(side.varies)
     _, _, _, t, s = side.varies
     if t and s:
         plgpu = mosaic()

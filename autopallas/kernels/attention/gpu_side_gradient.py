@@ -114,7 +114,7 @@ def tile_gradient(
         warpgroups=1,
         flops=2 * times * (d + dv),
         transcendentals=times,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, result)),
+        bytes_accessed=gpu.array_bytes(*inputs, result),
         approximate=True,
         by_lanes=True,
     )(*inputs)
