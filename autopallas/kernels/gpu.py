@@ -68,9 +68,9 @@ def processors(device: Device) -> int:
 
 PROGRAM_PRIMITIVES = frozenset(
     """
-    abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq erf exp exp2 ge gt integer_pow le
-    log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sqrt square sub tanh xor
+    abs add and atan2 bitcast_convert_type clamp clz convert_element_type cos div eq erf exp exp2 ge gt integer_pow
+    le log logistic lt max min mul ne neg not one_minus_square or rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor
     """.split()
 )
 """The elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
