@@ -334,7 +334,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=256, metavar="N", help="size of the residual stream")
     parser.add_argument("--heads", type=positive, default=4, metavar="N", help="attention heads")
     parser.add_argument("--vocabulary", type=positive, default=8192, metavar="N", help="different words")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="peak learning rate of AdamW")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="peak learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and of the batches")
     parser.add_argument(
         "--objective",

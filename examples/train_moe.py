@@ -166,7 +166,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", type=positive, default=16, metavar="N", help="experts of each layer")
     parser.add_argument("--experts-per-token", type=positive, default=2, metavar="N", help="how many a token uses")
     parser.add_argument("--vocabulary", type=positive, default=2048, metavar="N", help="different words")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="peak learning rate of AdamW")
+    parser.add_argument("--learning-rate", type=float, default=5e-4, metavar="X", help="peak learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and of the batches")
     parser.add_argument(
         "--objective",
