@@ -73,11 +73,17 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward", "bfloat16", "G4 M/G64", "small"): Row(
         BlockSizes(32), 166.8, 307.6, 21176, 163840, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward", "bfloat16", "G4 M/G256", "dense large"): Row(
+        BlockSizes(256), 196100.0, 1426000.0, 5257720, 21004288, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward", "bfloat16", "G4 M/G256", "large"): Row(
         BlockSizes(128), 10000.0, 23290.0, 590520, 3145728, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "G4 M/G256", "small"): Row(
         BlockSizes(256), 524.0, 1248.0, 107192, 557056, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "bfloat16", "G8 M/G16", "dense large"): Row(
+        BlockSizes(16), 44050.0, 510100.0, 797368, 6292480, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "bfloat16", "G8 M/G16", "large"): Row(
         BlockSizes(16), 2044.0, 6103.0, 303800, 2621440, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -175,11 +181,17 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward", "float32", "G4 M/G64", "small"): Row(
         BlockSizes(64), 225.4, 344.8, 49848, 327680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward", "float32", "G4 M/G256", "dense large"): Row(
+        BlockSizes(256), 357500.0, 937700.0, 10504696, 33587200, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward", "float32", "G4 M/G256", "large"): Row(
         BlockSizes(128), 8195.0, 20980.0, 918200, 6291456, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "G4 M/G256", "small"): Row(
         BlockSizes(128), 322.7, 737.3, 82616, 1114112, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward", "float32", "G8 M/G16", "dense large"): Row(
+        BlockSizes(16), 75270.0, 346400.0, 1592504, 12582912, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward", "float32", "G8 M/G16", "large"): Row(
         BlockSizes(16), 1984.0, 5891.0, 574136, 5242880, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -277,11 +289,17 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward+backward", "bfloat16", "G4 M/G64", "small"): Row(
         BlockSizes(32), 471.8, 1047.0, 50040, 819200, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward+backward", "bfloat16", "G4 M/G256", "dense large"): Row(
+        BlockSizes(256), 567900.0, 3410000.0, 14724280, 68157440, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "bfloat16", "G4 M/G256", "large"): Row(
         BlockSizes(128), 28170.0, 71920.0, 1442680, 19922944, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "G4 M/G256", "small"): Row(
         BlockSizes(128), 1370.0, 3773.0, 131704, 3178496, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "bfloat16", "G8 M/G16", "dense large"): Row(
+        BlockSizes(16), 59170.0, 386400.0, 2384568, 21102592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "bfloat16", "G8 M/G16", "large"): Row(
         BlockSizes(16), 6338.0, 13760.0, 1098616, 10485760, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
@@ -379,11 +397,17 @@ _ROWS: dict[Key, Row] = {
     ("xla", "forward+backward", "float32", "G4 M/G64", "small"): Row(
         BlockSizes(64), 331.9, 571.2, 66424, 1114112, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
+    ("xla", "forward+backward", "float32", "G4 M/G256", "dense large"): Row(
+        BlockSizes(256), 501100.0, 2024000.0, 27323576, 100696064, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
     ("xla", "forward+backward", "float32", "G4 M/G256", "large"): Row(
         BlockSizes(128), 16890.0, 44150.0, 1442680, 27262976, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "G4 M/G256", "small"): Row(
         BlockSizes(128), 750.2, 2282.0, 262776, 4259840, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+    ),
+    ("xla", "forward+backward", "float32", "G8 M/G16", "dense large"): Row(
+        BlockSizes(16), 118800.0, 404700.0, 3437240, 23076864, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
     ),
     ("xla", "forward+backward", "float32", "G8 M/G16", "large"): Row(
         BlockSizes(16), 5531.0, 19430.0, 1098616, 10485760, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
