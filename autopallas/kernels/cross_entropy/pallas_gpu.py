@@ -42,6 +42,8 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
         return Unsupported("it asks for no statistic; products alone are left to xla")
     if any(side.varies[1] for side in spec.sides):
         return Unsupported("a side input varies over the vocabulary, as a bias does")
+    if spec.row_dtype.name == "float16" and len(required(spec.statistics)) > 3:
+        return Unsupported("of float16 with more than three statistics the compiler makes a kernel whose wgmma waits")
     return Supported()
 
 

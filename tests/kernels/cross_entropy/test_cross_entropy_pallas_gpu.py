@@ -93,6 +93,7 @@ def test_what_is_not_supported_is_refused_with_a_reason():
         (plain.spec(BF16, F32), H100, "not float32"),
         (replace(BY_NAME["bias"], kinds=LOSS).spec(BF16), H100, "varies over the vocabulary"),
         (replace(plain.spec(BF16), statistics=()), H100, "no statistic"),
+        (replace(plain, kinds=KINDS).spec(np.float16), H100, "more than three statistics"),
         (plain.spec(BF16), Device("gpu", "NVIDIA A100-SXM4-80GB"), "this GPU is NVIDIA A100-SXM4-80GB"),
         (plain.spec(BF16), Device("cpu", "cpu"), "AUTOPALLAS_INTERPRET=1"),
     ]:
