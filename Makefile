@@ -43,7 +43,7 @@ fuzz: $(VENV)/.installed  ## Runs 2,000 random programs against their originals 
 check-tpu: $(VENV)/.installed  ## Compiles the TPU kernels for every generation, without a TPU; 700 MB are installed once
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
-	  tests/kernels tests/tuning/test_tables_tpu_compile.py $(ARGS)
+	  tests/kernels tests/partition/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
 	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/tuning/test_ahead_of_time.py tests/tuning/test_ranking.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule

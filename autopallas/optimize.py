@@ -189,18 +189,18 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        with first_call.unchecked(), partition.tell(args, kwargs):
-            return self._jit.lower(*args, **kwargs)
+        with first_call.unchecked():
+            return self._placed(self._jit.lower, args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        with first_call.unchecked(), partition.tell(args, kwargs):
-            return self._jit.trace(*args, **kwargs)
+        with first_call.unchecked():
+            return self._placed(self._jit.trace, args, kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        with first_call.unchecked(), partition.tell(args, kwargs):
-            return self._jit.eval_shape(*args, **kwargs)
+        with first_call.unchecked():
+            return self._placed(self._jit.eval_shape, args, kwargs)
 
     def clear_cache(self) -> None:
         """As of ``jax.jit``: the next call traces anew."""
@@ -208,6 +208,16 @@ class Optimized(Generic[P, R]):
         self._fixed.clear_cache()
 
     # ------------------------------------------------------------------ tracing
+
+    def _placed(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``use(*args, **kwargs)``, told of the arguments' shardings if it wants to know them."""
+        if not self._spread:
+            try:
+                return use(*args, **kwargs)
+            except partition.Wanted:
+                self._spread = True
+        with partition.tell(args, kwargs):
+            return use(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
@@ -369,7 +379,7 @@ def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
-    with first_call.unchecked(), partition.tell(args, kwargs):
+    with first_call.unchecked():
         return jitted.eval_shape(*args, **kwargs)
 
 
@@ -441,7 +451,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     fresh = Optimized(function, explicit | {"autotune": False})  # a search runs kernels
     fresh._dry = True
     if fresh._plain:
-        fresh._plain_call(_only_trace, *args, **kwargs)
+        fresh._placed(functools.partial(fresh._plain_call, _only_trace), args, kwargs)
     else:
         fresh.eval_shape(*args, **kwargs)
     return fresh.report()

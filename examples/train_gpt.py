@@ -9,6 +9,7 @@ is the source code of Python's standard library, which every machine has, in wor
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import re
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopallas
 
@@ -143,16 +145,27 @@ def adamw(state: TrainingState, gradient: dict[str, Any], learning_rate: float) 
 
 
 def train_step(
-    heads: int, learning_rate: float
+    heads: int, learning_rate: float, placement: Any = None
 ) -> Callable[[TrainingState, jax.Array], tuple[TrainingState, jax.Array]]:
-    """The jitted training step: loss, gradient and AdamW."""
+    """The jitted training step: loss, gradient and AdamW.  The state stays where ``placement`` has it."""
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=None if placement is None else (placement, None))
     def step(state: TrainingState, text: jax.Array) -> tuple[TrainingState, jax.Array]:
         value, gradient = jax.value_and_grad(loss)(state.parameters, text, heads)
         return adamw(state, gradient, learning_rate), value
 
     return step
+
+
+def placement_of(state: TrainingState, mesh: Mesh) -> Any:
+    """How the state is divided: words and the inner axis of the MLP over "model", and the rest is on every device."""
+    divided = {"token_embedding": ("model",), "mlp_input": (None, "model"), "mlp_output": ("model",)}
+
+    def sharding(path: Sequence[Any], leaf: jax.Array) -> NamedSharding:
+        name = getattr(path[-1], "key", "") if path else ""
+        return NamedSharding(mesh, PartitionSpec(*divided.get(name, ())))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
 
 
 def standard_library(characters: int, vocabulary: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -222,13 +235,20 @@ def compare(arguments: argparse.Namespace) -> int:
     text = standard_library(4_000_000, config.vocabulary)
     windows = batches(text, arguments.batch, config.sequence_length, arguments.seed)
     state = start(initialise(jax.random.key(arguments.seed), config))
+    placement = None
+    if arguments.mesh:
+        mesh = Mesh(np.array(jax.devices()).reshape(list(arguments.mesh.values())), tuple(arguments.mesh))
+        placement = placement_of(state, mesh)
+        state = jax.device_put(state, placement)
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        windows = (jax.device_put(window, rows) for window in windows)
     print(
         f"GPT with {count(state) / 1e6:.1f}M parameters: {config.layers} layers, width {config.width}, "
         f"{config.heads} heads, {config.vocabulary} words; {arguments.batch} x {config.sequence_length} words a step\n"
         f"on {jax.devices()[0].device_kind} with JAX {jax.__version__}; {allocator()}\n",
         flush=True,
     )
-    return race(train_step(config.heads, arguments.learning_rate), state, windows, arguments)
+    return race(train_step(config.heads, arguments.learning_rate, placement), state, windows, arguments)
 
 
 def count(state: TrainingState) -> int:
@@ -322,6 +342,17 @@ def positive(text: str) -> int:
 positive.__name__ = "positive whole number"  # How argparse names it where it refuses a value.
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """From "data=4,model=2" to the sizes of the mesh."""
+    sizes = {name: positive(number) for name, _, number in (part.partition("=") for part in text.split(","))}
+    if sizes.keys() != {"data", "model"}:
+        raise ValueError
+    return sizes
+
+
+mesh_sizes.__name__ = "mesh as data=N,model=N"
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         description="Trains a small GPT as it is written and with autopallas.optimize, and compares them.",
@@ -343,7 +374,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=["time", "memory"],
         help="what a replacement has to improve, one run for each; always: replace wherever it is legal",
     )
+    parser.add_argument(
+        "--mesh", type=mesh_sizes, metavar="data=N,model=N", help="divide the step among devices; CPUs may be as many"
+    )
     arguments = parser.parse_args(argv)
+    for name, number, size in (("data", arguments.batch, "--batch"), ("model", arguments.vocabulary, "--vocabulary")):
+        if arguments.mesh and number % arguments.mesh[name]:
+            parser.error(f"{size} {number} is not a multiple of the mesh's {name}={arguments.mesh[name]}")
     if arguments.width % arguments.heads:
         parser.error(f"--width {arguments.width} is not a multiple of --heads {arguments.heads}")
     if arguments.sequence_length > 100_000:
@@ -357,6 +394,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    if arguments.mesh and "cpu" in os.environ.get("JAX_PLATFORMS", "cpu"):
+        jax.config.update("jax_num_cpu_devices", math.prod(arguments.mesh.values()))
     try:
         return compare(arguments)
     except autopallas.OptionError as error:

@@ -12,7 +12,7 @@ import jax
 from autopallas.kernels.division import Counted, Divisible, Division, Parts
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import View
-from autopallas.kernels.run import SiteDescription
+from autopallas.kernels.run import SiteDescription, with_residuals
 
 __all__ = ["PlacedSite"]
 
@@ -25,13 +25,11 @@ class PlacedSite:
       site: as the program has it.
       division: which labels are divided, and over which mesh axes.
       mesh: the mesh.
-      manual: the mesh axes that are the kernel's to divide; the others are so already, by a ``shard_map`` around.
     """
 
     site: Divisible
     division: Division
     mesh: Any
-    manual: frozenset[str]
 
     @cached_property
     def _divided(self) -> tuple[Any, tuple[Counted, ...]]:
@@ -91,10 +89,8 @@ class PlacedSite:
         return views
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        inside = jax.sharding.get_abstract_mesh()
-        mesh = self.mesh if self.manual == frozenset(self.mesh.axis_names) else inside
         mapped: Callable[..., Any] = jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual), check_vma=False
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
         return mapped
 
@@ -150,6 +146,11 @@ class PlacedSite:
         return gradients
 
     # ------------------------------------------------------------------ transformations
+
+    def with_residuals(self) -> PlacedSite:
+        """The site where a backward follows."""
+        saving: Any = with_residuals(self.site)
+        return replace(self, site=saving)
 
     def batched(self, axes: Sequence[int | None], size: int) -> PlacedSite:
         """The site under vmap: the further axis is on every device."""

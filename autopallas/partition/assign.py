@@ -50,13 +50,18 @@ def assign(
         uses.append(_Use(view, _by_label(view, None, divided, sizes, mesh), True))
     chosen = _chosen(parts, uses)
     taken = {axis for axes in chosen.values() for axis in axes}
+    gathered: set[Label] = set()
     for use in uses:
         if use.is_result:
             continue  # a result may be cut further, or was gathered behind the computation
         for label, axes in use.labels.items():
             extra = axes[_common(axes, chosen.get(label, ())) :]
-            if extra and not set(extra) <= taken:
+            # One operand is gathered by the original too, where its axis of the mesh divides something else.  What two
+            # have divided alike the original sums in parts.
+            if extra and (label in gathered or not set(extra) <= taken):
                 raise Indivisible(f"an axis over which it sums or looks is divided over the mesh axis {extra[0]!r}")
+            if extra:
+                gathered.add(label)
     division = Division(tuple(mesh.items()), tuple(sorted((a, axes) for a, axes in chosen.items() if axes)))
     _check(parts, division, sizes, shapes)
     return division

@@ -35,11 +35,12 @@ def placed(
       shardings: of its arguments and results; None where they are not known.
       strict: whether a failure in here is raised.
     """
-    concerned = [m for m in matches if _divisible_axes(m, shardings)]
+    matches = [_hindered(m, reason) if (reason := _unsupported(_mesh(m))) else m for m in matches]
+    concerned = [m for m in matches if not m.obstacle and _divisible_axes(m, shardings)]
     if not concerned and not (shardings is None and matches and spread(program)):
         return list(matches)
     if shardings is None:
-        return [_hindered(m, _UNKNOWN) if _divisible_axes(m, None) is not None else m for m in matches]
+        return [m if m.obstacle or _divisible_axes(m, None) is None else _hindered(m, _UNKNOWN) for m in matches]
     parts = [part for match in concerned for part in match.passes]
     try:
         found = iter(survey(program, graph, parts, shardings))
@@ -63,6 +64,17 @@ def placed(
 
 def _hindered(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
+
+
+def _unsupported(mesh: Any) -> str:
+    """What about a mesh is not supported, or an empty string."""
+    if mesh is None or not _over(mesh):
+        return ""
+    if AxisType.Explicit in mesh.axis_types:
+        return "its mesh has explicit axes, for which sites are not divided"
+    if AxisType.Manual in mesh.axis_types:
+        return "a shard_map over some of the mesh's axes is around it, and sites in it are not divided further"
+    return ""
 
 
 def _mesh(match: Match) -> Any:
@@ -89,12 +101,7 @@ def _placed(part: Match, found: Found, shardings: Shardings) -> Match:
     mesh = shardings.mesh
     if not hasattr(part.site, "divided"):
         raise Indivisible(f"{part.op} has no rule for it")
-    inside = _mesh(part)
-    manual = frozenset(mesh.axis_names)
-    if inside is not None:
-        types = zip(inside.axis_names, inside.axis_types, strict=True)
-        manual = frozenset(name for name, kind in types if kind != AxisType.Manual)
-    sizes = {name: size for name, size in mesh.shape.items() if name in manual}
+    sizes = dict(mesh.shape)
     shapes = [a.shape for a in part.original.in_avals]
     division = assign(part.site.parts(), part.site.sizes, shapes, found, sizes)
-    return replace(part, site=PlacedSite(part.site, division, mesh, manual))
+    return replace(part, site=PlacedSite(part.site, division, mesh))

@@ -12,6 +12,7 @@ import jax
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.implementation import Device, Operation, Unsupported
 from autopallas.kernels.interpret import settled
+from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
 from autopallas.plan.decide import Decision, judge
 from autopallas.tuning.choose import of_table
@@ -47,11 +48,14 @@ def elsewhere(
     Raises:
       UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
     """
-    operands = tuple((a.shape, a.dtype) for a in original.in_avals)
+    given, found = original.in_avals, original.out_avals
+    if isinstance(site, PlacedSite):  # its parts are lowered: the devices are not known here
+        given, found, site = site.local(given), site.local(found, results=True), site.alone
+    operands = tuple((a.shape, a.dtype) for a in given)
     forward = _decided(decision, device, site, operands)
     if active is None or forward.verdict == "kept" or not site.has_backward:
         return forward
-    results = tuple((a.shape, a.dtype) for a in original.out_avals)
+    results = tuple((a.shape, a.dtype) for a in found)
     problem = _backward_problem(forward, device, site, operands, results, tuple(active))
     return forward if problem is None else replace(forward, verdict="kept", reason=problem)
 

@@ -89,9 +89,13 @@ def apply(weights, ids, activations, each_layer=lambda f: f):
     return loss(x, weights["w"], ids[:, 1:])
 
 
-def train_step(weights, ids, each_layer=lambda f: f):
+ROWS = P("data")
+FREE = P(P.UNCONSTRAINED, P.UNCONSTRAINED, P.UNCONSTRAINED)
+
+
+def train_step(weights, ids, each_layer=lambda f: f, spec=ROWS):
     devices = jax.make_mesh(meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    activations = NamedSharding(devices, P("data"))
+    activations = NamedSharding(devices, spec)
     value, gradients = jax.value_and_grad(lambda w: apply(w, ids, activations, each_layer))(weights)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
@@ -127,7 +131,7 @@ MODEL = {
 }
 
 CASES = {}
-"""(function, arguments, how they are divided, how many sites there are)."""
+"""(function, arguments, how they are divided, how many sites are replaced; None: whichever do not cost more)."""
 for _name, _spec in SAME.items():
     CASES[f"attention: {_name}"] = attend, qkv, (_spec,) * 3, 1
     CASES[f"attention backward: {_name}"] = backward_of(attend, 0, 1, 2), qkv, (_spec,) * 3, 1
@@ -158,6 +162,7 @@ for _name, _specs in LOSS.items():
     CASES[f"spelled loss backward: {_name}"] = backward_of(spelled_loss, 0, 1), tokens, _specs, 1
 for _name, _specs in MODEL.items():
     CASES[f"train step: {_name}"] = train_step, model, _specs, 2
+CASES["free train step: gathered"] = functools.partial(train_step, spec=FREE), model, MODEL["gathered"], None
 CASES["train step with checkpoints: gathered tensor"] = (
     functools.partial(train_step, each_layer=jax.checkpoint),
     model,

@@ -35,9 +35,9 @@ def complaints(name, outcome):
     # Sums over parts are added in another order: a few roundings of float32, through two layers and their backward.
     if not outcome["error"] <= 2e-5:
         wrong.append(f"error {outcome['error']:.1e}")
-    if outcome["applied"] != sites:
+    if sites is not None and outcome["applied"] != sites:
         wrong.append(f"{outcome['applied']} of {sites} sites replaced: {outcome['kept']}")
-    if not sites and not outcome["kept"]:
+    if sites == 0 and not outcome["kept"]:
         wrong.append("a site that is left alone is not reported")
     before, after = outcome["original"], outcome["rewritten"]
     wrong += [

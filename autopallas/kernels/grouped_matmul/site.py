@@ -175,8 +175,10 @@ class GroupedMatmulSite:
     def parts(self) -> Parts:
         """All may be divided but the rows, which belong to groups in their order, and the groups."""
         labels = frozenset((*self.batch_labels, *self.contracting_labels, *self.column_labels))
+        if self.epilogue is not None:  # is not a sum of what it makes of parts of a sum
+            labels &= {label for _, own in self.result for label in own}
         uses = (self.first, self.second, self.group_sizes)
-        return Parts(uses, (self.result,), (), labels, (frozenset(),))
+        return Parts(uses, (self.result,), (self.result,) * self.saves, labels, (frozenset(),))
 
     def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
         """What each device computes."""
