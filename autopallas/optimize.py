@@ -121,6 +121,8 @@ def _warn(message: str) -> None:
 class Optimized(Generic[P, R]):
     """A function whose reference computations run as tuned kernels; made by :func:`optimize`, called as before."""
 
+    __slots__ = ("__dict__", "__weakref__", "_run", "_spread")  # what each call looks at is found at once
+
     def __init__(self, function: Callable[P, R], explicit: dict[str, Any]):
         functools.update_wrapper(self, function)
         self._function = function
