@@ -7,6 +7,7 @@ Kernels are written for Hopper's H100 with Mosaic GPU (``plgpu.kernel``).  Every
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ __all__ = [
     "shared_bytes",
     "swizzle",
     "tile",
+    "too_few_threads",
 ]
 
 Dtype: TypeAlias = np.dtype[Any]
@@ -45,6 +47,8 @@ MATRIX_DTYPES = ("bfloat16", "float16")
 _REDUCTION_SCRATCH = 2048
 """Bytes of shared memory that Mosaic sets aside for reductions across warps."""
 _BARRIER, _ALIGNMENT = 8, 1024
+_INTERPRETER_THREADS = 8
+_HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 
 
 def is_h100(device: Device) -> bool:
@@ -158,6 +162,23 @@ def shared_bytes(tiles: Iterable[tuple[Sequence[int], Any]], barriers: int = 0) 
 # ---------------------------------------------------------------------- Pallas
 
 
+def too_few_threads() -> str | None:
+    """What keeps kernels from being interpreted here; None where nothing does.
+
+    Each warpgroup that waits at a barrier holds a thread of XLA's pool.  With as few as small machines have by
+    default, those that it waits for may never run.
+    """
+    wanted = os.environ.get("NPROC", "")
+    here = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
+    threads = int(wanted) if wanted.isdecimal() else here
+    if threads >= _INTERPRETER_THREADS:
+        return None
+    return (
+        f"interpreted GPU kernels wait for each other in {_INTERPRETER_THREADS} threads or more, and XLA has {threads}: "
+        "set NPROC=32 before JAX starts"
+    )
+
+
 def mosaic() -> Any:
     """``jax.experimental.pallas.mosaic_gpu``, imported when first asked for."""
     from jax.experimental.pallas import mosaic_gpu
@@ -208,6 +229,9 @@ def call(
 
     Returns:
       A function of the operands.
+
+    Raises:
+      RuntimeError: it is to be interpreted, and XLA has too few threads for that.
     """
     plgpu = mosaic()
     mode = interpretation()

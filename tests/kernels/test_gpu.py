@@ -9,6 +9,7 @@ import pytest
 
 from autopallas import compat
 from autopallas.kernels import gpu
+from autopallas.kernels.gpu import too_few_threads
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.interpret import mode
 from autopallas.kernels.programs import traced
@@ -19,6 +20,8 @@ F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+REASON = MISSING or too_few_threads()
+needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 
 @pytest.mark.parametrize("kind, count", [("NVIDIA H100 80GB HBM3", 132), ("NVIDIA H100 PCIe", 114)])
@@ -81,7 +84,7 @@ def doubled(x):
     )(x)  # fmt: skip
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("x64", [False, True])
 def test_a_call_when_interpreted(x64):
     with jax.enable_x64(x64), mode(True):

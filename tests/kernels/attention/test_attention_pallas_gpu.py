@@ -24,7 +24,7 @@ from autopallas.kernels.attention.schedule import edges
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map
 from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
-from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY
+from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY, too_few_threads
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import mode
 
@@ -35,6 +35,8 @@ SIZES = BlockSizes(64, 64)
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+REASON = MISSING or too_few_threads()
+needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 QUICK = {
     f"test_values_and_gradients[{name}]"
@@ -58,7 +60,7 @@ def racing() -> Any:
     return mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
 
 
-@needs_mosaic
+@needs_interpreter
 class TestPallasGpu(AttentionImplementation):
     name = "pallas_gpu"
     sizes = SIZES
@@ -95,7 +97,7 @@ class TestPallasGpu(AttentionImplementation):
         pytest.skip("pallas_gpu: wgmma multiplies 16 bits")
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("query_block, key_block", [(128, 64), (64, 128), (192, 128)])
 def test_any_number_of_warpgroups_computes_the_same(query_block, key_block):
     if not FULL_GRID and query_block != 128:
@@ -107,7 +109,7 @@ def test_any_number_of_warpgroups_computes_the_same(query_block, key_block):
         assert errors(found[name], value)[0] <= TOLERANCES["bfloat16"][name.startswith("d")], name
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("size", [96, 128, 256])
 def test_every_head_size(size):
     if not FULL_GRID:
@@ -120,7 +122,7 @@ def test_every_head_size(size):
         assert errors(found[name], value)[0] <= TOLERANCES["bfloat16"][name.startswith("d")], name
 
 
-@needs_mosaic
+@needs_interpreter
 def test_repeated_runs_agree_to_the_last_bit():
     """Whatever order the simulated threads happen to run in."""
     case = replace(larger(BY_NAME["causal"]), key_heads=1, query_length=70, key_length=70)
@@ -220,7 +222,7 @@ def test_candidates_fit_into_shared_memory(size):
             assert gpu_block_sizes.shared_memory(spec, kernel, backward) <= SHARED_MEMORY
 
 
-@needs_mosaic
+@needs_interpreter
 def test_gradients_of_rows_that_a_finite_fill_hides():
     """exp(x - logsumexp) would be 1, not 1 / S, where logsumexp = -1e9 + log(S)."""
     case = Case("hidden", batch=1, key_heads=1, query_length=20, key_length=40,

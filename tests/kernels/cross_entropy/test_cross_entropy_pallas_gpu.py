@@ -15,6 +15,7 @@ from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementat
 from autopallas import compat
 from autopallas.kernels import interpret
 from autopallas.kernels.cross_entropy import pallas_gpu
+from autopallas.kernels.gpu import too_few_threads
 from autopallas.kernels.implementation import Device, Supported
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
@@ -22,6 +23,8 @@ EVERYTHING = os.environ.get("FULL_GRID") == "1"
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+REASON = MISSING or too_few_threads()
+needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 TILED = {
     "tails": Case("tails", rows=150, hidden=72, vocabulary=300, labels=(-3, 330), kinds=LOSS),
@@ -47,7 +50,7 @@ def some(names, chosen):
     return list(names) if EVERYTHING else list(chosen)
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("dtype", some([BF16, np.dtype(np.float16)], [BF16]), ids=str)
 @pytest.mark.parametrize(
     "name", some(BY_NAME, ["odd sizes", "odd embedding table", "soft cap", "ties", "NaN and infinities"])
@@ -56,14 +59,14 @@ def test_statistics_and_gradients(racing, name, dtype):
     racing.check(pallas_gpu, BY_NAME[name], SIZES["vocabulary streams"], dtype)
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("name", some(TILED, ["tails"]))
 def test_several_tiles_of_every_axis(racing, name):
     for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
         racing.check(pallas_gpu, TILED[name], SIZES["vocabulary streams"], BF16)
 
 
-@needs_mosaic
+@needs_interpreter
 def test_logits_are_rounded_to_their_dtype(racing):
     """Ties and the argmax of rounded logits, which are exact here before they are rounded."""
     case = Case("rounded", whole=True, hidden=64, size=100.0, kinds=("max", "argmax", "ties"))
@@ -78,7 +81,7 @@ def test_logits_are_rounded_to_their_dtype(racing):
     assert np.asarray(ties).max() > 1
 
 
-@needs_mosaic
+@needs_interpreter
 @pytest.mark.parametrize("form", some(["finish", "products"], ["finish"]))
 def test_products(racing, form):
     racing.check_products(pallas_gpu, BY_NAME["odd embedding table"], form, SIZES["vocabulary streams"], BF16)

@@ -19,7 +19,7 @@ from test_grouped_matmul_implementations import (
 
 from autopallas import compat
 from autopallas.kernels import interpret
-from autopallas.kernels.gpu import SHARED_MEMORY
+from autopallas.kernels.gpu import SHARED_MEMORY, too_few_threads
 from autopallas.kernels.grouped_matmul import OPERATION, pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
@@ -33,6 +33,8 @@ H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 
 MISSING = compat.missing_mosaic_gpu()
 needs_mosaic = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+REASON = MISSING or too_few_threads()
+needs_interpreter = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 WIDE = {
     "tails everywhere": (BlockSizes(128, 64, 128), dict(rows=150, inner=72, columns=200, groups=3), [3, 0, 139]),
@@ -49,7 +51,7 @@ def racing() -> Any:
     return interpret.mode(mosaic_gpu.InterpretGPUParams(detect_races=True))
 
 
-@needs_mosaic
+@needs_interpreter
 class TestPallasGpu(GroupedMatmulImplementation):
     name = "pallas_gpu"
     sizes = BlockSizes(64)
