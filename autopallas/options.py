@@ -67,7 +67,7 @@ class Options:
     autotune: bool | None = None
     """Whether block sizes are searched for where no table knows them; None: on accelerators only."""
     tune_seconds: float = 30.0
-    """The time that one such search may take, in seconds."""
+    """The time that the searches for one site may take, in seconds."""
     verify: bool = False
     """Whether the first call of each signature is checked against a float64 evaluation of the original."""
     fuel: int | None = None

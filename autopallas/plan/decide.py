@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -17,15 +17,12 @@ from autopallas.own.site import OwnSite
 from autopallas.patterns.match import Match
 from autopallas.plan import own
 from autopallas.plan.alone import alone
+from autopallas.plan.evidence import Evidence, in_words, ranked
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.probe import Prober
-from autopallas.tuning.table import MEMORY_SLOWDOWN
 
-__all__ = ["Decision", "judge", "plan"]
-
-_SIMULATED_MARGIN = 1.3
-"""A simulated gain counts only above this."""
+__all__ = ["Decision", "judged", "plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ def plan(
 
 
 def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
-    """The first requested implementation that supports the site and works for it, judged."""
+    """The best implementation, by evidence, that supports the site and works for it, judged."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
     # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
@@ -113,19 +110,17 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     foreign = foreign or not device.here
     measured = alone(match)
     attempts: list[tuple[str, str, str]] = []
-    for name, answer in operation.candidates(match.spec, device, wanted):
-        if isinstance(answer, Unsupported):
-            attempts.append((name, "supports", answer.reason))
-            continue
-        choice = of_table(match, name, device, options.objective) if foreign else tuner.choose(measured, name)
-        if choice.failure is not None:
-            attempts.append((name, "tune", choice.failure))
-            continue
-        decision = judge(operation, name, choice, device, options, tuple(attempts))
+
+    def choices(names: Sequence[str]) -> Mapping[str, Choice]:
+        if foreign:
+            return {name: of_table(match, name, device, options.objective) for name in names}
+        return tuner.choices(measured, names)
+
+    for decision in judged(operation, match.spec, device, options, choices, attempts):
         if decision.verdict == "kept":
             return decision
-        sizes = decision.block_sizes
-        found_now = choice.source == "autotune"
+        name, sizes = decision.implementation or "", decision.block_sizes
+        found_now = decision.block_sizes_from == "autotune"
         objection: tuple[str, str] | None = None
         if not foreign:
             objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
@@ -234,7 +229,49 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def judge(
+def judged(
+    operation: Operation,
+    spec: Any,
+    device: Device,
+    options: Options,
+    choices: Callable[[Sequence[str]], Mapping[str, Choice]],
+    attempts: list[tuple[str, str, str]],
+) -> Iterator[Decision]:
+    """Go or no-go for each supported implementation, the one to be taken first.
+
+    What a user names is tried in that order, each by itself; without a name, the best evidence comes first.
+
+    Args:
+      operation: the site's.
+      spec: the site's.
+      device: where it will run.
+      options: the options in force.
+      choices: gives block sizes and evidence of implementations.
+      attempts: what failed so far; those that cannot are added, and the caller adds those that do not work.
+    """
+    wanted = options.implementation_for(operation.name)
+
+    def among(names: Sequence[str]) -> Iterator[Decision]:
+        found = choices(names)
+        attempts.extend((name, "tune", choice.failure) for name, choice in found.items() if choice.failure is not None)
+        order = ranked({name: choice for name, choice in found.items() if choice.failure is None}, options.objective)
+        for position, (name, choice) in enumerate(order):
+            decision = _judge(operation, name, choice, device, options, tuple(attempts))
+            yield replace(decision, reason=decision.reason + in_words(order[position:], options.objective))
+
+    able: list[str] = []
+    for name, answer in operation.candidates(spec, device, wanted):
+        if isinstance(answer, Unsupported):
+            attempts.append((name, "supports", answer.reason))
+        elif wanted is None:
+            able.append(name)
+        else:
+            yield from among([name])
+    if able:
+        yield from among(able)
+
+
+def _judge(
     operation: Operation,
     name: str,
     choice: Choice,
@@ -257,14 +294,8 @@ def judge(
     tried = f" (a search found nothing: {choice.note})" if choice.note else ""
     if row is None or not choice.exact:
         return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
-    if row.evidence == "estimated":
+    evidence = Evidence.of(choice, options.objective)
+    if evidence is None:
         reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
         return decision("kept", reason)
-    time = row.original_us / row.kernel_us
-    memory = row.original_bytes / max(row.kernel_bytes, 1)
-    figures = f"{row.evidence}: {time:.2f}x the original's speed, {1 / memory:.2f}x its temporary memory"
-    if options.objective == "memory":
-        gains = memory > 1 and time * MEMORY_SLOWDOWN >= 1
-        return decision("applied" if gains else "kept", figures)
-    margin = _SIMULATED_MARGIN if row.evidence == "simulated" else 1.0
-    return decision("applied" if time > margin else "kept", figures)
+    return decision("applied" if evidence.licenses else "kept", str(evidence))

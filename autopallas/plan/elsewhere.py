@@ -10,12 +10,12 @@ from typing import Any, Literal
 import jax
 
 from autopallas.errors import UnsupportedError
-from autopallas.kernels.implementation import Device, Operation, Unsupported
+from autopallas.kernels.implementation import Device, Operation
 from autopallas.kernels.interpret import settled
 from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward
-from autopallas.plan.decide import Decision, judge
-from autopallas.tuning.choose import of_table
+from autopallas.plan.decide import Decision, judged
+from autopallas.tuning.choose import Choice, of_table
 
 __all__ = ["elsewhere"]
 
@@ -68,12 +68,11 @@ def _decided(decision: Decision, device: Device, site: SiteDescription, operands
     wanted = options.implementation_for(operation.name)
     subject = _Subject(operation.name, site.spec, decision.direction)
     attempts: list[tuple[str, str, str]] = []
-    for name, answer in operation.candidates(site.spec, device, wanted):
-        if isinstance(answer, Unsupported):
-            attempts.append((name, "supports", answer.reason))
-            continue
-        choice = of_table(subject, name, device, options.objective)
-        found = judge(operation, name, choice, device, options, tuple(attempts))
+
+    def choices(names: Sequence[str]) -> dict[str, Choice]:
+        return {name: of_table(subject, name, device, options.objective) for name in names}
+
+    for found in judged(operation, site.spec, device, options, choices, attempts):
         if found.verdict == "kept":
             return found
 
@@ -83,7 +82,7 @@ def _decided(decision: Decision, device: Device, site: SiteDescription, operands
         problem = _lowering_problem(forward, device, _shapes(operands))
         if problem is None:
             return found
-        attempts.append((name, "lower", problem))
+        attempts.append((found.implementation or "", "lower", problem))
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {site.spec}")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -58,6 +60,15 @@ def of_table(match: Any, implementation: str, device: Device, objective: str = "
     return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
 
 
+@dataclass(frozen=True, slots=True)
+class _Miss:
+    """What a search is to be begun with: its key, an earlier result without block sizes, and the next best choice."""
+
+    key: TuningKey
+    known: Entry | None
+    otherwise: Choice
+
+
 _searching = threading.Lock()
 """Searches of one process take turns, or they would time each other."""
 
@@ -87,6 +98,31 @@ class Tuner:
 
     def choose(self, match: Any, implementation: str) -> Choice:
         """The block sizes of one implementation of a site."""
+        return self.choices(match, (implementation,))[implementation]
+
+    def choices(self, match: Any, implementations: Sequence[str]) -> dict[str, Choice]:
+        """The block sizes of each of several implementations of a site.
+
+        Those that have to be searched for share the seconds of the site: each has its part, and what those before it
+        left over.
+        """
+        budget = self._options.tune_seconds
+        looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
+        open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
+        part, left = budget / max(open_, 1), budget
+        choices: dict[str, Choice] = {}
+        for name, found in looked_up.items():
+            if isinstance(found, Choice):
+                choices[name] = found
+                continue
+            begin = time.monotonic()
+            choices[name] = self._searched(match, name, found, max(part, left / open_))
+            left -= time.monotonic() - begin
+            open_ -= 1
+        return choices
+
+    def _looked_up(self, match: Any, implementation: str, seconds: float) -> Choice | _Miss:
+        """What is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
         key = self._key(match, implementation) if self._may_search or source.usable() else None
         entry = None if key is None else source.get(key)
@@ -99,11 +135,11 @@ class Tuner:
         tabled = of_table(match, implementation, self._device, self._options.objective)
         if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
             return tabled
-        if entry is not None and entry.outcome == "unfinished" and entry.seconds >= self._options.tune_seconds:
+        if entry is not None and entry.outcome == "unfinished" and entry.seconds >= seconds:
             return Choice(tabled.block_sizes, tabled.source, tabled.row, note=entry.reason)
         if key is None or not self._may_search:
             return tabled
-        return self._searched(match, implementation, key, entry, tabled)
+        return _Miss(key, entry, tabled)
 
     def _key(self, match: Any, implementation: str) -> TuningKey | None:
         try:
@@ -129,14 +165,12 @@ class Tuner:
             WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
             return None
 
-    def _searched(
-        self, match: Any, implementation: str, key: TuningKey, known: Entry | None, otherwise: Choice
-    ) -> Choice:
+    def _searched(self, match: Any, implementation: str, miss: _Miss, seconds: float) -> Choice:
+        key, known, otherwise = miss.key, miss.known, miss.otherwise
         with _searching:
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
             if entry is None or entry == known:
                 self.searches += 1
-                seconds = self._options.tune_seconds
                 try:
                     entry = isolated(lambda: search(match, implementation, key, otherwise.block_sizes, seconds, known))
                 except Exception as error:

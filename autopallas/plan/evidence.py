@@ -1,0 +1,89 @@
+"""What the evidence for an implementation licenses under an objective, and which of several comes first by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopallas.tuning.choose import Choice
+from autopallas.tuning.table import MEMORY_SLOWDOWN
+
+__all__ = ["Evidence", "in_words", "ranked"]
+
+_SIMULATED_MARGIN = 1.3
+"""A simulated gain counts only above this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of one implementation at a site's device, dtype and size.
+
+    Attributes:
+      kind: "measured" or "simulated".
+      time: how many times as fast as the original it is.
+      memory: how many times its temporary memory the original needs.
+      objective: "memory", or another, under which the time counts.
+    """
+
+    kind: str
+    time: float
+    memory: float
+    objective: str
+
+    @staticmethod
+    def of(choice: Choice, objective: str) -> Evidence | None:
+        """None where nothing is known, or no more than an estimate or another bucket's row."""
+        row = choice.row
+        if row is None or not choice.exact or row.evidence == "estimated":
+            return None
+        time, memory = row.original_us / row.kernel_us, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
+        return Evidence(row.evidence, time, memory, objective)
+
+    @property
+    def licenses(self) -> bool:
+        """Whether the original may be replaced."""
+        if self.objective == "memory":
+            return self.memory > 1 and self.time * MEMORY_SLOWDOWN >= 1
+        return self._sure_time > 1
+
+    @property
+    def rank(self) -> tuple[bool, float, float]:
+        """Greater for the better one; relative to the original, since each may have been measured on another day."""
+        figures = (self.memory, self._sure_time) if self.objective == "memory" else (self._sure_time, self.memory)
+        return self.licenses, *figures
+
+    @property
+    def _sure_time(self) -> float:
+        return self.time / (_SIMULATED_MARGIN if self.kind == "simulated" else 1.0)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.time:.2f}x the original's speed, {1 / self.memory:.2f}x its temporary memory"
+
+
+def ranked(choices: Mapping[str, Choice], objective: str) -> list[tuple[str, Choice]]:
+    """Implementations with evidence first, the best in front; the others, and equal ones, in the order given."""
+    known = {name: Evidence.of(choice, objective) for name, choice in choices.items()}
+    best = sorted((e.rank for e in known.values() if e is not None), reverse=True)
+
+    def place(item: tuple[str, Choice]) -> int:
+        evidence = known[item[0]]
+        return len(best) if evidence is None else best.index(evidence.rank)
+
+    return sorted(choices.items(), key=place)
+
+
+def in_words(order: Sequence[tuple[str, Choice]], objective: str) -> str:
+    """Why the first of several comes before the others, as the end of a sentence; of one there is nothing to say."""
+    if len(order) < 2:
+        return ""
+    known = [(name, Evidence.of(choice, objective)) for name, choice in order]
+    if all(evidence is None for _, evidence in known):
+        return f"; in the platform's order: {', '.join(name for name, _ in known)}"
+    return f"; in the order of evidence: {', '.join(f'{name} {_figure(evidence)}' for name, evidence in known)}"
+
+
+def _figure(evidence: Evidence | None) -> str:
+    if evidence is None:
+        return "(none)"
+    figure = f"{1 / evidence.memory:.2f}x memory" if evidence.objective == "memory" else f"{evidence.time:.2f}x"
+    return figure if evidence.kind == "measured" else f"{figure} ({evidence.kind})"
