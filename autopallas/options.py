@@ -57,7 +57,7 @@ class Options:
     """"time": a site is replaced where that is known to be faster; "memory": where it needs less temporary memory;
     "always": wherever it is legal, without evidence."""
     implementation: str | tuple[str, ...] | None = None
-    """None: the platform's order.  One name: this or an error.  Several: the first that works, else the original."""
+    """None: by evidence.  One name: this or an error.  Several: the first that works, else the original."""
     ops: tuple[str, ...] | None = None
     """The operations to look for; None: all."""
     require: tuple[tuple[str, int], ...] = ()

@@ -92,7 +92,7 @@ def _tune(options: argparse.Namespace) -> int:
             key = (match.op, tuple(part.site for part in match.passes), match.direction)
             if key not in known:
                 try:
-                    known[key] = tune(subject, target, options.budget, options.again, compiler)
+                    known[key] = tune(subject, target, options.budget, options.again, compiler, options.objective)
                 except Exception as error:
                     known[key] = Outcome(reasons=(one_line(error),))
             outcomes.append((subject, known[key]))

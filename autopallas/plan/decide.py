@@ -17,9 +17,9 @@ from autopallas.own.site import OwnSite
 from autopallas.patterns.match import Match
 from autopallas.plan import own
 from autopallas.plan.alone import alone
-from autopallas.plan.evidence import Evidence, in_words, ranked
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.evidence import Evidence, in_words, ranked
 from autopallas.tuning.probe import Prober
 
 __all__ = ["Decision", "judged", "plan"]
@@ -294,7 +294,7 @@ def _judge(
     tried = f" (a search found nothing: {choice.note})" if choice.note else ""
     if row is None or not choice.exact:
         return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
-    evidence = Evidence.of(choice, options.objective)
+    evidence = Evidence.of(row, options.objective)
     if evidence is None:
         reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
         return decision("kept", reason)

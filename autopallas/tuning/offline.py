@@ -17,6 +17,7 @@ from autopallas.tuning.cache import Cache
 from autopallas.tuning.case import Case, cases_of, match_of
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
+from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
 from autopallas.tuning.ranking import ranked
 from autopallas.tuning.results import Result, results_of
@@ -92,13 +93,14 @@ class Outcome:
     """What came of a subject.
 
     Attributes:
-      implementation: the first that works; None where there is none.
+      implementation: the best for the objective; None where none works.
       time, memory: rows with block sizes by name; ``memory`` only where it is another one.
       searched: whether it was searched for now.
       digest: of the entry in the cache; empty for what is not kept there.
       reasons: why implementations were passed over.
       results: every configuration of every implementation that was tried.
       key: its place in the table.
+      others: what came of the other implementations that work.
     """
 
     implementation: str | None = None
@@ -109,6 +111,7 @@ class Outcome:
     reasons: tuple[str, ...] = ()
     results: tuple[Result, ...] = field(default=())
     key: Key | None = None
+    others: tuple[Outcome, ...] = ()
 
     def row(self, objective: str) -> Row | None:
         """The row that is best for an objective."""
@@ -122,13 +125,23 @@ class Outcome:
         found = {self.key: self.time}
         if self.memory is not None:
             found[(*self.key[:4], self.key[4] + LEAST_MEMORY)] = self.memory
-        return {key: dataclasses.replace(row, block_sizes=kind(**dict(row.block_sizes))) for key, row in found.items()}
+        rows = {key: dataclasses.replace(row, block_sizes=kind(**dict(row.block_sizes))) for key, row in found.items()}
+        for other in self.others:
+            rows |= other.rows(op)
+        return rows
 
 
 def tune(
-    subject: Subject, target: Target, budget: float, again: bool = False, compiler: Compiler | None = None
+    subject: Subject,
+    target: Target,
+    budget: float,
+    again: bool = False,
+    compiler: Compiler | None = None,
+    objective: str = "time",
 ) -> Outcome:
-    """The first implementation that supports a subject and works, with its best block sizes.
+    """The best block sizes of every implementation that supports a subject, the best implementation in front.
+
+    For a target that is not there it is the first that works, in the platform's order, and no other is compiled.
 
     Args:
       subject: the site.
@@ -136,8 +149,10 @@ def tune(
       budget: seconds for each implementation.
       again: whether to search where the cache has a result.
       compiler: for a target that is not there.
+      objective: for which the implementations are compared.
     """
     match, reasons, results = subject.match, [], []
+    working: list[Outcome] = []
     tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
     for name, answer in match.site.operation.candidates(match.spec, target.device, None):
         if not isinstance(answer, Supported):
@@ -157,9 +172,18 @@ def tune(
             memory, reason, digest = entry.lean, entry.reason, entry.digest
         results += results_of(match.op, place, table_device(target.device), match.spec, tried, time, memory)
         if time is not None:
-            return Outcome(name, time, memory, searched, digest, tuple(reasons), tuple(results), place)
-        reasons.append(f"{name}: {reason}")
-    return Outcome(reasons=tuple(reasons), results=tuple(results))
+            working.append(Outcome(name, time, memory, searched, digest, key=place))
+            if compiler is not None:
+                break
+        else:
+            reasons.append(f"{name}: {reason}")
+
+    def rank(outcome: Outcome) -> tuple[Any, ...]:
+        evidence = Evidence.of(outcome.row(objective), objective)
+        return () if evidence is None else evidence.rank
+
+    best, *others = sorted(working, key=rank, reverse=True) or [Outcome()]
+    return dataclasses.replace(best, reasons=tuple(reasons), results=tuple(results), others=tuple(others))
 
 
 def _entry(

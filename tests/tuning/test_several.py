@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from places import attend, key_for, match_of, qkv
+from places import CPU, attend, key_for, match_of, qkv
 
 import autopallas
 from autopallas.errors import AutopallasWarning
@@ -16,6 +16,7 @@ from autopallas.kernels.attention import OPERATION, reference, tuned_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.implementation import Unsupported
 from autopallas.tuning import choose as module
+from autopallas.tuning import offline
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.table import Row
 
@@ -243,3 +244,33 @@ def test_a_shared_search_that_came_to_nothing_is_not_begun_again(monkeypatch):
     assert len(begun) == 4
     assert site_of(autotune=True, tune_seconds=60.0, implementation="xla").implementation == "xla"
     assert begun[-1] == ("xla", 60.0), "by itself it has all of the seconds"
+
+
+def test_tuning_ahead_of_time_covers_all_and_shows_the_best(monkeypatch, searches):
+    rows = {"xla": row(3.0, memory=2.0), "reference": row(2.0, memory=4.0)}
+
+    def search(match, implementation, key, first, seconds, known, observe):
+        return result(match, implementation, rows[implementation])
+
+    monkeypatch.setattr(offline, "search", search)
+    subject = offline.Subject(match_of(attend, *qkv()), "here")
+    for objective, best in (("time", "xla"), ("memory", "reference")):
+        outcome = offline.tune(subject, offline.Target(CPU), 7.0, objective=objective)
+        assert outcome.implementation == best
+        assert {key[0] for key in outcome.rows("attention")} == {"xla", "reference"}
+    assert site_of(autotune=True).implementation == "xla"
+    assert site_of(autotune=True, objective="memory").implementation == "reference"
+    assert not searches
+
+
+def test_tuning_ahead_of_time_tells_why_one_was_passed_over(monkeypatch):
+    def search(match, implementation, key, first, seconds, known, observe):
+        if implementation == "reference":
+            return Entry(key.description, "failed", reason="no such instruction")
+        return result(match, implementation, row())
+
+    monkeypatch.setattr(offline, "search", search)
+    outcome = offline.tune(offline.Subject(match_of(attend, *qkv()), "here"), offline.Target(CPU), 7.0)
+    assert outcome.implementation == "xla"
+    assert outcome.reasons == ("reference: no such instruction",)
+    assert not outcome.others

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopallas.tuning.choose import Choice
-from autopallas.tuning.table import MEMORY_SLOWDOWN
+from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
 __all__ = ["Evidence", "in_words", "ranked"]
 
@@ -31,10 +31,9 @@ class Evidence:
     objective: str
 
     @staticmethod
-    def of(choice: Choice, objective: str) -> Evidence | None:
-        """None where nothing is known, or no more than an estimate or another bucket's row."""
-        row = choice.row
-        if row is None or not choice.exact or row.evidence == "estimated":
+    def of(row: Row | None, objective: str) -> Evidence | None:
+        """What a row of the site's own bucket says; None where there is none, or no more than an estimate."""
+        if row is None or row.evidence == "estimated":
             return None
         time, memory = row.original_us / row.kernel_us, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
         return Evidence(row.evidence, time, memory, objective)
@@ -62,7 +61,7 @@ class Evidence:
 
 def ranked(choices: Mapping[str, Choice], objective: str) -> list[tuple[str, Choice]]:
     """Implementations with evidence first, the best in front; the others, and equal ones, in the order given."""
-    known = {name: Evidence.of(choice, objective) for name, choice in choices.items()}
+    known = {name: _known(choice, objective) for name, choice in choices.items()}
     best = sorted((e.rank for e in known.values() if e is not None), reverse=True)
 
     def place(item: tuple[str, Choice]) -> int:
@@ -76,10 +75,14 @@ def in_words(order: Sequence[tuple[str, Choice]], objective: str) -> str:
     """Why the first of several comes before the others, as the end of a sentence; of one there is nothing to say."""
     if len(order) < 2:
         return ""
-    known = [(name, Evidence.of(choice, objective)) for name, choice in order]
+    known = [(name, _known(choice, objective)) for name, choice in order]
     if all(evidence is None for _, evidence in known):
         return f"; in the platform's order: {', '.join(name for name, _ in known)}"
     return f"; in the order of evidence: {', '.join(f'{name} {_figure(evidence)}' for name, evidence in known)}"
+
+
+def _known(choice: Choice, objective: str) -> Evidence | None:
+    return Evidence.of(choice.row, objective) if choice.exact else None
 
 
 def _figure(evidence: Evidence | None) -> str:
