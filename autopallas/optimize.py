@@ -20,7 +20,7 @@ from autopallas.errors import AutopallasWarning, OptionError, RequirementError, 
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
-from autopallas.partition import Shardings, placed
+from autopallas.partition import Shardings, objection, placed
 from autopallas.partition import shardings as partition
 from autopallas.patterns import NearMiss, find
 from autopallas.plan import plan
@@ -248,6 +248,11 @@ class Optimized(Generic[P, R]):
         shardings = partition.known(args, kwargs, arrays, shapes, self._settings)
         rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
         self._publish(report)
+        if (report.sites or report.failures) and not self._dry:
+            reason = objection(program, rewritten, arrays, shardings)
+            if reason is not None:
+                rewritten = self._left(program, f"it is run by several processes together: {reason}")
+                _require(self._report, options)
         return jax.tree.unflatten(jax.tree.structure(shapes), self._emit(rewritten, program, arrays, options.strict))
 
     def _emit(self, rewritten: Any, program: Any, arrays: list[Any], strict: bool) -> Any:
@@ -257,12 +262,16 @@ class Optimized(Generic[P, R]):
                 return compat.emitted(rewritten, arrays)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                report, kept = self._report, f"tracing failed: {reason}"
-                sites = tuple(replace(site, verdict="kept", reason=kept) for site in report.sites)
-                self._publish(replace(report, sites=sites, failures=(*report.failures, Failure("trace", reason))))
+                rewritten = self._left(program, f"tracing failed: {reason}", Failure("trace", reason))
                 _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
-                rewritten = program
         return compat.emitted(rewritten, arrays)
+
+    def _left(self, program: Any, reason: str, *failures: Failure) -> Any:
+        """The original, and in the report why."""
+        report = self._report
+        sites = tuple(replace(s, verdict="kept", reason=reason) if s.verdict == "applied" else s for s in report.sites)
+        self._publish(replace(report, sites=sites, failures=(*report.failures, *failures)))
+        return program
 
     def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
         args, kwargs = join(static, arrays)

@@ -2,5 +2,6 @@
 
 from autopallas.partition.place import placed
 from autopallas.partition.shardings import Shardings
+from autopallas.partition.together import objection
 
-__all__ = ["Shardings", "placed"]
+__all__ = ["Shardings", "objection", "placed"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from autopallas import compat
@@ -54,6 +54,7 @@ class Agreement:
         self._cache = cache
         self._patience = patience
         self._known: dict[str, str] = {}
+        self._given: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
     def usable(self) -> bool:
@@ -90,33 +91,65 @@ class Agreement:
           processes: how many there are.
           patience: the seconds within which all have to answer; who does not counts as a fault.
         """
-        name = f"autopallas/verdicts/{self._shared(key)}"
 
-        def everybodys() -> str:
-            found = [self._read(f"{name}/{process}", patience) for process in range(processes)]
-            return next((answer for answer in found if answer != _NOTHING), _NOTHING)
+        def verdict(answers: Sequence[str]) -> str:
+            return next((answer for answer in answers if answer != _NOTHING), _NOTHING)
 
+        name, own = f"autopallas/verdicts/{self._shared(key)}", json.dumps(fault) if fault else _NOTHING
         with self._lock:
-            if name not in self._known:
-                self._known[name] = json.dumps(["probe", "the processes could not agree on whether it works"])
-                try:
-                    self._offer(f"{name}/{self._process}", json.dumps(fault) if fault else _NOTHING)
-                    try:
-                        if self._leads:
-                            self._offer(name, everybodys())
-                        self._known[name] = self._read(name, (processes + 1) * patience)
-                    except Exception as error:
-                        if "DEADLINE_EXCEEDED" not in str(error):
-                            raise
-                        self._offer(name, json.dumps(["probe", "a process did not answer whether it works"]))
-                        self._known[name] = self._read(name, PATIENCE_SECONDS)
-                except Exception as error:
-                    WARNED.once("agree", f"autopallas could not agree on a kernel with other processes: {error}")
-            answer = self._known[name]
+            answer = self._polled(name, own, verdict, range(processes), patience)
         if answer == _NOTHING:
             return None
         stage, error_text = json.loads(answer)
         return str(stage), str(error_text)
+
+    def same(self, name: str, own: str, processes: Sequence[int], patience: float | None = None) -> str | None:
+        """None where some processes give the same answer; else why they do not, the same in all.
+
+        Args:
+          name: of the question.  It may be asked again, with the answers changed in all of them.
+          own: the answer of this process.
+          processes: who is asked.
+          patience: the seconds within which all have to answer.
+        """
+
+        def verdict(answers: Sequence[str]) -> str:
+            different = json.dumps(["agree", "the processes made different programs"])
+            return _NOTHING if len(set(answers)) == 1 else different
+
+        with self._lock:
+            given = self._given.setdefault(name, [])
+            if own not in given:
+                given.append(own)
+            name = f"autopallas/programs/{name}/{given.index(own)}"
+            answer = self._polled(name, own, verdict, processes, PROBE_SECONDS if patience is None else patience)
+        return None if answer == _NOTHING else str(json.loads(answer)[1])
+
+    def _polled(
+        self,
+        name: str,
+        own: str,
+        verdict: Callable[[Sequence[str]], str],
+        processes: Sequence[int],
+        patience: float,
+    ) -> str:
+        """The verdict on what some processes answer, the same in all; a fault where one does not answer."""
+        if name not in self._known:
+            self._known[name] = json.dumps(["probe", "the processes could not agree"])
+            try:
+                self._offer(f"{name}/{self._process}", own)
+                try:
+                    if self._process == processes[0]:
+                        self._offer(name, verdict([self._read(f"{name}/{process}", patience) for process in processes]))
+                    self._known[name] = self._read(name, (len(processes) + 1) * patience)
+                except Exception as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise
+                    self._offer(name, json.dumps(["probe", "a process did not answer"]))
+                    self._known[name] = self._read(name, PATIENCE_SECONDS)
+            except Exception as error:
+                WARNED.once("agree", f"autopallas could not agree with other processes: {error}")
+        return self._known[name]
 
     def _shared(self, key: TuningKey) -> str:
         """A name that processes on machines of different makes have in common."""

@@ -1,0 +1,59 @@
+"""Processes that run one program together have to run the same one, or they wait for each other forever."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopallas import compat
+from autopallas.partition.shardings import Shardings
+from autopallas.tuning.agree import agreement
+
+__all__ = ["objection"]
+
+_SET = re.compile(r"\{([^{}:=]*)\}")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Shardings | None) -> str | None:
+    """Why the original has to stay in all processes; None where each has rewritten it alike, or only one runs it.
+
+    All processes over which the program's mesh spreads are waited for.  What one of them cannot do, or does in another
+    way, none does.
+
+    Args:
+      program: the original, as a closed jaxpr.
+      rewritten: what this process makes of it.
+      arrays: its arguments.
+      shardings: of its arguments and results.
+    """
+    processes = _processes(shardings)
+    if len(processes) < 2:
+        return None
+    shared = agreement()
+    if shared is None:
+        return "it is run by several processes that cannot compare what they run"
+    try:  # whether it can be traced belongs to what they compare
+        text = str(jax.make_jaxpr(lambda *arrays: compat.emitted(rewritten, list(arrays)))(*arrays))
+        own = hashlib.sha256(_same_everywhere(text).encode()).hexdigest()
+    except Exception as error:
+        own = f"fails with {type(error).__name__}"
+    types = ", ".join(str(aval) for aval in (*program.in_avals, *program.out_avals))
+    return shared.same(hashlib.sha256(types.encode()).hexdigest(), own, processes)
+
+
+def _processes(shardings: Shardings | None) -> list[int]:
+    """The processes over which a mesh spreads; none where this one is not among them, or there is but one."""
+    if jax.process_count() == 1 or shardings is None or shardings.mesh is None:
+        return []
+    found = sorted({device.process_index for device in shardings.mesh.devices.flat})
+    return found if jax.process_index() in found else []
+
+
+def _same_everywhere(text: str) -> str:
+    """A program's text without addresses, and with sets in one order."""
+    return _SET.sub(lambda match: "{" + ",".join(sorted(match[1].split(", "))) + "}", _ADDRESS.sub("", text))

@@ -1,0 +1,96 @@
+"""One process of a program over a mesh of several processes; run as ``python -m partition.peers``.
+
+Arguments: the address, how many processes, which of them this is, and with what: see ``SCENARIOS``.  Prints one line of
+JSON: per case the largest error against one device, what became of the sites, and a digest of the lowered program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import warnings
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+import autopallas
+from autopallas.partition import place
+from autopallas.tuning import agree
+from partition import cases
+
+CHOSEN = ["attention backward: data and heads", "spelled loss backward: tokens and vocabulary", "train step: tensor"]
+
+
+def array(x, sharding):
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def run(name, mesh):
+    function, make, specs, _ = cases.CASES[name]
+    plain = make()
+    args = jax.tree.map(lambda x, spec: array(x, NamedSharding(mesh, spec)), plain, specs)
+    expected = jax.tree.leaves(jax.jit(cases.on_one_device(function))(*plain))
+    optimized = autopallas.optimize(jax.jit(function), objective="always")
+    errors = []
+    for given, wanted in zip(jax.tree.leaves(optimized(*args)), map(np.asarray, expected), strict=True):
+        parts = [np.abs(np.asarray(s.data) - wanted[s.index]) for s in given.addressable_shards]
+        errors.append(float(max(map(np.max, parts)) / np.max(np.abs(wanted))))
+    return {
+        "error": max(errors),
+        "verdicts": [[site.op, site.verdict, site.reason] for site in optimized.report().sites],
+        "program": hashlib.sha256(optimized.lower(*args).as_text().encode()).hexdigest(),
+    }
+
+
+def alike(last):
+    return CHOSEN
+
+
+def failing(last):
+    """The last process cannot find out how the program is divided."""
+
+    def fails(*_):
+        raise RuntimeError("no such dialect")
+
+    if last:
+        place.survey = fails
+    return CHOSEN[:1]
+
+
+def absent(last):
+    """The last process has autopallas switched off, so that it does not answer."""
+    if last:
+        autopallas.optimize = lambda function, **_: Plain(function)
+    agree.PROBE_SECONDS = 1.0
+    return CHOSEN[:1]
+
+
+class Plain:
+    """A jit function with an empty report."""
+
+    def __init__(self, function):
+        self._function, self.lower = function, function.lower
+
+    def __call__(self, *args):
+        return self._function(*args)
+
+    def report(self):
+        return autopallas.Report()
+
+
+SCENARIOS = {"alike": alike, "failing": failing, "absent": absent}
+
+
+def main(address: str, processes: int, number: int, scenario: str) -> None:
+    jax.distributed.initialize(address, processes, number)
+    warnings.simplefilter("ignore")
+    chosen = SCENARIOS[scenario](number == processes - 1)
+    mesh = jax.make_mesh(cases.meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    print(json.dumps({name: run(name, mesh) for name in chosen}), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
