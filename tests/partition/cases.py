@@ -67,6 +67,24 @@ def spelled_loss(x, w, y):
     return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(y, V), -1)
 
 
+def grouped(*batch):
+    sizes = np.array([3, 0, 6, 7], np.int32)
+    lhs, rhs = array(*batch, 16, 8), array(*batch, 4, 8, 16, seed=1)
+    return lhs, rhs, np.broadcast_to(sizes, (*batch, 4)).copy()
+
+
+def product(lhs, rhs, sizes):
+    return lax.ragged_dot(lhs, rhs, sizes)
+
+
+def projected(lhs, rhs, sizes):
+    return lax.ragged_dot(lhs, rhs, sizes) @ array(16, 4, seed=3)
+
+
+def activated(lhs, rhs, sizes):
+    return jax.nn.silu(lax.ragged_dot(lhs, rhs, sizes))
+
+
 def model():
     width = N * D
     scale = 1 / np.sqrt(width)
@@ -133,6 +151,11 @@ LOSS = {
     "gathered weights and vocabulary": (P("data"), P("model", "data"), P("data")),
     "gathered vocabulary": (P(("data", "model")), P("data"), P(("data", "model"))),
 }
+GROUPED = {
+    "columns": (P(), P(None, None, "model"), P()),
+    "contracted": (P(None, "model"), P(None, "model"), P()),
+    "contracted and columns": (P(None, "data"), P(None, "data", "model"), P()),
+}
 MODEL = {
     "data": model_specs(P(), P(), P()),
     "tensor": model_specs(P(None, None, "model"), P(None, "model"), P("model")),
@@ -163,6 +186,8 @@ CASES |= {
     "attention: slopes and documents": (slopes, qkv, (P("data", None, "model"),) * 3, 1),
     "attention backward: slopes and documents": (backward_of(slopes, 0, 1, 2), qkv, (P("data", None, "model"),) * 3, 1),
     "attention: keys apart": (attend, qkv, (P(), P(None, "model"), P(None, "model")), 0),
+    "explicit attention: data and heads": (attend, qkv, (P("data", None, "model"),) * 3, 0),
+    "explicit attention backward: data": (backward_of(attend, 0, 1, 2), qkv, (P("data"),) * 3, 0),
     "attention: contracted": (attend, qkv, (P("data", None, None, "model"),) * 3, 0),
     "loss: contracted": (loss, tokens, (P("data", None, "model"), P(None, "model"), P("data")), 0),
 }
@@ -170,6 +195,17 @@ for _name, _specs in LOSS.items():
     CASES[f"loss: {_name}"] = loss, tokens, _specs, 1
     CASES[f"loss backward: {_name}"] = backward_of(loss, 0, 1), tokens, _specs, 1
     CASES[f"spelled loss backward: {_name}"] = backward_of(spelled_loss, 0, 1), tokens, _specs, 1
+for _name, _specs in GROUPED.items():
+    CASES[f"product: {_name}"] = product, grouped, _specs, 1
+    CASES[f"product backward: {_name}"] = backward_of(projected, 0, 1), grouped, _specs, 1
+    # What an activation makes of parts of a sum does not sum up to what it makes of the sum.
+    CASES[f"activated product backward: {_name}"] = (
+        backward_of(activated, 0, 1),
+        grouped,
+        _specs,
+        int("contracted" not in _name),
+    )
+CASES["product: batches"] = jax.vmap(product), functools.partial(grouped, B), (P("data"),) * 3, 1
 for _name, _specs in MODEL.items():
     CASES[f"train step: {_name}"] = train_step, model, _specs, 2
 CASES["free train step: gathered"] = functools.partial(train_step, spec=FREE), model, MODEL["gathered"], None
@@ -188,6 +224,8 @@ def collectives(jitted, args):
 def run(name, mesh):
     function, make, specs, _ = CASES[name]
     plain = make()
+    if name.startswith("explicit"):
+        mesh = jax.make_mesh(meshes(), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     args = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), plain, specs)
     original = jax.jit(function)
     expected = jax.tree.leaves(jax.jit(on_one_device(function))(*plain))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +28,29 @@ def test_it_trains_both_ways_alike():
         assert expected in done.stdout
 
 
+def test_it_trains_alike_divided_among_devices():
+    mesh = "--mesh data=4,model=2 --batch 4 --vocabulary 64"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, EXAMPLE, *SMALL.split(), *mesh.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "within the tolerance" in done.stdout
+    # What one of the devices computes: the attention of a sequence, and the loss of its rows over half of the words.
+    assert "3 sites replaced" in done.stdout
+    assert "attention B=1 N=2 T=32" in done.stdout
+    assert "cross_entropy N=32 D=16 V=32" in done.stdout
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--steps", "0"], ["--width", "10", "--heads", "4"], ["--seed", "-1"], ["--no-such-option"]]
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--mesh", "data=2"],
+        ["--mesh", "data=2,model=1", "--batch", "3"],
+        ["--width", "10", "--heads", "4"],
+        ["--seed", "-1"],
+        ["--no-such-option"],
+    ],
 )
 def test_bad_input_is_answered_in_one_line(arguments, capsys, monkeypatch):
     specification = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
