@@ -50,6 +50,8 @@ def _processes(shardings: Shardings | None) -> list[int]:
     """The processes over which a mesh spreads; none where this one is not among them, or there is but one."""
     if jax.process_count() == 1 or shardings is None or shardings.mesh is None:
         return []
+    if not isinstance(shardings.mesh, jax.sharding.Mesh):  # an abstract one, which may be of any
+        return list(range(jax.process_count()))
     found = sorted({device.process_index for device in shardings.mesh.devices.flat})
     return found if jax.process_index() in found else []
 
