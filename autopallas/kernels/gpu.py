@@ -174,8 +174,8 @@ def too_few_threads() -> str | None:
     if threads >= _INTERPRETER_THREADS:
         return None
     return (
-        f"interpreted GPU kernels wait for each other in {_INTERPRETER_THREADS} threads or more, and XLA has {threads}: "
-        "set NPROC=32 before JAX starts"
+        f"interpreted GPU kernels wait for each other in {_INTERPRETER_THREADS} threads or more, and XLA has {threads} "
+        "(set NPROC=32 before JAX starts)"
     )
 
 
