@@ -117,7 +117,7 @@ def test_every_row_of_the_table_stands_for_a_gain_or_says_that_there_is_none():
         assert direction in ("forward", "forward+backward")
         assert dtype in ("float32", "bfloat16")
         assert bucket in {b.name for b in tuned.BUCKETS}
-        assert size in ("small", "large")
+        assert size in ("small", "large", "dense large")
         assert row.kernel_us > 0
         assert row.original_us > 0
         assert row.evidence == "measured"
