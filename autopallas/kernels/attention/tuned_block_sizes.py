@@ -417,7 +417,7 @@ def infer_block_sizes(
     if found is None and (implementation or OPERATION.usual(device)) == "pallas_gpu":
         from autopallas.kernels.attention import gpu_block_sizes
 
-        return gpu_block_sizes.default(spec)
+        return gpu_block_sizes.default(spec).fitted(spec)
     sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
     assert isinstance(sizes, BlockSizes)
     return sizes.fitted(spec)
