@@ -253,7 +253,9 @@ class Optimized(Generic[P, R]):
             if reason is not None:
                 rewritten = self._left(program, f"it is run by several processes together: {reason}")
                 _require(self._report, options)
-        return jax.tree.unflatten(jax.tree.structure(shapes), self._emit(rewritten, program, arrays, options.strict))
+        with paused():
+            results = self._emit(rewritten, program, arrays, options.strict)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     def _emit(self, rewritten: Any, program: Any, arrays: list[Any], strict: bool) -> Any:
         """The equations of the rewritten program, or of the original where that cannot be traced."""

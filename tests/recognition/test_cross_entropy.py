@@ -280,3 +280,17 @@ def test_the_logits_do_not_exist_in_a_rewritten_forward():
     program = jax.make_jaxpr(lambda *args: optimized(*args))(*arguments())
     assert not [a for _, a in arrays(program) if hasattr(a, "shape") and np.prod(a.shape) >= N * V]
     assert floats(arguments())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_an_embedding_table_is_not_transposed_in_memory(gradients):
+    def loss(x, table, y):
+        return picked(log_softmax(x @ table.T), y).mean()
+
+    function = jax.grad(loss, (0, 1)) if gradients else loss
+    table = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    x, y = jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    optimized = optimized_like_a_user(function)
+    compiled = jax.jit(lambda *args: optimized(*args)).lower(x, table, y).compile()
+    assert optimized.report().counts()["cross_entropy"] == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < table.size * 4
