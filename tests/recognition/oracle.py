@@ -21,7 +21,7 @@ __all__ = ["evaluate", "promoted"]
 
 def promoted(x: Any) -> Any:
     """An array with its floats in float64."""
-    if jnp.issubdtype(getattr(x, "dtype", np.asarray(x).dtype), jax.dtypes.extended):
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     x = np.asarray(x)
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
