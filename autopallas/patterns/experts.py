@@ -9,22 +9,22 @@ carried as it is, its derivative too.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopallas import compat
 from autopallas.compat import Literal, Var
-from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
-from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
-from autopallas.kernels.layout import Operand
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
-from autopallas.patterns.experts_loops import added_on_the_way, loop_at, rolled
-from autopallas.patterns.experts_reading import DENSE, Reading, read
+from autopallas.patterns.experts_loops import added_on_the_way, loop_at
+from autopallas.patterns.experts_reading import DENSE, read
+from autopallas.patterns.experts_site import NoMixture, site_of
+from autopallas.patterns.experts_slots import DISPATCHED
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
 
 __all__ = ["find"]
@@ -52,10 +52,9 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 continue
             covered.update(added_on_the_way(graph, root))
             if not assume_finite:
-                raise Mismatch(
-                    f"{DENSE}, and assume_finite is off: an inf or NaN that an expert computes for a token that it is "
-                    "not given would reach the result"
-                )
+                what = "an expert computes for a token that it is not given" if found[3] == DENSE else "a token holds"
+                other = "the result" if found[3] == DENSE else "the others"
+                raise Mismatch(f"{found[3]}, and assume_finite is off: an inf or NaN that {what} would reach {other}")
             draft = Draft(graph, node, *found)
             match = draft.match()
             draft.settle(alive)
@@ -64,7 +63,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
             else:
                 drafts[root] = draft
                 misses[root] = NearMiss(OP, location, draft.escaped, root)
-        except _NoMixture:
+        except NoMixture:
             continue
         except Mismatch as mismatch:
             misses[root] = NearMiss(OP, location, mismatch.reason, root)
@@ -76,19 +75,17 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
-class _NoMixture(Mismatch):
-    """A loop, or a sum, of something else."""
-
-
-def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool] | None:
-    """(seeds, products, whether there is a loop over experts) of a sum over experts, or None if it is none."""
+def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool, str] | None:
+    """(seeds, products, whether there is a loop, what the program does) of a sum over experts; None of another sum."""
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
         if choices or loop.compares:
-            return loop.visited | choices, loop.products, True
+            return loop.visited | choices, loop.products, True, DENSE
     reading = None if graph.name(root) == "add" else read(graph, root)
-    return None if reading is None else (reading.seeds, reading.products, False)
+    if reading is None:
+        return None
+    return reading.seeds, reading.products, False, DENSE if reading.slots is None else DISPATCHED
 
 
 def _with_backward(
@@ -213,6 +210,8 @@ class Draft:
     products: set[int]
     loops: bool = False
     """Whether the experts are written out one after the other."""
+    what: str = DENSE
+    """What the program does, in words."""
     escaped: str = ""
     _depends: dict[tuple[bool, int], bool] = field(default_factory=dict)
     _constants: dict[int, bool] = field(default_factory=dict)
@@ -299,18 +298,18 @@ class Draft:
 
         for node in nodes:
             if node.equation.effects:
-                raise Mismatch(f"{DENSE}, and the equations have side effects")
+                raise Mismatch(f"{self.what}, and the equations have side effects")
             for number in node.outputs:
                 if number == self.number or number not in alive or not self.depends(number, on_products=True):
                     continue
                 if number in graph.returned:
-                    self.escaped = f"{DENSE}, and what they compute is also returned"
+                    self.escaped = f"{self.what}, and what they compute is also returned"
                     return
                 users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
                 other = next((u for u in users if not belongs(u)), None)
                 if other is not None:
                     where = compat.location(other.equation)
-                    self.escaped = f"{DENSE}, and what they compute is also used by {other.name} at {where}"
+                    self.escaped = f"{self.what}, and what they compute is also used by {other.name} at {where}"
                     return
 
     # ------------------------------------------------------------------ sites
@@ -321,7 +320,7 @@ class Draft:
         nodes, operands = self._parts()
         known = graph.positions[self.body]
         if any(n not in known or known[n][0] >= known[self.number][0] for n in operands):
-            raise Mismatch(f"{DENSE}, and an operand is not at hand where they are summed")
+            raise Mismatch(f"{self.what}, and an operand is not at hand where they are summed")
         original = jaxpr_of(graph, nodes, operands, [self.number])
         return self._match(operands, original, original, nodes)
 
@@ -335,7 +334,7 @@ class Draft:
     ) -> Match:
         return Match(
             op=OP,
-            site=_site(readable, self.loops),
+            site=site_of(readable, self.loops),
             direction="forward+backward" if backwards else "forward",
             operands=tuple(operands),
             results=(self.number,),
@@ -403,86 +402,3 @@ class Draft:
             if backward.cotangent in positions and all(positions.get(n, (-1,))[0] >= 0 for n in numbers):
                 return body
         raise Mismatch("the backward is spread over several bodies")
-
-
-# ---------------------------------------------------------------------- the site of a part of a program
-
-
-def _site(program: Any, loops: bool) -> ExpertsSite:
-    """The site that computes what a jaxpr from operands to a sum over experts computes."""
-    graph, root = _opened(program)
-    if loops:
-        loop = loop_at(graph, root)
-        if loop is None:
-            raise _NoMixture(f"{DENSE}, and it cannot be read by itself")
-        graph, root = _opened(rolled(graph, root, loop))
-    reading = read(graph, root)
-    if reading is None:
-        raise _NoMixture(f"{DENSE}, and it cannot be read by itself")
-    space = reading.scope.space
-    labels: dict[int, int] = {}
-
-    def named(atoms: Sequence[int]) -> tuple[int, ...]:
-        return tuple(labels.setdefault(x, len(labels)) for x in space.resolve(atoms))
-
-    def operand(source: Operand) -> Operand:
-        return Operand(source.position, tuple((offset, named(atoms)) for offset, atoms in source.view))
-
-    def step(given: Step) -> Step:
-        match given:
-            case Gathered():
-                return Gathered(operand(given.source), named(given.labels))
-            case Pointwise():
-                return Pointwise(given.program, given.arguments, named(given.labels))
-            case Product():
-                weights, inner, outer = operand(given.weights), named(given.inner), named(given.labels)
-                return Product(given.rows, weights, inner, outer, given.dtype, given.precision)
-            case _:
-                return given
-
-    tokens, expert = named(reading.tokens), named(reading.expert)
-    choices = tuple((operand(source), named(several)) for source, several in reading.choices)
-    steps = tuple(map(step, reading.steps))
-    view = space.view(reading.result.view)
-    result = tuple((offset, named(atoms)) for offset, atoms in view)
-    return ExpertsSite(
-        sizes=tuple(space.sizes[atom] for atom in labels),
-        token_labels=tokens,
-        expert_labels=expert,
-        prelude=_prelude(graph, reading),
-        choices=choices,
-        steps=steps,
-        result=result,
-        result_dtype=graph.dtype(reading.result.value),
-        types=tuple(graph.dtype(number) for number in reading.arrays),
-    )
-
-
-def _opened(program: Any) -> tuple[Graph, int]:
-    """The graph of a program with one result, and the number of that."""
-    graph = Graph(flatten(program))
-    (result,) = graph.root.outvars
-    assert isinstance(result, Var)
-    return graph, graph.numbers[graph.root][result]
-
-
-def _prelude(graph: Graph, reading: Reading) -> Prelude:
-    """The part of a program that gives the arrays that are read."""
-    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
-    nodes, free = nodes_between(graph, inputs, reading.arrays)
-    if free or any(number in graph.literals for number in reading.arrays):
-        raise Mismatch(f"{DENSE}, and a captured array is read")
-    jaxpr = jaxpr_of(graph, nodes, inputs, reading.arrays)
-    places = {number: i for i, number in enumerate(inputs)}
-    lines: list[Hashable] = []
-    reads: dict[int, frozenset[int]] = {number: frozenset((i,)) for i, number in enumerate(inputs)}
-    for node in nodes:
-        own: frozenset[int] = frozenset().union(*(reads.get(i, frozenset()) for i in node.inputs))
-        reads.update(dict.fromkeys(node.outputs, own))
-        key = graph.key(node.equation, (), ())
-        literals = tuple(repr(graph.literals[i]) if i in graph.literals else places[i] for i in node.inputs)
-        lines.append((key if key is not None else id(node.equation), literals))
-        places.update({number: len(places) + i for i, number in enumerate(node.outputs)})
-    types = tuple((graph.shape(number), str(graph.dtype(number))) for number in inputs)
-    key = (types, tuple(lines), tuple(places[number] for number in reading.arrays))
-    return Prelude(key, jaxpr, tuple(reads[number] for number in reading.arrays))

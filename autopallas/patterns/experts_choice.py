@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopallas.graph import Graph, Node, Ref
@@ -15,13 +16,14 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope
 from autopallas.program import Constant, Side
 
-__all__ = ["Choice", "Choices"]
+__all__ = ["Choice", "Choices", "folded"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
 _LAYOUT = frozenset(
     {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "expand_dims", "slice"}
 )
 _DEPTH = 60
+_USES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,8 @@ class Choices:
 
     # ------------------------------------------------------------------ finding them
 
-    def search(self, ref: Ref) -> None:
-        """Finds the choices from which a value is computed."""
+    def search(self, ref: Ref, every: bool = False) -> None:
+        """Finds the choices from which a value is computed; ``every`` use of one, or the first."""
         seen: set[Any] = set()
         todo: list[tuple[Ref, tuple[Atom, ...]]] = [(ref, ())]
         while todo:
@@ -71,14 +73,24 @@ class Choices:
                 continue
             # What is summed inside has new labels each time, and says nothing of experts.
             place = ref.value, tuple(tuple(x for x in atoms if x in self.summed) for _, atoms in key[1])
-            if place in seen or not any(place[1]):
+            if not any(place[1]) or (key if every else place) in seen or len(seen) > _USES:
                 continue
-            seen.add(place)
+            seen.add(key if every else place)
             choice = self._one_hot(ref, node, several) or self._scattered(ref, node, several)
             if choice is not None:
                 self._at[key] = choice
                 self.found.append(choice)
             todo += [(operand, (*several, *more)) for operand, more in self._inside(ref, node)]
+
+    def keep_needed(self, ref: Ref) -> None:
+        """Forgets the choices without which a value is zero too, those of most experts first."""
+        for choice in sorted(self.found, key=lambda c: -self.space.extent(c.several)):
+            known, self._off = self._at, {}
+            self._at = {key: other for key, other in known.items() if other is not choice}
+            if self.off(ref) != 0:
+                self._at = known
+        self._off = {}
+        self.found = [choice for choice in self.found if any(choice is other for other in self._at.values())]
 
     def _inside(self, ref: Ref, node: Node) -> list[tuple[Ref, tuple[Atom, ...]]]:
         """The operands of a node, with the labels that they have and its result lacks."""
@@ -199,6 +211,17 @@ class Choices:
 
     # ------------------------------------------------------------------ what is zero elsewhere
 
+    def _never_equal(self, ref: Ref, given: Sequence[float | None]) -> bool:
+        """Whether a known number is compared with positions of which it is none."""
+        operands = self.space.operands(ref)
+        for positions, number in zip(operands or (), given[::-1], strict=True):
+            iota = self.scope.node(positions)
+            if number is not None and iota is not None and iota.name == "iota":
+                first, atoms = positions.view[iota.params["dimension"]]
+                if self.graph.dtype(positions.value).name in ("int32", "int64", "float32", "float64"):
+                    return not (first <= number < first + self.space.extent(atoms) and number == int(number))
+        return False
+
     def off(self, ref: Ref, depth: int = 0) -> float | None:
         """What a value is wherever the expert is not chosen, if that is a known number; None if not."""
         number = self.scope.number(ref)
@@ -225,6 +248,8 @@ class Choices:
         if not self.summed & self.space.atoms(ref):
             return None
         given = [self.off(operand, depth + 1) for operand, _ in self._inside(ref, node)]
+        if node.name == "eq" and self._never_equal(ref, given):
+            return 0.0
         if node.name in _REDUCTIONS:
             keeps = given[0] == 0 or node.name not in ("reduce_sum", "reduce_prod")
             return given[0] if keeps else None
@@ -238,13 +263,24 @@ class Choices:
                     return float(source.value)
                 return given[source.position] if isinstance(source, Side) else None
 
-            result: float | None = program.run(load, lambda i, arguments: _folded(i.primitive.name, arguments))
+            result: float | None = program.run(load, lambda i, given: folded(i.primitive.name, given, i.dtype))
             return result
-        return _folded("mul" if node.name == "dot_general" else node.name, given)
+        return folded("mul" if node.name == "dot_general" else node.name, given, self.graph.dtype(ref.value))
+
+
+def folded(name: str, given: Sequence[float | None], dtype: Any) -> float | None:
+    """The result of an elementwise operation as far as it is known, None standing for any finite number.
+
+    A number that the result's dtype cannot hold is not known: rounding is left to the program.
+    """
+    found = _folded(name, given)
+    if found is None or dtype.kind == "b":
+        return None if found is None else float(bool(found))
+    with np.errstate(all="ignore"):
+        return found if float(np.asarray(found).astype(dtype)) == found else None
 
 
 def _folded(name: str, given: Sequence[float | None]) -> float | None:
-    """The result of an elementwise operation as far as it is known, None standing for any finite number."""
     if name in ("mul", "and") and 0 in given:
         return 0.0
     if name == "div" and given[0] == 0:

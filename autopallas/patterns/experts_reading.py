@@ -21,6 +21,7 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
 from autopallas.patterns.expressions import Scope, conversion_params, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
@@ -46,6 +47,7 @@ class Reading:
       arrays: values that the steps read.
       seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
       products: of these, the products.
+      slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
     """
 
     scope: Scope
@@ -57,10 +59,13 @@ class Reading:
     arrays: list[int] = field(default_factory=list)
     seeds: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
+    slots: Slots | None = None
 
 
-def read(graph: Graph, root: int) -> Reading | None:
+def read(graph: Graph, root: int, weights: int | None = None) -> Reading | None:
     """The sum over experts that gives the value ``root``, or None where it does not look like one.
+
+    Where tokens are dispatched to slots, ``weights`` is the sum over slots of what they are combined with.
 
     Raises:
       Mismatch: it does, and cannot be taken apart.
@@ -74,7 +79,7 @@ def read(graph: Graph, root: int) -> Reading | None:
     while True:  # until no label is refined any more
         before = space.refinements
         try:
-            found = _Reader(scope, top, *terms).read()
+            found = _Reader(scope, top, *terms, weights).read()
             if found is None or space.refinements == before:
                 return found
         except Mismatch:
@@ -107,11 +112,29 @@ def reduced(scope: Scope, ref: Ref, node: Node) -> tuple[Ref, tuple[Atom, ...]]:
 
 
 class _Reader:
-    def __init__(self, scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[Atom]):
+    def __init__(
+        self, scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[Atom], weights: int | None = None
+    ):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.top, self.factors = top, factors
-        self.summed = self.space.resolve(summed)
+        slots = slots_of(scope, top, factors, summed)
+        self.slots = slots if isinstance(slots, Slots) else None
+        self.refused = slots if isinstance(slots, Unproved) else None
         self.result = Reading(scope, top)
+        self.rows: frozenset[Atom] = frozenset()
+        """Labels of the rows of products: tokens, or the slots that they are in."""
+        if self.slots is not None:
+            summed, self.rows = self.slots.expert, frozenset(self.slots.slot)
+            combine = self.slots.combine
+            if weights is None:
+                self.result.slots = self.slots
+            else:
+                if self.scope.graph.definitions[weights].inputs[0] != combine.value:
+                    raise Mismatch(f"{DISPATCHED}, and slots are read in two ways")
+                kept = tuple(d for d in combine.view if not self.rows & set(self.space.resolve(d[1])))
+                combine = Ref(weights, kept)
+            self.factors = [combine, self.slots.outputs]
+        self.summed = self.space.resolve(summed)
         self.expert: frozenset[Atom] = frozenset()
         self.tokens: frozenset[Atom] = frozenset()
         self.choosing: frozenset[Atom] = frozenset()
@@ -119,9 +142,14 @@ class _Reader:
         self._holds: dict[Any, bool] = {}
 
     def read(self) -> Reading | None:
+        self._refuse_slots()
         choices = Choices(self.scope, self.summed)
-        for factor in self.factors:
-            choices.search(factor)
+        if self.slots is not None:
+            choices.search(self.factors[0], every=True)
+            choices.keep_needed(self.factors[0])
+        else:
+            for factor in self.factors:
+                choices.search(factor)
         if not choices.found:
             self._refuse_weighted()
             return None
@@ -131,9 +159,7 @@ class _Reader:
         if not any(self.holds_product(factor) for factor in self.factors):
             for atoms in (choices.expert, *choices.others):
                 if any(self._product_of_slots(factor, frozenset(atoms)) for factor in self.factors):
-                    raise Mismatch(
-                        "tokens are dispatched to slots of their experts by one-hot products, with a capacity"
-                    )
+                    raise Mismatch(f"{DISPATCHED}, in no form that is known")
             self._refuse_hidden()
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
@@ -151,7 +177,8 @@ class _Reader:
         result.seeds |= choices.proved
         last = self._contribution()
         wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
-        if wanted != self.tokens | set(last):
+        slots = self.rows - self.tokens if result.slots is not None else frozenset()  # still to be added up
+        if wanted != self.tokens | (set(last) - slots):
             raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
         result.seeds |= result.products
         return result
@@ -168,9 +195,10 @@ class _Reader:
         self.choosing = frozenset(own)
         for factor in self.factors:
             for rows, matrices, inner in self._contractions(factor):
-                if self.expert <= matrices and not matrices & own:
+                if self.expert <= matrices and not matrices & (own | self.rows):
                     own |= (rows - inner - self.expert - matrices) & set(order)
         self.tokens = frozenset(own)
+        self.rows |= self.tokens
         self.result.tokens = tuple(x for x in order if x in own)
         return bool(own)
 
@@ -206,15 +234,15 @@ class _Reader:
         """(rows, matrices, inner labels, outer labels) if a value is a product with a matrix of each expert."""
         space = self.space
         contraction = space.contraction(ref)
-        if contraction is None:
+        if contraction is None or self._dispatched(ref):
             return None
         inner = space.resolve([x for _, atoms in contraction[2] for x in atoms])
         for rows, matrices in (contraction[:2], contraction[1::-1]):
             other, own = (space.atoms(space.canonical(r)) for r in (rows, matrices))
             outer = own - set(inner) - self.expert
-            if not self.expert <= own or own & self.tokens or not outer or not inner:
+            if not self.expert <= own or own & self.rows or not outer or not inner:
                 continue
-            if set(inner) <= own & other and not other - set(inner) - self.expert - self.tokens:
+            if set(inner) <= own & other and not other - set(inner) - self.expert - self.rows:
                 order = [x for _, atoms in space.view(ref.view) for x in atoms if x in outer]
                 return rows, matrices, inner, tuple(order)
         return None
@@ -228,7 +256,7 @@ class _Reader:
             if depth <= _DEPTH and self.expert & self.space.atoms(ref):
                 product = self._product(ref)
                 if product is not None:
-                    self._holds[key] = bool(self.space.atoms(ref) & self.tokens)
+                    self._holds[key] = bool(self.space.atoms(ref) & self.rows)
                 else:
                     operands = self.space.uses(ref) or []
                     self._holds[key] = any(self.holds_product(operand, depth + 1) for operand in operands)
@@ -257,6 +285,14 @@ class _Reader:
                 raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
             todo += operands or []
 
+    def _refuse_slots(self) -> None:
+        """Refuses slots of which too little is known, if a choice decides what they are combined with."""
+        if self.refused is not None:
+            choices = Choices(self.scope, self.summed)
+            choices.search(self.refused.combine)
+            if choices.found:
+                raise Mismatch(f"{DISPATCHED}, and {self.refused.reason}")
+
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
         parts = [part for factor in self.factors for part in self._parts(factor)]
@@ -264,6 +300,7 @@ class _Reader:
         for gate in parts:
             self.expert = atoms[gate] & frozenset(self.summed)
             self.tokens, self._holds = atoms[gate] - self.expert, {}
+            self.rows = self.tokens
             if not self.expert or not self.tokens:
                 continue
             if not any(atoms[gate] < atoms[other] and self.holds_product(other) for other in parts):
@@ -331,6 +368,11 @@ class _Reader:
         if number is not None:
             return self._constant(number, self.graph.dtype(ref.value))
         found = self.space.canonical(ref)
+        if self.slots is not None and self._dispatched(found):
+            tokens = self.slots.filled(self.scope, found)
+            if tokens is None:
+                raise Mismatch(f"{DISPATCHED}, and read from others")
+            return self._cast(self._row(tokens), self.graph.dtype(found.value))
         key = found.value, self.space.view(found.view)
         if key not in self._known:
             product = self._product(found) if self.holds_product(found) else None
@@ -349,11 +391,29 @@ class _Reader:
                 self._known[key] = self._add(Gathered(source, labels))
         return self._known[key]
 
+    def _dispatched(self, ref: Ref) -> bool:
+        """Whether a value is the tokens in their slots."""
+        return self.slots is not None and ref.value == self.slots.rows.value
+
+    def _made_of_slots(self, value: int) -> bool:
+        """Whether a value is computed from the tokens in their slots."""
+        assert self.slots is not None
+        rows, seen, todo = self.slots.rows.value, set(), [value]
+        while todo:
+            number = todo.pop()
+            if number == rows:
+                return True
+            if number not in seen and number > rows:
+                seen.add(number)
+                node = self.graph.definitions.get(number)
+                todo += node.inputs if node is not None else ()
+        return False
+
     def _is_large(self, ref: Ref) -> bool:
         """Whether a value is tokens times experts times features, computed elementwise from less."""
         atoms = self.space.atoms(ref)
-        features = atoms - self.tokens - self.expert
-        return bool(features and atoms & self.tokens and atoms & self.expert and self.space.uses(ref))
+        features = atoms - self.rows - self.expert
+        return bool(features and atoms & self.rows and atoms & self.expert and self.space.uses(ref))
 
     def _pointwise(self, ref: Ref, node: Node) -> int:
         operands = self.space.uses(ref)
@@ -403,6 +463,11 @@ class _Reader:
         atoms = [x for _, own in view for x in own]
         if len(set(atoms)) != len(atoms):
             raise Mismatch(f"{DENSE}, and an operand is read along a diagonal")
+        if self.slots is not None and self._made_of_slots(found.value):
+            raise Mismatch(f"{DISPATCHED}, and what is computed for them is mixed")
+        if self.slots is not None and set(atoms) & set(self.space.resolve(self.slots.slot)):
+            if self.result.slots is None or not self.space.same(found, self.space.canonical(self.slots.combine)):
+                raise Mismatch(f"{DISPATCHED}, and something differs between slots")
         if found.value not in self.result.arrays:
             self.result.arrays.append(found.value)
         return Operand(self.result.arrays.index(found.value), view)

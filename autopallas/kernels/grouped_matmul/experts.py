@@ -111,6 +111,7 @@ class ExpertsSite:
       result: the view of the result.
       types: dtypes of the arrays.
       batch_labels: of the token labels, those of examples that have experts of their own.
+      slots: how many each expert has in the original; 0 where every expert computes every token.
     """
 
     sizes: tuple[int, ...]
@@ -123,6 +124,7 @@ class ExpertsSite:
     result_dtype: Dtype
     types: tuple[Dtype, ...]
     batch_labels: Labels = ()
+    slots: int = 0
     assume_finite: bool = True
 
     @property
@@ -150,6 +152,7 @@ class ExpertsSite:
             widest_dtype=max((self.types[p.weights.position] for p in products), key=lambda d: d.itemsize),
             products=len(products),
             assume_finite=self.assume_finite,
+            slots=self.slots,
         )
 
     # ------------------------------------------------------------------ what the site primitive runs

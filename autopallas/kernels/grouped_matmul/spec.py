@@ -130,7 +130,10 @@ class GroupedMatmulSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """What implementations and tables know of such a mixture: its largest product, and how few experts a token has."""
+    """What implementations and tables know of such a mixture: its largest product, and how few experts a token has.
+
+    ``slots`` of each expert in the original; 0 where there every expert computes every token.
+    """
 
     tokens: int
     choices: int
@@ -140,6 +143,7 @@ class ExpertsSpec:
     widest_dtype: Dtype
     products: int
     assume_finite: bool = True
+    slots: int = 0
     use: Literal["experts"] = "experts"
 
     @property
@@ -163,6 +167,8 @@ class ExpertsSpec:
 
     def assumptions(self) -> tuple[str, ...]:
         """What has to hold for the result to be the original's, in words."""
+        if self.slots:
+            return ("tokens, and what experts compute for them and for empty slots, are finite (assume_finite)",)
         return ("what experts compute for tokens that they are not given is finite (assume_finite)",)
 
     def programs(self) -> str:
@@ -170,8 +176,9 @@ class ExpertsSpec:
         return ""
 
     def __str__(self) -> str:
+        original = f"experts with {self.slots} slots" if self.slots else "dense experts"
         return (
-            f"grouped_matmul of dense experts T={self.tokens} k={self.choices} K={self.contracting} N={self.columns} "
+            f"grouped_matmul of {original} T={self.tokens} k={self.choices} K={self.contracting} N={self.columns} "
             f"G={self.groups} {self.widest_dtype}, {self.products} products"
         )
 
