@@ -236,7 +236,7 @@ LOOK_ALIKES = {
     "around a large number": by(lambda m: (jnp.cumsum(m, 0) + 2.0**25) - (2.0**25 + 1)),
     "counted in bfloat16": by(lambda m: jnp.cumsum(m.astype(jnp.bfloat16), 0) - 1),
     "compared in bfloat16": first(
-        lambda m: m[..., None] * ((jnp.cumsum(m, 0) - 1).astype(jnp.bfloat16)[..., None] == jnp.arange(C, dtype=jnp.bfloat16))
+        lambda m: m[..., None] * (jnp.bfloat16(jnp.cumsum(m, 0) - 1)[..., None] == jnp.arange(C, dtype=jnp.bfloat16))
     ),
     "counted in bytes": by(lambda m: jnp.cumsum(m.astype(jnp.int8), 0) - 1),
     "counted twice": by(lambda m: 2 * jnp.cumsum(m, 0) - jnp.cumsum(m, 0)[::-1]),
