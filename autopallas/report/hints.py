@@ -15,8 +15,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"with a capacity",
-        "Sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of each: no slots, and no "
-        "token is dropped.",
+        "Number the slots by jnp.cumsum of the one-hot mask along the tokens, in int32 or float32, times that mask; "
+        "count second choices on from the sum of the first mask, and dispatch where the weights are not zero "
+        "(combine.astype(bool)). Or sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of "
+        "each: no slots, and no token is dropped.",
     ),
     (
         r"mask on the probabilities|weighted probabilities|exponentials are weighted",

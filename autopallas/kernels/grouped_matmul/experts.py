@@ -351,7 +351,7 @@ class _Rows:
             result_dtype=step.dtype,
             precision=step.precision,
         )
-        sizes = self.block_sizes.fitted(product)
+        sizes = None if self.block_sizes is None else self.block_sizes.fitted(product)  # the reference has none
         out = apply(self.implementation, product, (sizes, sizes), lhs, rhs, self.routing.group_sizes[None])
         return out.reshape(spec.rows, *(site.sizes[a] for a in step.labels))
 
