@@ -52,9 +52,10 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 continue
             covered.update(added_on_the_way(graph, root))
             if not assume_finite:
-                what = "an expert computes for a token that it is not given" if found[3] == DENSE else "a token holds"
-                other = "the result" if found[3] == DENSE else "the others"
-                raise Mismatch(f"{found[3]}, and assume_finite is off: an inf or NaN that {what} would reach {other}")
+                what, dense = found[3], found[3] == DENSE
+                held = "an expert computes for a token that it is not given" if dense else "a token holds"
+                other = "the result" if dense else "the others"
+                raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
             draft = Draft(graph, node, *found)
             match = draft.match()
             draft.settle(alive)

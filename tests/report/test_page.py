@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopallas.patterns import experts_reading
+from autopallas.patterns import experts_reading, experts_slots
 from autopallas.report import Failure, NearMiss, Report, Site, html
 from autopallas.report.hints import hint
 
@@ -194,7 +194,9 @@ def _reasons():
     def filled(part):
         if isinstance(part, ast.Constant):
             return part.value
-        return experts_reading.DENSE if getattr(part.value, "id", "") == "DENSE" else "sort"
+        name = getattr(part.value, "id", getattr(part.value, "attr", ""))
+        known = {"DENSE": experts_reading.DENSE, "what": experts_reading.DENSE, "DISPATCHED": experts_slots.DISPATCHED}
+        return known.get(name, "sort")
 
     def text(node):
         match node:
