@@ -22,7 +22,8 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
 from autopallas.patterns.experts_loops import added_on_the_way, loop_at
-from autopallas.patterns.experts_reading import DENSE, read
+from autopallas.patterns.experts_reading import read
+from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, site_of
 from autopallas.patterns.experts_slots import DISPATCHED
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss

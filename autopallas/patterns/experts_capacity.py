@@ -8,7 +8,7 @@ two tokens of one mask never have the same.  Those of a second mask start where 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 
 from autopallas.graph import Ref
@@ -28,7 +28,7 @@ class _Numbered:
 
     Attributes:
       compared: the comparison.
-      running, number: the number as a function of a running count.
+      running, number: the slot as a function of a running count.
       implied: whether the comparison can only hold where the mask is 1.
     """
 
@@ -108,7 +108,7 @@ class _Proof:
             # What is added has to be the same for all tokens of a slot.
             fixed = (self.labels - set(running.along) - slot) | pinned
             if all(space.atoms(base) <= fixed for base in number.bases):
-                yield _Numbered(compared, running, number, implied)
+                yield _Numbered(compared, running, replace(number, offset=number.offset - first), implied)
 
     def _placed(self, numbered: _Numbered, ref: Ref) -> Ref:
         return numbered.running.at(self.values.core(ref), self.values, self.expert)

@@ -16,11 +16,11 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
-from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
 from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
 from autopallas.patterns.expressions import Scope, conversion_params, operation
 from autopallas.patterns.match import Mismatch
@@ -29,7 +29,6 @@ from autopallas.program import Constant, Instruction, Program, Side, parameters
 
 __all__ = ["Reading", "read"]
 
-DENSE = "every expert computes every token"
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _DEPTH = 60
 
@@ -160,7 +159,7 @@ class _Reader:
             for atoms in (choices.expert, *choices.others):
                 if any(self._product_of_slots(factor, frozenset(atoms)) for factor in self.factors):
                     raise Mismatch(f"{DISPATCHED}, in no form that is known")
-            self._refuse_hidden()
+            refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
             raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight")
@@ -270,21 +269,6 @@ class _Reader:
             return False
         return all(expert <= self.space.atoms(self.space.canonical(side)) for side in contraction[:2])
 
-    def _refuse_hidden(self) -> None:
-        """Refuses a sum of what comes from experts through something that is not elementwise."""
-        space, seen = self.space, set()
-        todo = list(self.factors)
-        while todo:
-            ref = space.canonical(todo.pop())
-            key, atoms, node = (ref.value, space.view(ref.view)), space.atoms(ref), self.scope.node(ref)
-            if key in seen or node is None or not self.expert <= atoms or not atoms & self.tokens:
-                continue
-            seen.add(key)
-            operands = self.space.uses(ref)
-            if operands is None and atoms - self.tokens - self.expert and not node.name.startswith("scatter"):
-                raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
-            todo += operands or []
-
     def _refuse_slots(self) -> None:
         """Refuses slots of which too little is known, if a choice decides what they are combined with."""
         if self.refused is not None:
@@ -295,45 +279,13 @@ class _Reader:
 
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
-        parts = [part for factor in self.factors for part in self._parts(factor)]
-        atoms = {part: self.space.atoms(part) for part in parts}
-        for gate in parts:
-            self.expert = atoms[gate] & frozenset(self.summed)
-            self.tokens, self._holds = atoms[gate] - self.expert, {}
-            self.rows = self.tokens
-            if not self.expert or not self.tokens:
-                continue
-            if not any(atoms[gate] < atoms[other] and self.holds_product(other) for other in parts):
-                continue
-            made_of = self._weight(gate)
-            if not made_of & {"exp", "logistic"}:
-                continue
-            if made_of & {"ge", "gt", "le", "lt"}:
-                raise Mismatch(
-                    f"{DENSE}, and a comparison of weights decides which count, so that how many is not known"
-                )
-            raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
-
-    def _parts(self, ref: Ref, depth: int = 0) -> list[Ref]:
-        """A factor, and the factors of which it is the product."""
-        ref = self.space.canonical(ref)
-        inner = self.space.uses(ref) if self.scope.name(ref) == "mul" and depth < 3 else None
-        return [ref, *(part for operand in inner or [] for part in self._parts(operand, depth + 1))]
-
-    def _weight(self, ref: Ref) -> set[str]:
-        """The primitives of which a value is made."""
-        names: set[str] = set()
-        seen: set[int] = set()
-        todo = [ref.value]
-        while todo and len(seen) < 40:
-            node = self.graph.definitions.get(todo.pop())
-            if node is None or id(node) in seen:
-                continue
-            seen.add(id(node))
-            names.add(node.name)
-            if node.name in ELEMENTWISE or node.name in ("broadcast_in_dim", "reshape", "reduce_sum", "transpose"):
-                todo += node.inputs
-        return names
+        for gate, others in weights(self.scope, self.factors):
+            atoms = self.space.atoms(gate)
+            self.expert = atoms & frozenset(self.summed)
+            self.rows = self.tokens = atoms - self.expert
+            self._holds = {}
+            if self.expert and self.tokens and any(map(self.holds_product, others)):
+                refuse_weight(self.scope, gate)
 
     # ------------------------------------------------------------------ the steps
 

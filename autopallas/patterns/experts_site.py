@@ -16,7 +16,8 @@ from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand
 from autopallas.patterns.experts_loops import loop_at, rolled
-from autopallas.patterns.experts_reading import DENSE, Reading, read
+from autopallas.patterns.experts_reading import Reading, read
+from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
 

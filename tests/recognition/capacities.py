@@ -111,7 +111,7 @@ def mapped(p, x):
 # ---------------------------------------------------------------------- two experts for each token
 
 
-def two_by_boolean_weights(p, x, behind=True):
+def two_by_boolean_weights(p, x, behind=True, further=0):
     """The second choices stand behind all first ones; tokens are dispatched where they have a weight."""
     g = gates(p, x)
     first = one_hot(jnp.argmax(g, -1), E)
@@ -122,8 +122,8 @@ def two_by_boolean_weights(p, x, behind=True):
     weights = [jnp.einsum("te,te->t", g, mask) for mask in kept]
     total = jnp.maximum(weights[0] + weights[1], 1e-9)
     combine = 0
-    for mask, place, weight in zip(kept, places, weights, strict=True):
-        slot = placed(jnp.sum(place * mask, 1))
+    for mask, place, weight, skipped in zip(kept, places, weights, (0, further), strict=True):
+        slot = placed(jnp.sum(place * mask, 1), C + skipped)[:, skipped:]
         combine = combine + jnp.einsum("te,tc->tec", (weight / total)[:, None] * mask, slot)
     return mixed(p, x, combine.astype(bool), combine)
 
@@ -248,6 +248,7 @@ LOOK_ALIKES = {
     "anybody there": first(anybody_there),
     "doubled": first(lambda m: 2.0 * per_expert(m)),
     "second choices in front": lambda p, x: two_by_boolean_weights(p, x, behind=False),
+    "second choices one further in front": lambda p, x: two_by_boolean_weights(p, x, further=1),
     "second choices in front, in groups": lambda p, x: two_in_groups(p, x, "none"),
     "weights everywhere": first(per_expert, weight=lambda d, g, m: jnp.broadcast_to(m[..., None], d.shape)),
     "bias of a slot": through_slots((as_it_is, lambda y: y * jnp.arange(1.0, 1 + C)[:, None])),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopallas.patterns import experts_reading, experts_slots
+from autopallas.patterns import experts_refusals, experts_slots
 from autopallas.report import Failure, NearMiss, Report, Site, html
 from autopallas.report.hints import hint
 
@@ -195,8 +195,8 @@ def _reasons():
         if isinstance(part, ast.Constant):
             return part.value
         name = getattr(part.value, "id", getattr(part.value, "attr", ""))
-        known = {"DENSE": experts_reading.DENSE, "what": experts_reading.DENSE, "DISPATCHED": experts_slots.DISPATCHED}
-        return known.get(name, "sort")
+        dense, dispatched = experts_refusals.DENSE, experts_slots.DISPATCHED
+        return {"DENSE": dense, "what": dense, "DISPATCHED": dispatched}.get(name, "sort")
 
     def text(node):
         match node:
@@ -208,7 +208,7 @@ def _reasons():
                 return text(node.left) + text(node.right)
         return ""
 
-    for path in Path(experts_reading.__file__).parent.glob("*.py"):
+    for path in Path(experts_refusals.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Mismatch" and node.args:
                 yield text(node.args[0])
@@ -227,7 +227,7 @@ def test_nearly_every_reason_has_a_hint():
         ("the values depend on the query", "the same for all queries"),
         ("the scores pass through sort", "element by element"),
         ("a gradient runs through the maximum of a row, which does not cancel", "stop_gradient"),
-        (f"{experts_reading.DENSE}, and an operand is read along a diagonal", "ragged_dot"),
+        (f"{experts_refusals.DENSE}, and an operand is read along a diagonal", "ragged_dot"),
     ],
 )
 def test_a_hint_is_about_its_reason(reason, words):

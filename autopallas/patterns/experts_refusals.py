@@ -1,0 +1,75 @@
+"""Sums over experts that are none of those that can be done for a few: what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopallas.graph import Ref
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.labels import Atom
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.match import Mismatch
+
+__all__ = ["DENSE", "refuse_hidden", "refuse_weight", "weights"]
+
+DENSE = "every expert computes every token"
+_VISITED = 40
+
+
+def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom], tokens: frozenset[Atom]) -> None:
+    """Refuses a sum of what comes from experts through something that is not elementwise."""
+    space = scope.space
+    seen: set[Any] = set()
+    todo = list(factors)
+    while todo:
+        ref = space.canonical(todo.pop())
+        key, atoms, node = (ref.value, space.view(ref.view)), space.atoms(ref), scope.node(ref)
+        if key in seen or node is None or not expert <= atoms or not atoms & tokens:
+            continue
+        seen.add(key)
+        operands = space.uses(ref)
+        if operands is None and atoms - tokens - expert and not node.name.startswith("scatter"):
+            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
+        todo += operands or []
+
+
+def weights(scope: Scope, factors: Sequence[Ref]) -> Iterator[tuple[Ref, list[Ref]]]:
+    """What may be the weight of an expert in a sum, and what it may weigh."""
+    parts = [part for factor in factors for part in _parts(scope, factor)]
+    atoms = {part: scope.space.atoms(part) for part in parts}
+    for gate in parts:
+        yield gate, [other for other in parts if atoms[gate] < atoms[other]]
+
+
+def _parts(scope: Scope, ref: Ref, depth: int = 0) -> list[Ref]:
+    """A factor, and the factors of which it is the product."""
+    ref = scope.space.canonical(ref)
+    inner = scope.space.uses(ref) if scope.name(ref) == "mul" and depth < 3 else None
+    return [ref, *(part for operand in inner or [] for part in _parts(scope, operand, depth + 1))]
+
+
+def refuse_weight(scope: Scope, gate: Ref) -> None:
+    """Refuses a weight that is no expert's zero, or of nobody knows how many."""
+    made_of = _made_of(scope, gate)
+    if not made_of & {"exp", "logistic"}:
+        return
+    if made_of & {"ge", "gt", "le", "lt"}:
+        raise Mismatch(f"{DENSE}, and a comparison of weights decides which count, so that how many is not known")
+    raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
+
+
+def _made_of(scope: Scope, ref: Ref) -> set[str]:
+    """The primitives of which a value is made."""
+    names: set[str] = set()
+    seen: set[int] = set()
+    todo = [ref.value]
+    while todo and len(seen) < _VISITED:
+        node = scope.graph.definitions.get(todo.pop())
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        names.add(node.name)
+        if node.name in ELEMENTWISE or node.name in ("broadcast_in_dim", "reshape", "reduce_sum", "transpose"):
+            todo += node.inputs
+    return names
