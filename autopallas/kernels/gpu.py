@@ -29,6 +29,7 @@ __all__ = [
     "mosaic",
     "processors",
     "reason_against",
+    "reason_against_programs",
     "rounded",
     "shared_bytes",
     "swizzle",
@@ -62,8 +63,11 @@ def is_h100(device: Device) -> bool:
 
 
 def processors(device: Device) -> int:
-    """How many streaming multiprocessors it has: the blocks of a persistent kernel.  Few where it is interpreted."""
-    if not is_h100(device):
+    """How many streaming multiprocessors it has: the blocks of a persistent kernel.  Few where it is interpreted.
+
+    A program that is exported for GPUs is lowered without the name of one.
+    """
+    if device.platform != "gpu":
         return 2
     return 114 if "PCIe" in device.kind else 132
 
@@ -104,8 +108,14 @@ def reason_against(
         return Unsupported(f"wgmma multiplies {' and '.join(MATRIX_DTYPES)} without loss, and not {', '.join(wrong)}")
     if len(names) > 1:
         return Unsupported(f"wgmma does not multiply {' with '.join(names)}")
+    return reason_against_programs(programs, held)
+
+
+def reason_against_programs(programs: Iterable[Program], held: Iterable[Any] = ()) -> Unsupported | None:
+    """What the programs, or dtypes of other operands and results, have that Mosaic GPU has not."""
     programs = tuple(programs)
-    if absent := sorted({p for program in programs for p in program.primitives} - PROGRAM_PRIMITIVES):
+    # Programs evaluate add_any, which adds cotangents, as an addition.
+    if absent := sorted({p for program in programs for p in program.primitives} - PROGRAM_PRIMITIVES - {"add_any"}):
         return Unsupported(f"Mosaic GPU has no {', '.join(absent)}")
     others = {np.dtype(d).name for d in held}
     others |= {np.dtype(x.dtype).name for program in programs for x in (*program.inputs, *program.instructions)}

@@ -9,9 +9,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from autopallas.program import Constant, Input, Instruction, Program
+from autopallas.program import Constant, Input, Instruction, Program, parameters
 
 __all__ = ["traced"]
+
+_NOTHING = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"})
+"""What derivatives have beside elementwise primitives, and what does nothing to a scalar."""
 
 
 def traced(function: Callable[..., Any], *inputs: Input) -> Program:
@@ -45,8 +48,11 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
                 environment |= dict(zip(equation.outvars, results, strict=True))
                 continue
             (result,) = equation.outvars
+            if equation.primitive.name in _NOTHING:
+                environment[result] = arguments[0]
+                continue
             environment[result] = ("instruction", len(instructions))
-            params = tuple(sorted(equation.params.items()))
+            params = parameters(equation.params)
             instructions.append((equation.primitive, params, arguments, np.dtype(result.aval.dtype)))
         return [read(a) for a in jaxpr.outvars]
 

@@ -30,6 +30,12 @@ def test_h100s_by_device_kind(kind, count):
     assert gpu.processors(Device("gpu", kind)) == count
 
 
+def test_an_exported_program_has_as_many_blocks_as_an_h100():
+    """It is lowered for GPUs without the name of one."""
+    assert gpu.processors(Device("gpu", "")) == gpu.processors(H100)
+    assert gpu.processors(CPU) == 2
+
+
 @pytest.mark.parametrize("device", [Device("gpu", "NVIDIA A100-SXM4-40GB"), Device("gpu", "NVIDIA B200"), CPU])
 def test_nothing_else_is_an_h100(device):
     assert not gpu.is_h100(device)
@@ -47,6 +53,10 @@ def test_tiles_of_shared_memory_are_aligned_and_barriers_counted():
 def test_programs_and_dtypes_that_a_gpu_lacks_are_named():
     good = traced(lambda s: jnp.tanh(s) + jnp.exp(s), Score(F32))
     assert gpu.reason_against(H100, [BF16, BF16], [good], [F32]) is None
+    cotangents = traced(lambda s: jax.grad(lambda s: s * jnp.exp(s))(s), Score(F32))
+    assert "add_any" in cotangents.primitives
+    assert gpu.reason_against_programs([cotangents]) is None
+    assert float(cotangents.evaluate(jnp.float32(0), None, None, ())) == 1.0
     lacking = traced(lambda s: jnp.cbrt(s), Score(F32))
     assert gpu.reason_against(H100, [BF16], [good, lacking]) == Unsupported("Mosaic GPU has no cbrt")
     assert "not float32" in gpu.reason_against(H100, [F32]).reason

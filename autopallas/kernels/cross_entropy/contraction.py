@@ -52,18 +52,21 @@ class Target:
     def contribution(self, spec: CrossEntropySpec, value: Array, x: Rows, w: Array) -> Array:
         """What one tile contributes, in the accumulation dtype."""
         if self.kind == "rows":
-            return dot(spec, self._narrow(value, w), w, (1, 0 if spec.vocabulary_major else 1))
+            return dot(spec, value.astype(self.narrow(spec, value.dtype)), w, (1, 0 if spec.vocabulary_major else 1))
         if self.kind == "columns":
-            value = self._narrow(value, x.x)
+            value = value.astype(self.narrow(spec, value.dtype))
             if not spec.vocabulary_major:
                 return dot(spec, x.transposed, value, (1, 0))
             return dot(spec, value, x.x, (0, 0))
         axes = tuple(axis for axis, varies in enumerate(self.varies) if not varies)
         return jnp.sum(value.astype(spec.accumulation_dtype), axis=axes, keepdims=True)
 
-    def _narrow(self, value: Array, operand: Array) -> Array:
-        """The values in the dtype of their dot.  bfloat16 has the range for it; float16 would lose small gradients."""
-        return value.astype(operand.dtype) if operand.dtype == self.dtype == jnp.bfloat16 else value
+    def narrow(self, spec: CrossEntropySpec, dtype: Any) -> Any:
+        """The dtype of their dot for values of a dtype.  bfloat16 has the range; float16 would lose small gradients."""
+        if self.kind == "side":
+            return dtype
+        operand = spec.weight_dtype if self.kind == "rows" else spec.row_dtype
+        return operand if operand == self.dtype == jnp.bfloat16 else dtype
 
     def result(self, spec: CrossEntropySpec, found: Array) -> Array:
         return found.astype(self.dtype)

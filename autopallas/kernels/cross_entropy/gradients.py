@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, cut_row, cut_rows
-from autopallas.program import Program
+from autopallas.kernels.programs import traced
+from autopallas.program import Index, Program, Score, Side
 
 __all__ = ["Pull"]
 
@@ -110,25 +113,46 @@ class Pull:
         dscore, dsides = vjp(tuple(self._cotangent(p, v, tile, rows) for p, v in zip(programs, found, strict=True)))
         return dscore, dsides
 
+    def program(self, number: int | None) -> Program:
+        """The cotangent of the logits, or of the side input of this number, of one entry.
+
+        The program reads, behind the side inputs, one number per row of each of :meth:`arrays`.
+        """
+        sides = [Side(n, s.dtype) for n, s in enumerate(self.spec.sides)]
+        own = [Side(len(sides) + n, np.dtype(a.dtype)) for n, a in enumerate(self.arrays())]
+        floating = () if number is None else (number,)
+
+        def element(score: Array, query: Array, key: Array, *given: Array) -> Array:
+            tile = Tile(score, query, key, given[: len(sides)])
+            dscore, dsides = self.over(given[len(sides) :]).tile(tile, (0, 1), floating)
+            return dsides[0] if floating else dscore
+
+        index = np.dtype(np.int32)
+        with jax.enable_x64(False):
+            return traced(
+                element, Score(self.spec.logit_dtype), Index("query", index), Index("key", index), *sides, *own
+            )
+
     def _cotangent(self, program: Program, value: Array, tile: Tile, rows: Block) -> Array:
         wide = value.astype(self.spec.accumulation_dtype)
-        total = jnp.zeros((1, 1), wide.dtype)
+        parts = []
         for statistic, cotangents in self.terms:
             if statistic.program != program:
                 continue
             cotangent = cut_row(cotangents, rows)
             match statistic.kind:
                 case "exp_sum":
-                    total = total + cotangent * jnp.exp(wide - cut_row(self.shifts[program], rows))
+                    parts.append(cotangent * jnp.exp(wide - cut_row(self.shifts[program], rows)))
                 case "sum":
-                    total = total + cotangent
+                    parts.append(cotangent)
                 case "max":
                     maximum, ties, argmax = cut_rows(self.maxima[program], rows)
                     # Computed anew, a value may differ from the maximum that it was by a rounding.
                     greatest = jnp.where(ties == 1, tile.key == argmax, wide == maximum)
-                    total = total + jnp.where(greatest | (ties == 0), cotangent, 0)
+                    parts.append(jnp.where(greatest | (ties == 0), cotangent, 0))
                 case "pick":
                     assert statistic.label is not None
                     label = cut_row(self.labels[statistic.label], rows)
-                    total = total + jnp.where(label == tile.key, cotangent, 0)
+                    parts.append(jnp.where(label == tile.key, cotangent, 0))
+        total: Array = reduce(jnp.add, parts)
         return jnp.broadcast_to(total, value.shape).astype(value.dtype)

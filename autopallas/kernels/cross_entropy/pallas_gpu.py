@@ -2,8 +2,8 @@
 
 One kernel gives all statistics in one pass: for each tile of logits one number per row, merged outside as in online
 softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).  Products, and gradients of the statistics, go
-part by part over the vocabulary: XLA recomputes the part's logits and multiplies its gradient with x and the weight, in
-three matrix products of the vendor's library, so that no more than a part of the logits is ever in memory.
+part by part over the vocabulary: another kernel recomputes the part's logits and stores what the programs make of them,
+in the dtype of the product, and the vendor's library multiplies that with x and the weight.
 
 Letters: N rows (tokens), D hidden size, V vocabulary.
 """
@@ -16,34 +16,39 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.kernels.cross_entropy import xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.contraction import Target, contracted
+from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
-from autopallas.kernels.cross_entropy.tiles import Operands
-from autopallas.kernels.gpu import reason_against, rounded
+from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
+from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.program import Program
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 
-_ALIGNED = 64
+_WIDEST = 256
+"""Columns of a tile of logits at most; the last one of a part of the vocabulary may go on behind its end."""
 
 
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
-    """bfloat16 or float16 on H100s, programs that Mosaic GPU has, and side inputs that vary over rows at most."""
-    programs = [s.program for s in spec.statistics]
-    held = [spec.logit_dtype, *(s.dtype for s in spec.sides)]
-    if (answer := reason_against(device, [spec.row_dtype, spec.weight_dtype], programs, held)) is not None:
+    """bfloat16 or float16 on H100s, programs that Mosaic GPU has, and side inputs that do not fill tiles.
+
+    Products whose programs it lacks are left to XLA, part by part, if there are statistics.
+    """
+    programs = [s.program for s in spec.statistics] or [p.program for p in spec.products]
+    held = [spec.logit_dtype, *(s.dtype for s in spec.sides), *(p.dtype for p in spec.products)]
+    answer = reason_against(device, [spec.row_dtype, spec.weight_dtype], programs, held)
+    if answer is not None:
         return answer
-    if not spec.statistics:
-        return Unsupported("it asks for no statistic; products alone are left to xla")
-    if any(side.varies[1] for side in spec.sides):
-        return Unsupported("a side input varies over the vocabulary, as a bias does")
-    if spec.row_dtype.name == "float16" and len(required(spec.statistics)) > 3:
-        return Unsupported("of float16 with more than three statistics the compiler makes a kernel whose wgmma waits")
+    if any(all(side.varies) for side in spec.sides):
+        return Unsupported("a side input varies over rows and vocabulary, as soft labels do")
     return Supported()
 
 
@@ -57,15 +62,20 @@ def forward(
     spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Statistics and products.  Arguments and results as in ``xla.forward``."""
-    found = _statistics(spec, x, w, sides)
+    found = _statistics(spec, x, w, sides) if spec.statistics else ()
     if not spec.products:
         return found, ()
     finished = Operands.of(spec, x, w, sides).finished(spec, (0, spec.rows), found)
     more = tuple(SideSpec(f.dtype, (f.shape[0] != 1, False)) for f in finished)
     # The programs of products read the finished values behind the side inputs, of which they are then some.
     rest = replace(spec, statistics=(), finish=(), sides=(*spec.sides, *more))
-    _, products = xla.forward(rest, block_sizes.fitted(spec), x, w, (*sides, *finished))
-    return found, products
+    given = (*sides, *finished)
+    programs = [p.program for p in spec.products]
+    if reason_against_programs(programs) is not None:
+        return found, xla.forward(rest, block_sizes.fitted(spec), x, w, given)[1]
+    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    products = _contracted(rest, block_sizes, x, w, given, targets, programs)
+    return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
 
 
 def backward(
@@ -79,23 +89,95 @@ def backward(
     wanted: Sequence[bool],
 ) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
     """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
-    return xla.backward(spec, block_sizes.fitted(spec), x, w, sides, statistics, cotangents, wanted)
+    targets: dict[int, Target] = {}  # by the position of the operand
+    if wanted[0]:
+        targets[0] = Target("rows", spec.row_dtype)
+    if wanted[1]:
+        targets[1] = Target("columns", spec.weight_dtype)
+    for n, side in enumerate(spec.sides):
+        if side.differentiable and wanted[2 + n]:
+            targets[2 + n] = Target("side", side.dtype, side.varies)
+    if not targets:
+        return None, None, (None,) * len(spec.sides)
+    labels = Operands.of(spec, x, w, sides).labels
+
+    def compute(other: CrossEntropySpec) -> tuple[Array, ...]:
+        return _statistics(other, x, w, sides)
+
+    pull = Pull.of(spec, labels, statistics, cotangents, compute)
+    programs = [pull.program(position - 2 if position >= 2 else None) for position in targets]
+    if reason_against_programs(programs) is not None:
+        return xla.backward(spec, block_sizes.fitted(spec), x, w, sides, statistics, cotangents, wanted)
+    given = (*sides, *pull.arrays())
+    results = _contracted(spec, block_sizes, x, w, given, [*targets.values()], programs)
+    found = dict(zip(targets, results, strict=True))
+    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
 
 
 def _statistics(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Array]) -> tuple[Array, ...]:
     """The spec's statistics, [N] each."""
-    from autopallas.kernels.cross_entropy.gpu_statistics import ROWS, Plan, statistics_call
+    from autopallas.kernels.cross_entropy.gpu_logits import Vectors
+    from autopallas.kernels.cross_entropy.gpu_statistics import statistics_call
 
     needed = required(spec.statistics)
     labels = Operands.of(spec, x, w, sides).labels
-    plan = Plan.of(spec, min(256, spec.vocabulary), len(needed))
-    rows = rounded(spec.rows, ROWS)
-    x = _padded(x, (rows, rounded(spec.hidden, _ALIGNED)))
-    w = _padded(w, tuple(rounded(n, _ALIGNED) for n in w.shape))
-    vectors = [_padded(a[:, 0], (rows if a.shape[0] != 1 else 1,)) for a in (*sides, *labels.values())]
-    kernel = statistics_call(spec, plan, needed, tuple(labels), rows, w.shape[0 if spec.vocabulary_major else 1])
-    parts = dict(zip(needed, kernel(x, w, *vectors), strict=True))
+    given = (*sides, *labels.values())
+    vectors = Vectors.of(given)
+    x, w, operands = _whole(spec, vectors, x, w, given)
+    places = {position: len(sides) + n for n, position in enumerate(labels)}
+    columns = w.shape[0 if spec.vocabulary_major else 1]
+    kernel = statistics_call(spec, needed, places, vectors, x.shape[0], columns)
+    parts = dict(zip(needed, kernel(x, w, *operands), strict=True))
     return tuple(_merged(s, parts)[: spec.rows] for s in spec.statistics)
+
+
+def _contracted(
+    spec: CrossEntropySpec,
+    sizes: BlockSizes,
+    x: Array,
+    w: Array,
+    sides: Sequence[Array],
+    targets: Sequence[Target],
+    programs: Sequence[Program],
+) -> tuple[Array, ...]:
+    """The targets of the values of programs, all rows and a part of the vocabulary at a time.
+
+    Args:
+      spec: of the logits.
+      sizes: whose vocabulary block is the part.
+      x, w: operands.
+      sides: what the programs read, [N|1, V|1] each.
+      targets, programs: one of each.
+    """
+    from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, Vectors
+    from autopallas.kernels.cross_entropy.gpu_values import values_call
+
+    vectors = Vectors.of(sides)
+    whole_x, whole_w, operands = _whole(spec, vectors, x, w, sides)
+    stored = [(p, t.narrow(spec, p.dtype)) for p, t in zip(programs, targets, strict=True)]
+    different = tuple(dict.fromkeys(stored))
+
+    def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
+        # The tile's own logits are not read, so that nothing computes them.
+        kernel = values_call(spec, different, vectors, columns[1])
+        start = jnp.full((1,), columns[0], np.int32)
+        values = dict(zip(different, kernel(start, whole_x, whole_w, *operands), strict=True))
+        return tuple(values[each][: spec.rows, : columns[1]] for each in stored)
+
+    part = BlockSizes(spec.rows, min(spec.vocabulary, rounded(sizes.vocabulary_block, ALIGNED)))
+    return contracted(spec, part, Operands.of(spec, x, w, sides[: len(spec.sides)]), targets, make)
+
+
+def _whole(
+    spec: CrossEntropySpec, vectors: Any, x: Array, w: Array, sides: Sequence[Array]
+) -> tuple[Array, Array, list[Array]]:
+    """The operands of a kernel, padded to whole tiles: what is behind the end of main memory is not to be read."""
+    from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, ROWS, padded
+
+    rows = rounded(spec.rows, ROWS)
+    operands = vectors.operands(sides, rows, rounded(spec.vocabulary, _WIDEST) + _WIDEST)
+    x = padded(x, (rows, rounded(spec.hidden, ALIGNED)))
+    return x, padded(w, tuple(rounded(n, ALIGNED) for n in w.shape)), operands
 
 
 def _merged(statistic: Statistic, parts: dict[Statistic, Array]) -> Array:
@@ -114,9 +196,3 @@ def _merged(statistic: Statistic, parts: dict[Statistic, Array]) -> Array:
     if kind == "ties":
         return jnp.sum(jnp.where(maxima == greatest, part, 0), axis=0)
     return jnp.min(jnp.where(here, part, jnp.iinfo(jnp.int32).max), axis=0)
-
-
-def _padded(array: Array, shape: Sequence[int]) -> Array:
-    """With zeros behind each axis; the array itself where there is nothing to add."""
-    added = [(0, new - old) for old, new in zip(array.shape, shape, strict=True)]
-    return jnp.pad(array, added) if any(n for _, n in added) else array

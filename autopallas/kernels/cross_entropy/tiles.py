@@ -123,8 +123,8 @@ def cut(array: Array, block: Block, axis: int) -> Array:
 
 
 def cut_row(array: Array, rows: Block) -> Array:
-    """The rows of an array that may have one row for all."""
-    return array if array.shape[0] == 1 else cut(array, rows, 0)
+    """The rows of an array that may have one row for all, or be a number."""
+    return array if array.shape[:1] in ((), (1,)) else cut(array, rows, 0)
 
 
 def cut_rows(arrays: Sequence[Array], rows: Block) -> tuple[Array, ...]:

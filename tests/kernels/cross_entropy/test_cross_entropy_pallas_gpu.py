@@ -14,9 +14,16 @@ from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementat
 
 from autopallas import compat
 from autopallas.kernels import interpret
-from autopallas.kernels.cross_entropy import pallas_gpu
+from autopallas.kernels.cross_entropy import pallas_gpu, xla
+from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.spec import Product
+from autopallas.kernels.cross_entropy.statistics import stream
+from autopallas.kernels.cross_entropy.tiles import Operands
 from autopallas.kernels.gpu import too_few_threads
 from autopallas.kernels.implementation import Device, Supported
+from autopallas.kernels.programs import traced
+from autopallas.program import Score
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-gpu` runs what `make test` has no time for."""
@@ -46,6 +53,12 @@ def racing():
         yield Gpu()
 
 
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """What XLA's parts would compute fails."""
+    monkeypatch.setattr(pallas_gpu, "xla", None)
+
+
 def some(names, chosen):
     return list(names) if EVERYTHING else list(chosen)
 
@@ -53,17 +66,20 @@ def some(names, chosen):
 @needs_interpreter
 @pytest.mark.parametrize("dtype", some([BF16, np.dtype(np.float16)], [BF16]), ids=str)
 @pytest.mark.parametrize(
-    "name", some(BY_NAME, ["odd sizes", "odd embedding table", "soft cap", "ties", "NaN and infinities"])
+    "name",
+    some(
+        BY_NAME, ["odd sizes", "odd embedding table", "soft cap", "ties", "row factor and bias", "NaN and infinities"]
+    ),
 )
-def test_statistics_and_gradients(racing, name, dtype):
+def test_statistics_and_gradients(racing, kernels_alone, name, dtype):
     racing.check(pallas_gpu, BY_NAME[name], SIZES["vocabulary streams"], dtype)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", some(TILED, ["tails"]))
-def test_several_tiles_of_every_axis(racing, name):
+def test_several_tiles_of_every_axis(racing, kernels_alone, name):
     for _ in range(3 if EVERYTHING else 1):  # threads of the interpreter run in another order each time
-        racing.check(pallas_gpu, TILED[name], SIZES["vocabulary streams"], BF16)
+        racing.check(pallas_gpu, TILED[name], BlockSizes(1000, 136), BF16)
 
 
 @needs_interpreter
@@ -82,9 +98,42 @@ def test_logits_are_rounded_to_their_dtype(racing):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("form", some(["finish", "products"], ["finish"]))
-def test_products(racing, form):
-    racing.check_products(pallas_gpu, BY_NAME["odd embedding table"], form, SIZES["vocabulary streams"], BF16)
+@pytest.mark.parametrize("form", ["finish", "products"])
+@pytest.mark.parametrize("name", some(["odd embedding table", "bias"], ["bias"]))
+def test_products(racing, kernels_alone, name, form):
+    racing.check_products(pallas_gpu, BY_NAME[name], form, SIZES["vocabulary streams"], BF16)
+
+
+@needs_interpreter
+def test_products_that_mosaic_lacks_are_left_to_xla(racing):
+    case = replace(BY_NAME["plain"], kinds=("max", "exp_sum"))
+    inverse = traced(lambda z: jax.lax.erf_inv(z / 100), Score(F32))
+    spec = replace(case.spec(BF16), products=(Product("rows", inverse, BF16),))
+    assert isinstance(pallas_gpu.supports(spec, Device.current()), Supported)
+    x, w, sides, _ = case.operands(BF16)
+    found, wanted = (m.forward(spec, SIZES["tiles"], x, w, sides)[1][0] for m in (pallas_gpu, xla))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["ties", "soft cap", "row factor and bias"])
+def test_the_gradient_as_a_program_is_the_gradient(name):
+    """One entry's, for kernels, against a tile's: every statistic, the logits and the side inputs."""
+    case = BY_NAME[name]
+    spec = case.spec()
+    x, w, sides, cotangents = case.operands()
+    operands = Operands.of(spec, x, w, sides)
+    statistics, _ = xla.forward(spec, SIZES["one tile"], x, w, sides)
+    pull = Pull.of(spec, operands.labels, statistics, cotangents, lambda other: stream(other, SIZES["tiles"], operands))
+    every = (0, spec.rows), (0, spec.vocabulary)
+    tile = operands.tile(spec, operands.rows(every[0]), w, *every)
+    floating = [n for n, side in enumerate(spec.sides) if side.differentiable]
+    dscore, dsides = pull.tile(tile, every[0], floating)
+    given = tile._replace(sides=(*tile.sides, *pull.arrays()))
+    for number, wanted in zip([None, *floating], [dscore, *dsides], strict=True):
+        program = pull.program(number)
+        found = given.value(program)
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(np.asarray(found, F32), np.asarray(wanted, F32), rtol=1e-5, atol=1e-6)
 
 
 @needs_mosaic
@@ -94,9 +143,7 @@ def test_what_is_not_supported_is_refused_with_a_reason():
     for spec, device, said in [
         (plain.spec(F32), H100, "not float32"),
         (plain.spec(BF16, F32), H100, "not float32"),
-        (replace(BY_NAME["bias"], kinds=LOSS).spec(BF16), H100, "varies over the vocabulary"),
-        (replace(plain.spec(BF16), statistics=()), H100, "no statistic"),
-        (replace(plain, kinds=KINDS).spec(np.float16), H100, "more than three statistics"),
+        (replace(BY_NAME["N x V bias"], kinds=LOSS).spec(BF16), H100, "varies over rows and vocabulary"),
         (plain.spec(BF16), Device("gpu", "NVIDIA A100-SXM4-80GB"), "this GPU is NVIDIA A100-SXM4-80GB"),
         (plain.spec(BF16), Device("cpu", "cpu"), "AUTOPALLAS_INTERPRET=1"),
     ]:
