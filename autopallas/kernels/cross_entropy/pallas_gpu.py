@@ -106,7 +106,7 @@ def backward(
 
     pull = Pull.of(spec, labels, statistics, cotangents, compute)
     programs = [pull.program(position - 2 if position >= 2 else None) for position in targets]
-    if reason_against_programs(programs) is not None:
+    if not pull.terms or reason_against_programs(programs) is not None:
         return xla.backward(spec, block_sizes.fitted(spec), x, w, sides, statistics, cotangents, wanted)
     given = (*sides, *pull.arrays())
     results = _contracted(spec, block_sizes, x, w, given, [*targets.values()], programs)

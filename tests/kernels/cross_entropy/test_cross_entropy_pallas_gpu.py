@@ -115,6 +115,18 @@ def test_products_that_mosaic_lacks_are_left_to_xla(racing):
     np.testing.assert_array_equal(found, wanted)
 
 
+@needs_interpreter
+def test_without_cotangents_gradients_are_zero(racing):
+    case = replace(BY_NAME["plain"], kinds=("max", "exp_sum"))
+    spec = case.spec(BF16)
+    x, w, sides, _ = case.operands(BF16)
+    statistics, _ = pallas_gpu.forward(spec, SIZES["tiles"], x, w, sides)
+    wanted = (True, True, False)
+    dx, dw, _ = pallas_gpu.backward(spec, SIZES["tiles"], x, w, sides, statistics, (None, None), wanted)
+    np.testing.assert_array_equal(dx, jnp.zeros_like(x))
+    np.testing.assert_array_equal(dw, jnp.zeros_like(w))
+
+
 @pytest.mark.parametrize("name", ["ties", "soft cap", "row factor and bias"])
 def test_the_gradient_as_a_program_is_the_gradient(name):
     """One entry's, for kernels, against a tile's: every statistic, the logits and the side inputs."""
