@@ -78,7 +78,9 @@ __all__ = [
     "bodies",
     "dce_jaxpr",
     "distributed_store",
+    "divided_like",
     "emitted",
+    "explicit_sharding",
     "exported",
     "exporting",
     "extended_scan",
@@ -111,6 +113,7 @@ __all__ = [
     "reshaped",
     "scan_parts",
     "set_mesh",
+    "shape_of",
     "spread",
     "tensor_cores",
     "trace_context",
@@ -408,20 +411,50 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
-def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any]) -> Any:
-    """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over."""
+def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any], like: Any = None) -> Any:
+    """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over, and
+    is divided over explicit mesh axes as ``like`` is, which has its shape or is given for each index of a first axis.
+    """
     inside = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
+    sharding = explicit_sharding(like)
+    if sharding is not None:
+        further = [None] * (len(shape) - len(like.shape))
+        sharding = sharding.update(spec=jax.sharding.PartitionSpec(*further, *sharding.spec))
     if not inside:
-        return jax.core.ShapedArray(tuple(shape), dtype)
+        return jax.core.ShapedArray(tuple(shape), dtype, **({} if sharding is None else {"sharding": sharding}))
     varying = frozenset().union(*(a.manual_axis_type.varying for a in inside))
-    sharding = inside[0].sharding  # names the mesh whose axes these are
+    if sharding is None:  # names the mesh whose axes these are
+        sharding = inside[0].sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     return inside[0].update(
         shape=tuple(shape),
         dtype=dtype,
         weak_type=False,
-        sharding=sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape))),
+        sharding=sharding,
         manual_axis_type=type(inside[0].manual_axis_type)(varying=varying),
     )
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """How an array is divided by its type: where its mesh has explicit axes; else None."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    return sharding
+
+
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, and how it is divided where the type says that."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
+
+
+def divided_like(x: jax.Array, like: Any) -> jax.Array:
+    """``x`` with the sharding that a type has over explicit axes; as it is where it has none."""
+    wanted = explicit_sharding(like)
+    if wanted is None or explicit_sharding(jax.typeof(x)) == wanted:
+        return x
+    result: jax.Array = jax.sharding.reshard(x, wanted)
+    return result
 
 
 def invariant_type(aval: Any) -> Any:

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from autopallas import compat
 from autopallas.kernels.division import Counted, Divisible, Division, Parts
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import View
@@ -24,7 +26,7 @@ class PlacedSite:
     Attributes:
       site: as the program has it.
       division: which labels are divided, and over which mesh axes.
-      mesh: the mesh.
+      mesh: the mesh; an abstract one where the types of the operands say how they are divided.
     """
 
     site: Divisible
@@ -53,7 +55,14 @@ class PlacedSite:
         return self.site.has_backward
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return self.site.residual_types()
+        types = self.site.residual_types()
+        if not self._explicit:
+            return types
+        specs = self._specs(self._parts.residuals)
+        return tuple(
+            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(self.mesh, spec))
+            for t, spec in zip(types, specs, strict=True)
+        )
 
     @property
     def alone(self) -> SiteDescription:
@@ -79,6 +88,10 @@ class PlacedSite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     @property
+    def _explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    @property
     def _result_views(self) -> tuple[View, ...]:
         return self._parts.results
 
@@ -92,7 +105,15 @@ class PlacedSite:
         mapped: Callable[..., Any] = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return mapped
+
+        def placed(*arguments: Any) -> Any:
+            return mapped(*jax.tree.map(self._given, arguments, in_specs))
+
+        return placed if self._explicit else mapped
+
+    def _given(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """An array as a shard_map over explicit axes takes it: divided already."""
+        return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)))
 
     def _specs(self, views: Sequence[View]) -> tuple[Any, ...]:
         return tuple(self.division.spec(view) for view in views)
@@ -156,6 +177,16 @@ class PlacedSite:
         """The site under vmap: the further axis is on every device."""
         batched: Any = self.site.batched(axes, size)
         return replace(self, site=batched)
+
+    def divided_further(self, axes: tuple[str, ...]) -> PlacedSite | None:
+        """The same with the axis that vmap added last divided as well; None where it cannot be."""
+        label, named = len(self.site.sizes) - 1, {axis for _, own in self.division.axes for axis in own}
+        axes = tuple(axis for axis in axes if dict(self.division.sizes)[axis] > 1)
+        if not axes:
+            return self
+        division = replace(self.division, axes=(*self.division.axes, (label, axes)))
+        fits = label in self.site.parts().labels and self.site.sizes[label] % division.count(label) == 0
+        return replace(self, division=division) if fits and named.isdisjoint(axes) else None
 
 
 def _total(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:

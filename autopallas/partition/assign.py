@@ -24,6 +24,9 @@ class _Use:
     labels: Mapping[Label, tuple[str, ...]]
     is_result: bool
 
+    def has(self, label: Label) -> bool:
+        return any(label in labels for _, labels in self.view)
+
 
 def assign(
     parts: Parts, sizes: Sequence[int], shapes: Sequence[Sequence[int]], found: Found, mesh: Mapping[str, int]
@@ -48,12 +51,15 @@ def assign(
     for position, view in enumerate(parts.results):
         divided = found.results.get(position, ((),) * len(view))
         uses.append(_Use(view, _by_label(view, None, divided, sizes, mesh), True))
-    chosen = _chosen(parts, uses)
+    chosen = _chosen(parts, uses, found.exact)
     taken = {axis for axes in chosen.values() for axis in axes}
     gathered: set[Label] = set()
     for use in uses:
-        if use.is_result:
-            continue  # a result may be cut further, or was gathered behind the computation
+        if use.is_result:  # it may be cut further, or was gathered behind the computation
+            for label, axes in use.labels.items() if found.exact else ():
+                if not taken.issuperset(axes[_common(axes, chosen.get(label, ())) :]):
+                    raise Indivisible(f"an axis that it computes as a whole is divided over the mesh axis {axes[0]!r}")
+            continue
         for label, axes in use.labels.items():
             extra = axes[_common(axes, chosen.get(label, ())) :]
             # One operand is gathered by the original too, where its axis of the mesh divides something else.  What two
@@ -105,8 +111,9 @@ def _by_label(
     return found
 
 
-def _chosen(parts: Parts, uses: Sequence[_Use]) -> dict[Label, tuple[str, ...]]:
-    """The axes of each label that may be divided; those that results have come first."""
+def _chosen(parts: Parts, uses: Sequence[_Use], exact: bool) -> dict[Label, tuple[str, ...]]:
+    """The axes of each label that may be divided; those that results have come first, and where results are divided as
+    ``exact``ly as they are computed, count alone."""
     chosen: dict[Label, tuple[str, ...]] = {}
     taken: set[str] = set()
     ordered = [u for u in uses if u.is_result] + [u for u in uses if not u.is_result]
@@ -116,7 +123,12 @@ def _chosen(parts: Parts, uses: Sequence[_Use]) -> dict[Label, tuple[str, ...]]:
             asked.setdefault(label, []).append(axes)
     # Axes that operands agree on divide the computation itself; a result may have been cut afterwards only.
     for label in (a for a in asked if a in parts.labels):
+        given = {u.labels.get(label, ()) for u in uses if u.is_result and u.has(label)}
+        if len(given) > 1 and exact:
+            raise Indivisible("its results are divided in different ways")
         own = [u.labels[label] for u in uses if not u.is_result and label in u.labels]
+        if given and exact:
+            own = list(given)
         if not own:
             continue
         longest = max(own, key=len)

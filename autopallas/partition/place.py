@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 from jax.sharding import AxisType
 
+from autopallas import compat
 from autopallas.graph import Graph
 from autopallas.kernels.placed import PlacedSite
 from autopallas.partition.assign import Indivisible, assign
 from autopallas.partition.shardings import Shardings, spread
-from autopallas.partition.survey import Found, survey
+from autopallas.partition.survey import Divided, Found, survey
 from autopallas.patterns.match import Match
 
 __all__ = ["placed"]
@@ -35,12 +37,15 @@ def placed(
       shardings: of its arguments and results; None where they are not known.
       strict: whether a failure in here is raised.
     """
-    matches = [_hindered(m, reason) if (reason := _unsupported(_mesh(m))) else m for m in matches]
-    concerned = [m for m in matches if not m.obstacle and _divisible_axes(m, shardings)]
+    outside = None if shardings is None else shardings.mesh
+    matches = [_hindered(m, reason) if (reason := _unsupported(_mesh(m), outside)) else m for m in matches]
+    matches = [_typed(m, graph, shardings) if _is_explicit(m) else m for m in matches]
+    concerned = [m for m in matches if _is_concerned(m) and _divisible_axes(m, shardings)]
     if not concerned and not (shardings is None and matches and spread(program)):
         return list(matches)
     if shardings is None:
-        return [m if m.obstacle or _divisible_axes(m, None) is None else _hindered(m, _UNKNOWN) for m in matches]
+        left = [_is_concerned(m) and _divisible_axes(m, None) is not None for m in matches]
+        return [_hindered(m, _UNKNOWN) if own else m for m, own in zip(matches, left, strict=True)]
     parts = [part for match in concerned for part in match.passes]
     try:
         found = iter(survey(program, graph, parts, shardings))
@@ -53,11 +58,7 @@ def placed(
     for match in matches:
         if match in concerned:
             own = [next(found) for _ in match.passes]
-            try:
-                first, *then = (_placed(part, f, shardings) for part, f in zip(match.passes, own, strict=True))
-                match = replace(first, then=tuple(then))
-            except Indivisible as reason:
-                match = _hindered(match, f"divided among devices as it is, no kernel can compute it: {reason}")
+            match = _divided(match, own, shardings.mesh)
         result.append(match)
     return result
 
@@ -66,12 +67,14 @@ def _hindered(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
 
 
-def _unsupported(mesh: Any) -> str:
-    """What about a mesh is not supported, or an empty string."""
+def _unsupported(mesh: Any, outside: Any) -> str:
+    """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
+    if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
+        return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
     if mesh is None or not _over(mesh):
         return ""
-    if AxisType.Explicit in mesh.axis_types:
-        return "its mesh has explicit axes, for which sites are not divided"
+    if AxisType.Explicit in mesh.axis_types and set(mesh.axis_types) != {AxisType.Explicit}:
+        return "its mesh has axes of several kinds, some of them explicit, over which sites are not divided"
     if AxisType.Manual in mesh.axis_types:
         return "a shard_map over some of the mesh's axes is around it, and sites in it are not divided further"
     return ""
@@ -97,8 +100,53 @@ def _over(mesh: Any) -> frozenset[str]:
     return frozenset(name for name, size, kind in axes if size > 1 and kind != AxisType.Manual)
 
 
-def _placed(part: Match, found: Found, shardings: Shardings) -> Match:
-    mesh = shardings.mesh
+def _is_explicit(match: Match) -> bool:
+    """Whether the types of a site's operands say how they are divided."""
+    mesh = _mesh(match)
+    return not match.obstacle and mesh is not None and set(mesh.axis_types) == {AxisType.Explicit}
+
+
+def _is_concerned(match: Match) -> bool:
+    return not match.obstacle and not isinstance(match.site, PlacedSite)
+
+
+def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
+    """A match whose operands' types say how they are divided, placed; with an obstacle where that is not possible."""
+    if shardings is None and jax.process_count() > 1:
+        return _hindered(match, _UNKNOWN)
+    for part in match.passes:
+        for backward in part.backwards:
+            types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
+            if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
+                return _hindered(match, "a gradient is divided in another way than what it is the gradient of")
+    return _divided(match, [_by_types(part) for part in match.passes], _mesh(match))
+
+
+def _by_types(part: Match) -> Found:
+    original = part.original
+    operands, results = ([_dimensions(a) for a in avals] for avals in (original.in_avals, original.out_avals))
+    return Found(dict(enumerate(operands)), dict(enumerate(results)), exact=True)
+
+
+def _dimensions(aval: Any) -> Divided | None:
+    sharding = compat.explicit_sharding(aval)
+    if sharding is None:
+        return ((),) * len(aval.shape)
+    if sharding.spec.unreduced or sharding.spec.reduced:
+        return None
+    named = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
+    return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in named)
+
+
+def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
+    try:
+        first, *then = (_placed(part, f, mesh) for part, f in zip(match.passes, found, strict=True))
+        return replace(first, then=tuple(then))
+    except Indivisible as reason:
+        return _hindered(match, f"divided among devices as it is, no kernel can compute it: {reason}")
+
+
+def _placed(part: Match, found: Found, mesh: Any) -> Match:
     if not hasattr(part.site, "divided"):
         raise Indivisible(f"{part.op} has no rule for it")
     sizes = dict(mesh.shape)

@@ -93,7 +93,9 @@ def _automatic(aval: Any) -> bool:
     if mesh is None or mesh.empty:
         return False
     pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return any(n > 1 and kind == AxisType.Auto for n, kind in pairs)
+    # Types with explicit axes say how, but not over which processes.
+    kinds = {AxisType.Auto, AxisType.Explicit} if jax.process_count() > 1 else {AxisType.Auto}
+    return any(n > 1 and kind in kinds for n, kind in pairs)
 
 
 def known(args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None) -> Any:

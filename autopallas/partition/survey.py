@@ -25,10 +25,14 @@ Divided: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(slots=True)
 class Found:
-    """How the operands and results of a site are divided; None where that differs or cannot be said."""
+    """How the operands and results of a site are divided; None where that differs or cannot be said.
+
+    ``exact``: what is said of the results holds where they are computed, not only for what becomes of them.
+    """
 
     operands: dict[int, Divided | None] = field(default_factory=dict)
     results: dict[int, Divided | None] = field(default_factory=dict)
+    exact: bool = False
 
 
 def survey(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:

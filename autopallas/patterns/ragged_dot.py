@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -118,8 +117,6 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
 def _check(graph: Graph, node: Node, ragged: int) -> None:
     if node.params["group_offset"] is not None:
         raise Mismatch("a group offset is given, which no kernel knows")
-    if node.params["out_sharding"] is not None and _sharded(node.params["out_sharding"]):
-        raise Mismatch("the result has an explicit sharding")
     for number in (*node.inputs[:2], *node.outputs):
         if graph.dtype(number).name not in _FLOATS:
             raise Mismatch(f"an array is of dtype {graph.dtype(number)}")
@@ -128,12 +125,6 @@ def _check(graph: Graph, node: Node, ragged: int) -> None:
     rows, dtype = graph.shape(node.inputs[0])[ragged], graph.dtype(node.inputs[2])
     if jnp.iinfo(dtype).max < rows:
         raise Mismatch(f"group sizes of dtype {dtype} cannot count {rows} rows")
-
-
-def _sharded(sharding: Any) -> bool:
-    """Whether a sharding divides an axis of the result."""
-    spec = getattr(sharding, "spec", sharding)
-    return any(axis is not None for axis in spec)
 
 
 def _view(labels: Sequence[Label]) -> View:

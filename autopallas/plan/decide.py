@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 import jax
 
+from autopallas import compat
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.implementation import HOME, Device, Operation, Unsupported
 from autopallas.kernels.interpret import interpretation, settled
@@ -208,7 +209,8 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
 def _check_types(match: Match, decision: Decision) -> None:
     """Traces the kernels: they must give what the original and its derivative give."""
     name, sizes = decision.implementation or "", decision.block_sizes
-    operands, cotangents = [list(map(_shape, avals)) for avals in (match.original.in_avals, match.original.out_avals)]
+    original = match.original
+    operands, cotangents = [list(map(compat.shape_of, avals)) for avals in (original.in_avals, original.out_avals)]
     results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
     _same((*results, *residuals), (*cotangents, *match.site.residual_types()))
     if not match.site.has_backward:
@@ -223,10 +225,6 @@ def _same(found: Sequence[Any], types: Sequence[Any]) -> None:
     for given, wanted in zip(found, types, strict=True):
         if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
             raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def judged(

@@ -120,10 +120,6 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "that forward and backward are one program.",
     ),
     (
-        r"explicit sharding",
-        "Leave the result's sharding to the compiler (no out_sharding), or call the operation inside shard_map.",
-    ),
-    (
         r"group sizes of dtype|group offset",
         "Give group sizes as int32 that sum to at most the number of rows, without an offset.",
     ),

@@ -52,7 +52,9 @@ def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision,
         results = compat.jaxpr_as_fun(original)(*operands)
         # The backward of a kept site differentiates the original, which needs no residuals.
         extra = tuple(jnp.zeros(t.shape, t.dtype) for t in site.residual_types())
-    return [*results, *extra] if residuals else list(results)
+    types = [*original.out_avals, *site.residual_types()]
+    outputs = [*results, *extra] if residuals else list(results)
+    return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
 
 
 def _tangent(
@@ -74,7 +76,8 @@ def _backward(
     operands, results, residuals, cotangents = _split(arguments, site, original)
     if runs and site.has_backward:
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
-        return list(kernel(operands, results, residuals, cotangents))
+        gradients = kernel(operands, results, residuals, cotangents)
+        return [compat.divided_like(x, original.in_avals[i]) for x, i in zip(gradients, active, strict=True)]
     _, pull = jax.vjp(_vary(original, active, operands), *(operands[i] for i in active))
     return list(pull(list(cotangents)))
 
@@ -176,11 +179,11 @@ _UNPLACED = (
 
 
 def _results(operands: Sequence[Any], original: Any) -> list[Any]:
-    return [compat.array_type(a.shape, a.dtype, operands) for a in original.out_avals]
+    return [compat.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
 
 
 def _site_types(*operands: Any, site: SiteDescription, original: Any, residuals: bool, **_: Any) -> list[Any]:
-    extra = [compat.array_type(t.shape, t.dtype, operands) for t in site.residual_types()] if residuals else []
+    extra = [compat.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
     return _results(operands, original) + extra
 
 
@@ -189,7 +192,7 @@ def _tangent_types(*arguments: Any, original: Any, **_: Any) -> list[Any]:
 
 
 def _backward_types(*arguments: Any, original: Any, active: tuple[int, ...], **_: Any) -> list[Any]:
-    return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments) for i in active]
+    return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
 
 
 site_p = _primitive("autopallas_site", _site, _site_types)
@@ -224,7 +227,7 @@ def _site_jvp(
 def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: Any, **_: Any) -> list[Any]:
     """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    types = [jax.ShapeDtypeStruct(operands[i].aval.shape, operands[i].aval.dtype) for i in linear]
+    types = [compat.shape_of(operands[i].aval) for i in linear]
     given = [ad.instantiate_zeros(ct) for ct in cotangents[: len(original.out_avals)]]
     pulled = iter(jax.linear_transpose(_vary(original, linear, operands), *types)(given))
     return [next(pulled) if i in linear else None for i in range(len(operands))]
@@ -291,17 +294,30 @@ def _front(x: Any, axis: int | None, size: int, wanted: bool) -> Any:
     return jnp.broadcast_to(x, (size, *x.shape)) if wanted else x
 
 
-def _batched_params(params: dict[str, Any], axes: Sequence[int | None], size: int) -> dict[str, Any]:
-    original = params["original"]
+def _batched_params(
+    params: dict[str, Any], axes: Sequence[int | None], size: int, types: Sequence[Any]
+) -> dict[str, Any]:
+    original, site, decision = params["original"], params["site"].batched(axes, size), params["decision"]
+    divided = next((named for t in types if (named := _first_axes(t))), ())
+    if divided:
+        further = site.divided_further(divided) if isinstance(site, PlacedSite) else None
+        if further is None and decision.verdict == "applied":
+            WARNED.once(_MAPPED + site.operation.name, _MAPPED)
+            decision = replace(decision, verdict="kept", reason=_MAPPED)
+        site = further or site
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)
-    shapes = [
-        jax.ShapeDtypeStruct(a.shape if axis is None else (size, *a.shape), a.dtype)
-        for a, axis in zip(original.in_avals, axes, strict=True)
-    ]
-    return params | {
-        "site": params["site"].batched(axes, size),
-        "original": compat.make_jaxpr(function, *shapes),
-    }
+    shapes = [compat.shape_of(t) for t in types[: len(original.in_avals)]]
+    return params | {"site": site, "decision": decision, "original": compat.make_jaxpr(function, *shapes)}
+
+
+def _first_axes(kind: Any) -> tuple[str, ...]:
+    """The explicit mesh axes over which the first axis of an array is divided."""
+    sharding = compat.explicit_sharding(kind)
+    axes = sharding.spec[0] if sharding is not None and kind.shape else None
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+_MAPPED = "autopallas runs a site as it is written: vmap maps it over an axis that is divided among devices"
 
 
 def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | None], params: dict[str, Any]) -> Any:
@@ -314,7 +330,8 @@ def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | 
     wanted = [i in active or i >= count for i in range(len(arguments))]
     moved = [_front(x, axis, size, w) for x, axis, w in zip(arguments, axes, wanted, strict=True)]
     in_front = [0 if axis is not None or w else None for axis, w in zip(axes, wanted, strict=True)]
-    outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size))
+    types = [jax.typeof(x) for x in moved]
+    outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
     return outputs, [0] * len(outputs)
 
 

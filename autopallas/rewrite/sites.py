@@ -85,7 +85,7 @@ class _Splicer:
         avals = [v.aval for v in operands]
         variables = list(results)
         if residuals:
-            variables += [Var(compat.array_type(t.shape, t.dtype, avals)) for t in match.site.residual_types()]
+            variables += [Var(compat.array_type(t.shape, t.dtype, avals, t)) for t in match.site.residual_types()]
         full = params | {"residuals": residuals}
         return compat.new_jaxpr_eqn(operands, variables, site_p, full, set(), like.source_info, like.ctx), variables
 
@@ -205,7 +205,7 @@ class _Splicer:
         edits, aval = (self._edit(source), self._edit(target)), variable.aval
         match holder.primitive.name:
             case "scan":
-                stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval]))
+                stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
             case "shard_map":
                 if not aval.shape:  # has no axis along which the devices' parts could lie side by side
                     line = compat.reshaped(variable, (1,))
@@ -225,7 +225,7 @@ class _Splicer:
 
 def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: dict[str, Any]) -> list[JaxprEqn]:
     """The equations of the backward of a site for many cotangents, along a leading axis of the last operand."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in given]
+    shapes = [compat.shape_of(v.aval) for v in given]
     axes = (*(None for _ in given[1:]), 0)
     many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
     inner = flatten(compat.make_jaxpr(many, *shapes))

@@ -8,18 +8,19 @@ import sys
 
 import pytest
 
+from partition import typed
 from partition.cases import CASES
 
-FEW = ["attention backward: data and heads", "loss backward: tokens and vocabulary", "train step: gathered tensor"]
+FEW = ["attention backward: data and heads", "loss backward: tokens and vocabulary"]
 
 
 @functools.cache
-def found(devices, chosen=()):
+def found(devices, chosen=(), module="partition.cases"):
     environment = dict(os.environ)
     environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-m", "partition.cases", *chosen],
+        [sys.executable, "-m", module, *chosen],
         env=environment,
         capture_output=True,
         text=True,
@@ -30,7 +31,10 @@ def found(devices, chosen=()):
 
 
 def complaints(name, outcome):
-    sites = CASES[name][3]
+    return wrong_with(CASES[name][3], outcome)
+
+
+def wrong_with(sites, outcome):
     wrong = []
     # Sums over parts are added in another order: a few roundings of float32, through two layers and their backward.
     if not outcome["error"] <= 2e-5:
@@ -52,6 +56,37 @@ def test_on_eight_devices(name):
 
 
 @pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("name", FEW)
-def test_on_fewer_devices(devices, name):
-    assert complaints(name, found(devices, tuple(FEW))[name]) == []
+def test_on_fewer_devices(devices):
+    for name, outcome in found(devices, tuple(FEW)).items():
+        assert complaints(name, outcome) == [], name
+
+
+FEW_TYPED = ["train step", "attention backward: rows", "loss backward: gathered"]
+
+
+def test_divided_by_types():
+    of_case = found(4, module="partition.typed")
+    wrong = {name: wrong_with(sites, of_case[name]) for name, (*_, sites) in typed.CASES.items()}
+    assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
+
+
+def test_types_are_those_of_the_original():
+    given = {name: outcome["types"] for name, outcome in found(4, module="partition.typed").items()}
+    assert {name: (original, own) for name, (original, own) in given.items() if original != own} == {}
+
+
+@pytest.mark.parametrize("name", typed.EDGES)
+def test_transformations_outside_of_what_is_divided_by_types(name):
+    assert wrong_with(1, found(4, module="partition.typed")[name]) == []
+
+
+def test_meshes_with_explicit_axes():
+    of_case = found(4, module="partition.typed")
+    assert wrong_with(1, of_case["mesh in force"]) == []
+    assert wrong_with(0, of_case["several kinds of axes"]) == []
+
+
+def test_divided_by_types_on_two_devices():
+    of_case = found(2, tuple(FEW_TYPED), "partition.typed")
+    wrong = {name: wrong_with(typed.CASES[name][3], outcome) for name, outcome in of_case.items()}
+    assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
