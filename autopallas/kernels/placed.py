@@ -16,7 +16,7 @@ from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import View
 from autopallas.kernels.run import SiteDescription, with_residuals
 
-__all__ = ["PlacedSite"]
+__all__ = ["PlacedSite", "divisible"]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,10 @@ class PlacedSite:
         return views
 
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Without names shard_map takes all axes; but for those that a vmap around, if traced now, takes for itself.
+        names = {"axis_names": divisible(self.mesh)} if AxisType.Manual in self.mesh.axis_types else {}
         mapped: Callable[..., Any] = jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **names
         )
 
         def placed(*arguments: Any) -> Any:
@@ -187,6 +189,12 @@ class PlacedSite:
         division = replace(self.division, axes=(*self.division.axes, (label, axes)))
         fits = label in self.site.parts().labels and self.site.sizes[label] % division.count(label) == 0
         return replace(self, division=division) if fits and named.isdisjoint(axes) else None
+
+
+def divisible(mesh: Any) -> frozenset[str]:
+    """The axes of a mesh that no shard_map around has taken."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind != AxisType.Manual)
 
 
 def _total(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:

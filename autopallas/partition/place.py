@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from autopallas import compat
 from autopallas.graph import Graph
-from autopallas.kernels.placed import PlacedSite
+from autopallas.kernels.placed import PlacedSite, divisible
 from autopallas.partition.assign import Indivisible, assign
 from autopallas.partition.shardings import Shardings, spread
 from autopallas.partition.survey import Divided, Found, survey
@@ -58,7 +58,10 @@ def placed(
     for match in matches:
         if match in concerned:
             own = [next(found) for _ in match.passes]
-            match = _divided(match, own, shardings.mesh)
+            mesh = _mesh(match)
+            # Within a shard_map over some axes the mesh is the one that is left; else the one that has the devices.
+            inside = mesh is not None and AxisType.Manual in mesh.axis_types
+            match = _divided(match, own, mesh if inside else shardings.mesh)
         result.append(match)
     return result
 
@@ -73,10 +76,8 @@ def _unsupported(mesh: Any, outside: Any) -> str:
         return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
     if mesh is None or not _over(mesh):
         return ""
-    if AxisType.Explicit in mesh.axis_types and set(mesh.axis_types) != {AxisType.Explicit}:
-        return "its mesh has axes of several kinds, some of them explicit, over which sites are not divided"
-    if AxisType.Manual in mesh.axis_types:
-        return "a shard_map over some of the mesh's axes is around it, and sites in it are not divided further"
+    if {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types):
+        return "its mesh has explicit and automatic axes, and sites are divided over axes of one kind"
     return ""
 
 
@@ -103,7 +104,7 @@ def _over(mesh: Any) -> frozenset[str]:
 def _is_explicit(match: Match) -> bool:
     """Whether the types of a site's operands say how they are divided."""
     mesh = _mesh(match)
-    return not match.obstacle and mesh is not None and set(mesh.axis_types) == {AxisType.Explicit}
+    return not match.obstacle and mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def _is_concerned(match: Match) -> bool:
@@ -149,7 +150,7 @@ def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
 def _placed(part: Match, found: Found, mesh: Any) -> Match:
     if not hasattr(part.site, "divided"):
         raise Indivisible(f"{part.op} has no rule for it")
-    sizes = dict(mesh.shape)
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis in divisible(mesh)}
     shapes = [a.shape for a in part.original.in_avals]
     division = assign(part.site.parts(), part.site.sizes, shapes, found, sizes)
     return replace(part, site=PlacedSite(part.site, division, mesh))

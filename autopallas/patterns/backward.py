@@ -236,7 +236,7 @@ class Lookup:
                 return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
 
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
-            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+            shapes = [compat.shape_of(a) for a in avals]
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)

@@ -140,6 +140,8 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         ) -> Any:
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
+            # Kernels and extracted equations mix operands and constants, and know of no mesh.
+            context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
             if decision.survey is not None:
                 return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
             decision = decided(decision, device, params)
@@ -149,8 +151,6 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
                 runs = False  # the compiler would gather everything on each device
                 WARNED.once(_UNPLACED + params["site"].operation.name, _UNPLACED)
-            if runs:  # kernels mix operands and constants, and know of no mesh
-                context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
             with device.lowered(), settled():
                 return rule(context, *operands, decision=decision, runs=runs, **params)
 

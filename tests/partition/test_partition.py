@@ -8,24 +8,23 @@ import sys
 
 import pytest
 
-from partition import typed
+from partition import manual, typed
 from partition.cases import CASES
 
 FEW = ["attention backward: data and heads", "loss backward: tokens and vocabulary"]
 
 
 @functools.cache
-def found(devices, chosen=(), module="partition.cases"):
+def finished(devices, chosen, module):
     environment = dict(os.environ)
     environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-m", module, *chosen],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", module, *chosen]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def found(devices, chosen=(), module="partition.cases"):
+    done = finished(devices, chosen, module)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -90,3 +89,23 @@ def test_divided_by_types_on_two_devices():
     of_case = found(2, tuple(FEW_TYPED), "partition.typed")
     wrong = {name: wrong_with(typed.CASES[name][3], outcome) for name, outcome in of_case.items()}
     assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
+
+
+@pytest.mark.parametrize("name", manual.CASES)
+def test_inside_of_maps_over_some_axes(name):
+    assert wrong_with(manual.CASES[name][-1], found(4, module="partition.manual")[name]) == []
+
+
+@pytest.mark.parametrize("use", ["inside", "around", "inside a derivative"])
+def test_pmap(use):
+    outcome = found(4, module="partition.manual")["pmap"][use]
+    assert outcome["error"] <= 2e-5
+    assert outcome["applied"] == 1, outcome["kept"]
+
+
+def test_a_site_in_a_map_over_some_axes_needs_to_know_how_the_rest_is_divided():
+    outcome = found(4, module="partition.manual")["keys divided inside"]
+    assert outcome["kept"] == [
+        "divided among devices as it is, no kernel can compute it: an axis over which it sums or looks is divided over "
+        "the mesh axis 'model'"
+    ]

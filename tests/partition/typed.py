@@ -111,8 +111,6 @@ for _name in ("tokens and vocabulary", "gathered weights and vocabulary"):
     CASES[f"loss backward: {_name}"] = backward_of(spelled_loss, 0, 1), tokens, cases.LOSS[_name], 1
 
 EDGES = {
-    "gradient outside": (lambda f: backward_of(f, 0, 1, 2), attend, qkv, (HEADS,) * 3),
-    "vmap outside": (jax.vmap, lambda q, k, v: attend(q[None], k[None], v[None])[0], qkv, (HEADS,) * 3),
     "gradient and vmap outside": (
         lambda f: backward_of(jax.vmap(f), 0, 1, 2),
         lambda q, k, v: attend(q[None], k[None], v[None])[0],

@@ -1,0 +1,141 @@
+"""Programs with a shard_map over some axes of the mesh, and with the maps of vmap and pmap over devices; run as a
+module, on four devices.
+
+Prints one line of JSON: per case what :mod:`partition.cases` finds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopallas
+from partition import cases, typed
+from partition.cases import attend, backward_of, qkv, spelled_loss, tokens
+
+AUTO = (AxisType.Auto,) * 2
+EXPLICIT = (AxisType.Explicit,) * 2
+BATCHES = (P("data"),) * 3
+
+
+def mesh(kinds=AUTO):
+    return jax.make_mesh(cases.meshes(), ("data", "model"), axis_types=kinds)
+
+
+def part(function, check=True, axis="data", specs=BATCHES, out=BATCHES[0], kinds=AUTO):
+    """Each device along one axis of the mesh has its part of the batch; over the other the compiler divides."""
+
+    def mapped(*args):
+        settings = {"in_specs": specs, "out_specs": out, "axis_names": {axis}, "check_vma": check}
+        return jax.shard_map(function, mesh=mesh(kinds), **settings)(*args)
+
+    return mapped
+
+
+def objective(weights, x, labels):
+    def layer(x, w):
+        q, k, v = (jnp.einsum("btc,cnd->btnd", x, w[name]) for name in "qkv")
+        return x + jnp.einsum("btnd,ndc->btc", attend(q, k, v), w["o"]), None
+
+    last, _ = lax.scan(layer, x, {name: weights[name] for name in "qkvo"})
+    return jnp.mean(spelled_loss(last, weights["w"], labels))
+
+
+def step():
+    """A train step in the way of data parallelism: gradients of each part of the batch, averaged over all."""
+
+    def own(weights, x, labels):
+        weights = jax.tree.map(lambda w: lax.pcast(w, "data", to="varying"), weights)
+        return lax.pmean(jax.value_and_grad(objective)(weights, x, labels), "data")
+
+    return part(own, specs=(P(), P("data"), P("data")), out=P())
+
+
+def constrained(q, k, v):
+    """One example, whose heads are divided as a constraint says."""
+    q, k, v = (cases.constrained(x, NamedSharding(mesh(), P(None, "model"))) for x in (q, k, v))
+    return attend(q[None], k[None], v[None])[0]
+
+
+HEADS = (P("data", None, "model"),) * 3
+LABELLED = {"specs": (P("data"), P(), P("data"))}
+gradients = (0, 1, 2)
+
+CASES = {
+    "attention backward over part of the axes": (
+        backward_of(part(attend), *gradients),
+        backward_of(attend, *gradients),
+        qkv,
+        HEADS,
+        1,
+    ),
+    "attention over the inner axis": (
+        part(attend, False, "model", (P(None, None, "model"),) * 3, P(None, None, "model")),
+        attend,
+        qkv,
+        HEADS,
+        1,
+    ),
+    "loss backward with the vocabulary divided inside": (
+        backward_of(part(spelled_loss, False, **LABELLED), 0, 1),
+        backward_of(spelled_loss, 0, 1),
+        tokens,
+        (P("data"), P("model"), P("data")),
+        1,
+    ),
+    "keys divided inside": (part(attend), attend, qkv, (P("data"), P("data", "model"), P("data", "model")), 0),
+    "train step": (step(), jax.value_and_grad(objective), typed.model, typed.STEP, 2),
+    "explicit axes": (
+        backward_of(part(attend, kinds=EXPLICIT), *gradients),
+        backward_of(attend, *gradients),
+        qkv,
+        HEADS,
+        1,
+    ),
+    "vmap that names an axis": (
+        backward_of(jax.vmap(constrained, spmd_axis_name="data"), *gradients),
+        backward_of(attend, *gradients),
+        qkv,
+        HEADS,
+        1,
+    ),
+}
+"""(function, the same on one device, arguments, how they are divided, how many sites are replaced)."""
+
+
+def pmapped():
+    """Each device has its batches by pmap, of which the optimized function is inside or around."""
+    args = [x.reshape(jax.device_count(), -1, *x.shape[1:]) for x in qkv()]
+    inside = autopallas.optimize(attend, objective="always", strict=True)
+    around = autopallas.optimize(jax.pmap(attend), objective="always", strict=True)
+    uses = {
+        "inside": (jax.pmap(inside), attend, inside),
+        "around": (around, attend, around),
+        "inside a derivative": (jax.pmap(backward_of(inside, *gradients)), backward_of(attend, *gradients), inside),
+    }
+    return {
+        name: {"error": cases.error(function(*args), jax.vmap(plain)(*args))} | cases.verdicts(optimized.report())
+        for name, (function, plain, optimized) in uses.items()
+    }
+
+
+def run(name):
+    function, plain, make, specs, _ = CASES[name]
+    devices = mesh(EXPLICIT if name.startswith("explicit") else AUTO)
+    args = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(devices, spec)), make(), specs)
+    optimized = autopallas.optimize(jax.jit(function), objective="always", strict=True)
+    found = cases.compared(jax.jit(function), optimized, args, cases.expected(plain, make))
+    return found | cases.verdicts(optimized.report())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
+    chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
+    print(json.dumps({name: run(name) for name in chosen} | {"pmap": pmapped()}))
