@@ -20,7 +20,7 @@ from autopallas.errors import AutopallasWarning, OptionError, RequirementError, 
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
-from autopallas.partition import Shardings, objection, placed
+from autopallas.partition import Shardings, hurried, objection, placed
 from autopallas.partition import shardings as partition
 from autopallas.patterns import NearMiss, find
 from autopallas.plan import plan
@@ -191,17 +191,17 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        with first_call.unchecked():
+        with first_call.unchecked(), hurried():
             return self._placed(self._jit.lower, args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        with first_call.unchecked():
+        with first_call.unchecked(), hurried():
             return self._placed(self._jit.trace, args, kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        with first_call.unchecked():
+        with first_call.unchecked(), hurried():
             return self._placed(self._jit.eval_shape, args, kwargs)
 
     def clear_cache(self) -> None:

@@ -2,6 +2,6 @@
 
 from autopallas.partition.place import placed
 from autopallas.partition.shardings import Shardings
-from autopallas.partition.together import objection
+from autopallas.partition.together import hurried, objection
 
-__all__ = ["Shardings", "objection", "placed"]
+__all__ = ["Shardings", "hurried", "objection", "placed"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +15,25 @@ from autopallas import compat
 from autopallas.partition.shardings import Shardings
 from autopallas.tuning.agree import agreement
 
-__all__ = ["objection"]
+__all__ = ["hurried", "objection"]
+
+LOOK_SECONDS = 60.0
+"""How long the other processes are waited for where nothing is to be run yet.  They may not lower it at all."""
+
+_hurried = contextvars.ContextVar("hurried", default=False)
 
 _SET = re.compile(r"\{([^{}:=]*)\}")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+@contextlib.contextmanager
+def hurried() -> Iterator[None]:
+    """A context in which a program is only looked at: lowered, not called.  The others are not waited for as long."""
+    token = _hurried.set(True)
+    try:
+        yield
+    finally:
+        _hurried.reset(token)
 
 
 def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Shardings | None) -> str | None:
@@ -43,7 +60,8 @@ def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Sh
     except Exception as error:
         own = f"fails with {type(error).__name__}"
     types = ", ".join(str(aval) for aval in (*program.in_avals, *program.out_avals))
-    return shared.same(hashlib.sha256(types.encode()).hexdigest(), own, processes)
+    patience = LOOK_SECONDS if _hurried.get() else None
+    return shared.same(hashlib.sha256(types.encode()).hexdigest(), own, processes, patience)
 
 
 def _processes(shardings: Shardings | None) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -26,6 +27,12 @@ _IMPATIENCE_SECONDS = 1.0
 
 PROBE_SECONDS = 240.0
 """How long process 0 waits for what the others found out about a kernel, each of which has to compile it."""
+
+QUIET_SECONDS = 10.0
+"""After so long a user is told what a process is waiting for."""
+
+_MOMENT = 0.2
+"""How long it may take to read what is there."""
 
 _NOTHING = "-"
 _LOCAL = ("kernel_version", "platform", "device_kind", "runtime", "versions", "flags")
@@ -139,9 +146,11 @@ class Agreement:
             try:
                 self._offer(f"{name}/{self._process}", own)
                 try:
+                    # All wait for all: who is first to find out that one does not answer says so to the others.
+                    given = self._all([f"{name}/{process}" for process in processes], patience)
                     if self._process == processes[0]:
-                        self._offer(name, verdict([self._read(f"{name}/{process}", patience) for process in processes]))
-                    self._known[name] = self._read(name, (len(processes) + 1) * patience)
+                        self._offer(name, verdict(given))
+                    self._known[name] = self._read(name, PATIENCE_SECONDS)
                 except Exception as error:
                     if "DEADLINE_EXCEEDED" not in str(error):
                         raise
@@ -150,6 +159,19 @@ class Agreement:
             except Exception as error:
                 WARNED.once("agree", f"autopallas could not agree with other processes: {error}")
         return self._known[name]
+
+    def _all(self, names: Sequence[str], patience: float) -> list[str]:
+        """What is published under some names, within so many seconds; a warning where it takes long."""
+        end = time.monotonic() + patience
+        quiet = min(patience, QUIET_SECONDS)
+        try:
+            return [self._read(name, max(end - patience + quiet - time.monotonic(), _MOMENT)) for name in names]
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or quiet == patience:
+                raise
+        text = "autopallas waits for other processes, which have to trace and lower the same programs as this one: for"
+        WARNED.once("wait", f"{text} {patience:.0f} seconds at most, then the original runs")
+        return [self._read(name, max(end - time.monotonic(), _MOMENT)) for name in names]
 
     def _shared(self, key: TuningKey) -> str:
         """A name that processes on machines of different makes have in common."""

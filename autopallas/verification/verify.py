@@ -69,6 +69,7 @@ def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
 
     Raises:
       VerificationError: an output is in breach.  Its ``verification`` also holds the errors of each site by itself.
+      ValueError: arguments are spread over several processes, none of which has all values.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopallas
@@ -92,6 +93,11 @@ def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         fn, args = bound.__func__, (bound.__self__, *args)
     if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
         raise ValueError("verify needs the values of its arguments; call it outside of jit, grad and vmap")
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves((args, kwargs))):
+        raise ValueError(
+            "verify compares values in one process, and arguments are spread over several: verify the function on "
+            "arrays of one process"
+        )
     arrays, static = split(args, kwargs)
     original, rewritten, names = _programs(fn, arrays, static)
     replaced = len(applied_sites(rewritten))

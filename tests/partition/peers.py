@@ -13,14 +13,19 @@ import warnings
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import autopallas
-from autopallas.partition import place
+from autopallas import compat
+from autopallas.partition import place, together
 from autopallas.tuning import agree
 from partition import cases
 
 CHOSEN = ["attention backward: data and heads", "spelled loss backward: tokens and vocabulary", "train step: tensor"]
+
+
+UNANSWERED = "it is run by several processes together: a process did not answer"
 
 
 def array(x, sharding):
@@ -67,6 +72,23 @@ def absent(last):
     return CHOSEN[:1]
 
 
+def lowered(last):
+    """The last process alone lowers a program, and then all call it; nobody can verify it."""
+    together.LOOK_SECONDS = 1.0
+    name = CHOSEN[0]
+    function, make, specs, _ = cases.CASES[name]
+    mesh = jax.make_mesh(cases.meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    args = jax.tree.map(lambda x, spec: array(x, NamedSharding(mesh, spec)), make(), specs)
+    if last:
+        optimized = autopallas.optimize(jax.jit(function), objective="always")
+        optimized.lower(*args)
+        assert [site.reason for site in optimized.report().sites] == [UNANSWERED]
+    compat.distributed_store()[0].wait_at_barrier("lowered", 60_000)
+    with pytest.raises(ValueError, match="spread over several"):
+        autopallas.verify(function, *args)
+    return CHOSEN[:1]
+
+
 class Plain:
     """A jit function with an empty report."""
 
@@ -80,7 +102,7 @@ class Plain:
         return autopallas.Report()
 
 
-SCENARIOS = {"alike": alike, "failing": failing, "absent": absent}
+SCENARIOS = {"alike": alike, "failing": failing, "absent": absent, "lowered": lowered}
 
 
 def main(address: str, processes: int, number: int, scenario: str) -> None:

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from partition.peers import UNANSWERED
+
 
 def free_address():
     with socket.socket() as probe:
@@ -74,4 +76,11 @@ def test_a_process_that_does_not_answer_is_not_waited_for_forever():
     found = outcomes(2, 1, "absent")
     assert_same_programs_and_results(found)
     ((_, verdict, reason),) = found[0]["attention backward: data and heads"]["verdicts"]
-    assert (verdict, reason) == ("kept", "it is run by several processes together: a process did not answer")
+    assert (verdict, reason) == ("kept", UNANSWERED)
+
+
+def test_a_program_that_one_process_lowers_alone_is_not_waited_for_as_long():
+    found = outcomes(2, 1, "lowered")
+    assert_same_programs_and_results(found)
+    sites = [site for of_process in found for site in of_process["attention backward: data and heads"]["verdicts"]]
+    assert [(verdict, reason) for _, verdict, reason in sites] == [("kept", UNANSWERED)] * 2

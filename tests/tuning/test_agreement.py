@@ -15,8 +15,9 @@ import pytest
 from entries import key, tuned
 
 from autopallas.errors import AutopallasWarning
+from autopallas.tuning import agree
 from autopallas.tuning.agree import Agreement
-from autopallas.tuning.cache import Cache
+from autopallas.tuning.cache import WARNED, Cache
 from autopallas.tuning.entry import Entry
 
 
@@ -215,3 +216,15 @@ def test_where_a_process_does_not_answer_no_kernel_is_used(absent, tmp_path):
     assert others[0] == others[1]
     assert others[0] is not None
     assert others[0][0] == "probe"
+
+
+@pytest.mark.parametrize("asking", range(3))
+def test_who_waits_for_the_others_says_so_and_does_not_wait_longer_than_asked(asking, tmp_path, monkeypatch):
+    monkeypatch.setattr(agree, "QUIET_SECONDS", 0.0)
+    agreement, waited = processes(tmp_path, [], [], [])[asking], []
+    read = agreement._read
+    monkeypatch.setattr(agreement, "_read", lambda name, seconds: waited.append(seconds) or read(name, seconds))
+    WARNED.forget()
+    with pytest.warns(AutopallasWarning, match="waits for other processes"):
+        assert agreement.same("program", "own", range(3), 0.4) == "a process did not answer"
+    assert max(waited[:-1]) <= 0.4  # the last is for the verdict, which is there
