@@ -118,6 +118,7 @@ __all__ = [
     "tensor_cores",
     "trace_context",
     "versions",
+    "whole_type",
     "without_dead_code",
     "zeros",
 ]
@@ -461,6 +462,13 @@ def invariant_type(aval: Any) -> Any:
     """The type of an array, said to be the same along every manual mesh axis."""
     kind = getattr(aval, "manual_axis_type", None)
     return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
+
+
+def whole_type(aval: Any) -> Any:
+    """The same, and without explicit mesh axes, of which there is then but one device."""
+    if explicit_sharding(aval) is not None:
+        return jax.core.ShapedArray(aval.shape, aval.dtype)
+    return invariant_type(aval)
 
 
 def lowering_device(context: Any) -> Any | None:

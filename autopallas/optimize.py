@@ -245,7 +245,7 @@ class Optimized(Generic[P, R]):
             raise
         if partition.wanted_for(program, self._settings):
             raise partition.Wanted
-        shardings = partition.known(args, kwargs, arrays, shapes, self._settings)
+        shardings = partition.known(program, args, kwargs, arrays, shapes, self._settings)
         rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
         self._publish(report)
         if (report.sites or report.failures) and not self._dry:

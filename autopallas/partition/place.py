@@ -59,9 +59,10 @@ def placed(
         if match in concerned:
             own = [next(found) for _ in match.passes]
             mesh = _mesh(match)
-            # Within a shard_map over some axes the mesh is the one that is left; else the one that has the devices.
+            # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where
+            # the arguments name it.
             inside = mesh is not None and AxisType.Manual in mesh.axis_types
-            match = _divided(match, own, mesh if inside else shardings.mesh)
+            match = _divided(match, own, mesh if inside or shardings.mesh is None else shardings.mesh)
         result.append(match)
     return result
 
@@ -113,6 +114,11 @@ def _is_concerned(match: Match) -> bool:
 
 def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
     """A match whose operands' types say how they are divided, placed; with an obstacle where that is not possible."""
+    mesh = _mesh(match)
+    found = [_by_types(part) for part in match.passes]
+    if not _over(mesh):  # nothing is divided, and the kernel need not know of the mesh; as it is, it could do without
+        alone = _divided(match, found, mesh)
+        return match if alone.obstacle else alone
     if shardings is None and jax.process_count() > 1:
         return _hindered(match, _UNKNOWN)
     for part in match.passes:
@@ -120,7 +126,7 @@ def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
             types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
             if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
                 return _hindered(match, "a gradient is divided in another way than what it is the gradient of")
-    return _divided(match, [_by_types(part) for part in match.passes], _mesh(match))
+    return _divided(match, found, mesh)
 
 
 def _by_types(part: Match) -> Found:

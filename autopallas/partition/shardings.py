@@ -83,7 +83,7 @@ def spread(program: Any) -> bool:
     jaxpr, _ = compat.opened(program)
     atoms = [*jaxpr.invars, *jaxpr.constvars]
     atoms += [v for e in jaxpr.eqns for v in e.outvars if not compat.bodies(e)]
-    if any(_automatic(v.aval) for v in atoms):
+    if any(_automatic(v.aval) for v in atoms) or any(_constrained_over(e) is not None for e in jaxpr.eqns):
         return True
     return any(spread(body) for e in jaxpr.eqns for _, _, body in compat.bodies(e))
 
@@ -98,10 +98,32 @@ def _automatic(aval: Any) -> bool:
     return any(n > 1 and kind in kinds for n, kind in pairs)
 
 
-def known(args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None) -> Any:
+def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
+    """The mesh of several devices that a constraint names, if an equation is one."""
+    sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return None
+    return sharding.mesh if sharding.mesh.size > 1 else None
+
+
+def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
+    """The first mesh that a constraint in a program names."""
+    jaxpr, _ = compat.opened(program)
+    for equation in jaxpr.eqns:
+        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in compat.bodies(equation))]
+        found = next((mesh for mesh in meshes if mesh is not None), None)
+        if found is not None:
+            return found
+    return None
+
+
+def known(
+    program: Any, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
+) -> Any:
     """The shardings of the program that is being traced, or None where they are not known.
 
     Args:
+      program: as a closed jaxpr.
       args, kwargs: of the traced function.
       arrays: those of their leaves that are the program's arguments.
       results: the structure of its results.
@@ -128,7 +150,7 @@ def known(args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings:
     meshes = {s.mesh for s in named}
     if len(meshes) > 1:
         return None
-    return Shardings(arguments, tuple(outside), meshes.pop() if meshes else mesh)
+    return Shardings(arguments, tuple(outside), meshes.pop() if meshes else mesh or _named_mesh(program))
 
 
 def _prefixed(prefix: Any, full: Any) -> list[Any]:

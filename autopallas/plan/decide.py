@@ -12,6 +12,7 @@ from autopallas import compat
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.implementation import HOME, Device, Operation, Unsupported
 from autopallas.kernels.interpret import interpretation, settled
+from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.options import Options
 from autopallas.own.site import OwnSite
@@ -209,8 +210,8 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
 def _check_types(match: Match, decision: Decision) -> None:
     """Traces the kernels: they must give what the original and its derivative give."""
     name, sizes = decision.implementation or "", decision.block_sizes
-    original = match.original
-    operands, cotangents = [list(map(compat.shape_of, avals)) for avals in (original.in_avals, original.out_avals)]
+    original, of = match.original, compat.shape_of if isinstance(match.site, PlacedSite) else _shape
+    operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
     results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
     _same((*results, *residuals), (*cotangents, *match.site.residual_types()))
     if not match.site.has_backward:
@@ -225,6 +226,10 @@ def _same(found: Sequence[Any], types: Sequence[Any]) -> None:
     for given, wanted in zip(found, types, strict=True):
         if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
             raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def judged(

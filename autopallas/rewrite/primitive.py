@@ -141,7 +141,8 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and know of no mesh.
-            context = context.replace(avals_in=[compat.invariant_type(a) for a in context.avals_in])
+            plain = compat.invariant_type if isinstance(params["site"], PlacedSite) else compat.whole_type
+            context = context.replace(avals_in=[plain(a) for a in context.avals_in])
             if decision.survey is not None:
                 return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
             decision = decided(decision, device, params)

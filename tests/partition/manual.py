@@ -126,6 +126,12 @@ def pmapped():
     }
 
 
+def constraints_alone():
+    """No argument is on a mesh."""
+    optimized = autopallas.optimize(jax.jit(jax.vmap(constrained)), objective="always", strict=True)
+    return {"error": cases.error(optimized(*qkv()), attend(*qkv()))} | cases.verdicts(optimized.report())
+
+
 def run(name):
     function, plain, make, specs, _ = CASES[name]
     devices = mesh(EXPLICIT if name.startswith("explicit") else AUTO)
@@ -138,4 +144,5 @@ def run(name):
 if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
     chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
-    print(json.dumps({name: run(name) for name in chosen} | {"pmap": pmapped()}))
+    others = {"pmap": pmapped(), "constraints alone": constraints_alone()}
+    print(json.dumps({name: run(name) for name in chosen} | others))

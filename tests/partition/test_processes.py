@@ -59,6 +59,7 @@ def test_sites_are_divided_over_processes(processes, devices):
     assert_same_programs_and_results(found)
     for of_process in found:
         assert verdicts(of_process["attention backward: data and heads"]) == {("attention", "applied")}
+        assert verdicts(of_process["explicit axes"]) == {("attention", "applied")}
         assert verdicts(of_process["spelled loss backward: tokens and vocabulary"]) == {("cross_entropy", "applied")}
         assert verdicts(of_process["train step: tensor"]) == {("attention", "applied"), ("cross_entropy", "applied")}
 
