@@ -176,7 +176,7 @@ class _Proof:
         count, mask = self._moved(numbered, running.count), self._moved(numbered, running.mask)
         if space.same(part, self.values.core(mask)):
             return part
-        placed = Running(count, mask, self.values.core(mask), running.axis, running.along)
+        placed = Running(count, mask, self.values.core(mask), running.along)
         return part if first_ones(self.values, placed, part, self.labels) else None
 
     # ------------------------------------------------------------------ evaluating the dispatch

@@ -56,7 +56,6 @@ class Running:
     Attributes:
       count, mask: under the same labels.
       kept: a mask that is 1 only where ``mask`` is; perhaps the same.
-      axis: along which the mask is counted.
       pinned: labels of the mask over which the slot's number was summed: the expert that a token chooses.
       along: labels along which it is counted.
     """
@@ -64,7 +63,6 @@ class Running:
     count: Ref
     mask: Ref
     kept: Ref
-    axis: int
     along: tuple[Atom, ...]
     pinned: tuple[Atom, ...] = ()
 
@@ -109,7 +107,7 @@ def running_counts(values: Values, index: Ref, labels: frozenset[Atom], tokens: 
             if same and values.binary(found) and _rest(values, own, found) is not None:
                 masks.setdefault(values.key(values.core(found)), values.core(found))
         for kept in masks.values():
-            yield Running(count, mask, kept, axis, along, pinned[0] if pinned else ())
+            yield Running(count, mask, kept, along, pinned[0] if pinned else ())
 
 
 class Reader:

@@ -32,6 +32,15 @@ class Target:
     def of_product(kind: str, dtype: Any) -> Target:
         return Target("side" if kind == "column_sum" else kind, dtype)
 
+    @staticmethod
+    def of_gradients(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, Target]:
+        """The gradients that are wanted of (x, w, *sides) and exist, by the position of the operand."""
+        targets = {0: Target("rows", spec.row_dtype), 1: Target("columns", spec.weight_dtype)}
+        for position, side in enumerate(spec.sides, 2):
+            if side.differentiable:
+                targets[position] = Target("side", side.dtype, side.varies)
+        return {position: target for position, target in targets.items() if wanted[position]}
+
     def shape(self, spec: CrossEntropySpec, rows: int, columns: int) -> tuple[int, ...]:
         """Of the result for so many rows and columns."""
         if self.kind == "rows":

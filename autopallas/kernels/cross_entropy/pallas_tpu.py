@@ -110,14 +110,7 @@ def backward(
     wanted: Sequence[bool],
 ) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
     """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
-    targets: dict[int, Target] = {}  # by the position of the operand
-    if wanted[0]:
-        targets[0] = Target("rows", spec.row_dtype)
-    if wanted[1]:
-        targets[1] = Target("columns", spec.weight_dtype)
-    for n, side in enumerate(spec.sides):
-        if side.differentiable and wanted[2 + n]:
-            targets[2 + n] = Target("side", side.dtype, side.varies)
+    targets = Target.of_gradients(spec, wanted)
     if not targets:
         return None, None, (None,) * len(spec.sides)
     given = (x, w, tuple(sides))

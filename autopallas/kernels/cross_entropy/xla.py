@@ -93,13 +93,8 @@ def backward(
       The gradients of x, w and the side inputs, each in its operand's shape and dtype; None where it is not wanted, or
       the operand is of integers or booleans.
     """
-    targets: list[Target] = []
-    if wanted[0]:
-        targets.append(Target("rows", spec.row_dtype))
-    if wanted[1]:
-        targets.append(Target("columns", spec.weight_dtype))
-    floating = [n for n, s in enumerate(spec.sides) if s.differentiable and wanted[2 + n]]
-    targets += [Target("side", spec.sides[n].dtype, spec.sides[n].varies) for n in floating]
+    targets = Target.of_gradients(spec, wanted)
+    floating = [position - 2 for position in targets if position >= 2]
     if not targets:
         return None, None, (None,) * len(spec.sides)
     with jax.named_scope("autopallas_cross_entropy_xla_backward"):
@@ -110,12 +105,11 @@ def backward(
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
             dscore, dsides = pull.tile(tile, rows, floating)
-            return (dscore,) * (wanted[0] + wanted[1]) + dsides
+            return (dscore,) * (len(targets) - len(floating)) + dsides
 
-        found = iter(contracted(spec, block_sizes, operands, tuple(targets), make))
-    dx = next(found) if wanted[0] else None
-    dw = next(found) if wanted[1] else None
-    return dx, dw, tuple(next(found) if n in floating else None for n in range(len(spec.sides)))
+        results = contracted(spec, block_sizes, operands, tuple(targets.values()), make)
+    found = dict(zip(targets, results, strict=True))
+    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
 
 
 def _statistics_and_products(
