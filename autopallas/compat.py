@@ -159,6 +159,8 @@ def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
 def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
     """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
     found: list[tuple[str, int | None, Any]] = []
+    if equation.primitive in _LEAVES:
+        return found
     for name, value in equation.params.items():
         kind = type(value)
         if kind in _PLAIN:
@@ -175,6 +177,13 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
 _JAXPRS = (Jaxpr, ClosedJaxpr)
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types of most parameters, none of which is a jaxpr."""
+_LEAVES = frozenset(
+    getattr(jax.lax, f"{name}_p")
+    for name in """add sub mul div neg max min exp log sqrt rsqrt tanh erf logistic integer_pow pow select_n eq ge gt le
+    lt ne and or not dot_general reduce_sum reduce_max convert_element_type broadcast_in_dim reshape transpose squeeze
+    slice concatenate iota""".split()
+)
+"""The primitives of most equations, none of which has a jaxpr for a parameter."""
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:

@@ -165,7 +165,7 @@ def check(program: Any) -> None:
     jaxpr, _ = compat.opened(program)
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
-        if any(atom not in known for atom in equation.invars if not isinstance(atom, Literal)):
+        if not known.issuperset([atom for atom in equation.invars if not isinstance(atom, Literal)]):
             raise ValueError(f"an operand of {equation.primitive.name} is not defined in the rewritten program")
         known.update(equation.outvars)
         for _, _, inner in compat.bodies(equation):
@@ -204,12 +204,12 @@ def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
 
 def _flat_survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
     """The same for a program whose equations hold no bodies."""
-    body, numbers = graph.root, graph.numbers[graph.root]
+    numbers = graph.numbers[graph.root]
     alive: set[int] = set()
-    read = {atom for atom in body.outvars if isinstance(atom, Var)}
-    for equation in reversed(body.equations):
-        own = [v for v in equation.outvars if v in numbers and numbers[v] not in given]
-        if compat.has_side_effects(equation) or not read.isdisjoint(own):
-            alive.update(numbers[v] for v in own)
-            read.update(atom for atom in equation.invars if isinstance(atom, Var))
+    read = {numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)}
+    for node in reversed(graph.nodes):
+        own = [n for n in node.outputs if n not in given]
+        if not read.isdisjoint(own) or (node.equation.effects and compat.has_side_effects(node.equation)):
+            alive.update(own)
+            read.update(node.inputs)
     return frozenset(alive)

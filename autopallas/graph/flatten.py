@@ -6,6 +6,7 @@ program that runs: the program itself, a loop's, branch's or checkpoint's body, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ _OF_SCALARS = frozenset(
     {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "reduce", "reduce_window"}
 )
 """Equations whose body says how two numbers become one: a parameter like any other."""
+_CLOSED = _KERNELS | _OF_SCALARS
 
 
 @dataclass(slots=True)
@@ -98,12 +100,8 @@ def _inline(
     ``bound`` gives the values of the inputs of an inlined call, whose variables are renamed: it may be called twice.
     """
     known: dict[Var, Var | Literal] = dict(bound)
-
-    def read(atom: Var | Literal) -> Var | Literal:
-        return atom if isinstance(atom, Literal) else known.get(atom, atom)
-
     for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
+        inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in equation.invars]
         called = _called(equation)
         if called is not None:
             inner, consts = compat.opened(called)
@@ -118,10 +116,10 @@ def _inline(
             outputs = [Var(v.aval) for v in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
             equation = compat.inlined_equation(equation, inputs, outputs, calls)
-        elif any(a is not b for a, b in zip(inputs, equation.invars, strict=True)):
+        elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if equation.primitive.name not in _KERNELS | _OF_SCALARS and not is_elementwise_call(equation):
+        if equation.primitive.name not in _CLOSED and not is_elementwise_call(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))
@@ -129,7 +127,7 @@ def _inline(
             ]
             if children:
                 body.children[len(body.equations) - 1] = children
-    return [read(atom) for atom in jaxpr.outvars]
+    return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in jaxpr.outvars]
 
 
 def _called(equation: JaxprEqn) -> Any | None:

@@ -45,7 +45,7 @@ def spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable
 
 
 def literal_key(literal: Literal) -> Hashable:
-    return "literal", str(literal.aval.dtype), np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
+    return "literal", literal.aval.dtype, np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
 
 
 def hashable(value: Any) -> Hashable:

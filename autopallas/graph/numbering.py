@@ -76,6 +76,7 @@ class Graph:
         the variable); inputs have position -1.
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
+      notes: by name, what a pattern found out about each of the values, once asked for.
     """
 
     def __init__(self, root: Body):
@@ -99,6 +100,7 @@ class Graph:
         self._loops = Loops(self._read, self._held)
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
+        self.notes: dict[str, Sequence[Hashable]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():
@@ -158,23 +160,18 @@ class Graph:
         numbers = self.numbers[body] = {}
         positions = self.positions[body] = {}
 
-        def define(variable: Var, number: int, position: int) -> None:
+        constants = [self._constant(v, value) for v, value in zip(body.constvars, body.consts, strict=True)]
+        for variable, number in zip((*body.constvars, *body.invars), (*constants, *inputs), strict=True):
             numbers[variable] = number
-            positions.setdefault(number, (position, variable))
-
-        def read(atom: Var | Literal) -> int:
-            return self._literal(atom) if isinstance(atom, Literal) else numbers[atom]
-
-        for variable, value in zip(body.constvars, body.consts, strict=True):
-            define(variable, self._constant(variable, value), -1)
-        for variable, number in zip(body.invars, inputs, strict=True):
-            define(variable, number, -1)
+            positions.setdefault(number, (-1, variable))
         for position, equation in enumerate(body.equations):
-            operands = [read(atom) for atom in equation.invars]
+            operands = [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in equation.invars]
             results = self._equation(body, equation, operands, body.children.get(position, []), frame)
             for variable, number in zip(equation.outvars, results, strict=True):
-                define(variable, number, position)
-        return [read(atom) for atom in body.outvars]
+                numbers[variable] = number
+                if number not in positions:
+                    positions[number] = position, variable
+        return [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in body.outvars]
 
     def _equation(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
@@ -294,7 +291,7 @@ class Graph:
     ) -> None:
         node = Node(equation, inputs, outputs, body)
         self.nodes.append(node)
-        for number in {n for i, n in enumerate(inputs) if i not in shared}:
+        for number in {n for i, n in enumerate(inputs) if i not in shared} if shared else set(inputs):
             self.users[number].append(node)
         for number in outputs:
             self.definitions.setdefault(number, node)

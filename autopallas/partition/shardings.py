@@ -80,17 +80,36 @@ class _Holder:
 
 def spread(program: Any) -> bool:
     """Whether the types or constraints in a program name a mesh of several devices that the compiler divides for."""
-    jaxpr, _ = compat.opened(program)
-    atoms = [*jaxpr.invars, *jaxpr.constvars]
-    atoms += [v for e in jaxpr.eqns for v in e.outvars if not compat.bodies(e)]
-    if any(_automatic(v.aval) for v in atoms) or any(_constrained_over(e) is not None for e in jaxpr.eqns):
-        return True
-    return any(spread(body) for e in jaxpr.eqns for _, _, body in compat.bodies(e))
+    divided: dict[int, bool] = {}  # per mesh: a program has few, and many values
+    todo, seen = [program], set()
+    while todo:
+        jaxpr, _ = compat.opened(todo.pop())
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        values = [*jaxpr.invars, *jaxpr.constvars]
+        for equation in jaxpr.eqns:
+            bodies = compat.bodies(equation)
+            if bodies:
+                todo += [body for _, _, body in bodies]
+            else:
+                values += equation.outvars
+            if equation.primitive.name == "sharding_constraint" and _constrained_over(equation) is not None:
+                return True
+        for value in values:
+            mesh = getattr(getattr(value.aval, "sharding", None), "mesh", None)
+            if mesh is None:
+                continue
+            if id(mesh) not in divided:
+                divided[id(mesh)] = _is_divided_for(mesh)
+            if divided[id(mesh)]:
+                return True
+    return False
 
 
-def _automatic(aval: Any) -> bool:
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    if mesh is None or mesh.empty:
+def _is_divided_for(mesh: Any) -> bool:
+    """Whether the compiler divides values whose types name a mesh."""
+    if mesh.empty:
         return False
     pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     # Types with explicit axes say how, but not over which processes.

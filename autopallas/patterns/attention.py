@@ -8,18 +8,19 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
-from autopallas.patterns.attention_draft import AttentionDraft, Escape
+from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
@@ -47,28 +48,28 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             misses[score] = NearMiss("attention", location, reason, score)
             (sums.add if node.name == "reduce_sum" else sums.discard)(score)
 
+    proofs = _Proofs(graph, reach, assume_finite)
     for node in graph.nodes:
         if node.name not in ("dot_general", "reduce_sum"):
             continue
         for side in (0, 1):
             if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
                 continue
-            attempt = _Attempt(graph, reach, alive, assume_finite, matches.keys() | drafts.keys())
-            score = None
-            try:
-                draft = attempt.draft(node, side)
-                score = attempt.scope.score
-                if draft is not None and score is not None:
-                    matches[score] = draft.match()
-            except Escape as escape:
-                assert draft is not None
-                assert score is not None
-                drafts.setdefault(score, draft)
-                missed(score, node, draft.location, escape.reason)
-            except Mismatch as mismatch:
-                score = attempt.scope.score
-                if score is not None and not _in_backward(node):
-                    missed(score, node, compat.location(node.equation), mismatch.reason)
+            settled = matches.keys() | drafts.keys()
+            outcome = proofs.at(node, side, settled)
+            proved, reason = outcome.proved, outcome.reason
+            if proved is not None:
+                try:
+                    matches[proved.score] = match_of(graph, proved, node, alive)
+                except Escape as escape:
+                    draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
+                    assert draft is not None
+                    drafts.setdefault(proved.score, draft)
+                    missed(proved.score, node, compat.location(node.equation), escape.reason)
+                except Mismatch as mismatch:
+                    reason = mismatch.reason
+            if reason is not None and outcome.score is not None and not _in_backward(node):
+                missed(outcome.score, node, compat.location(node.equation), reason)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
@@ -159,6 +160,58 @@ def _sums_product(graph: Graph, node: Node) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """Of a try to read a contraction as the second one of an attention: a proof, or the reason why there is none.
+
+    Attributes:
+      score: the number of what looks like scores, if anything does.
+      draft: the proof itself, where it was not done at another place.
+    """
+
+    score: int | None
+    proved: Proved | None = None
+    reason: str | None = None
+    draft: AttentionDraft | None = None
+
+    def at(self, image: Mapping[int, int]) -> _Outcome:
+        """The same, said of corresponding values."""
+        score = None if self.score is None else image[self.score]
+        return _Outcome(score, None if self.proved is None else self.proved.at(image), self.reason)
+
+
+class _Proofs:
+    """Tries contractions, and remembers the outcomes for others of the same form."""
+
+    def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], assume_finite: bool):
+        self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
+        self._known: Forms[tuple[_Outcome, bool]] = Forms(graph, reach)
+
+    def at(self, node: Node, side: int, settled: Set[int]) -> _Outcome:
+        for (outcome, was_settled), image in self._known.like(node, side):
+            here = outcome.at(image)
+            if (here.score in settled) == was_settled:
+                return here
+
+        def proof(graph: Graph) -> tuple[_Outcome, bool]:
+            outcome = self.anew(graph, node, side, settled)
+            return outcome, outcome.score in settled
+
+        outcome, _ = self._known.prove(node, side, proof)
+        if outcome.draft is not None:
+            outcome.draft.scope.go_on(self.graph)
+        return outcome
+
+    def anew(self, graph: Graph, node: Node, side: int, settled: Set[int]) -> _Outcome:
+        """The outcome of a try that looks at no other place."""
+        attempt = _Attempt(graph, self.reach, self.assume_finite, settled)
+        try:
+            draft = attempt.draft(node, side)
+        except Mismatch as mismatch:
+            return _Outcome(attempt.scope.score, reason=mismatch.reason)
+        return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
+
+
 class _Attempt:
     """One try to read a contraction as the second one of an attention."""
 
@@ -166,11 +219,10 @@ class _Attempt:
         self,
         graph: Graph,
         reach: list[tuple[bool, bool]],
-        alive: frozenset[int],
         assume_finite: bool,
         settled: Set[int],
     ):
-        self.graph, self.reach, self.alive, self.assume_finite = graph, reach, alive, assume_finite
+        self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
         self.settled = settled
         """Scores of which the outcome is known already: what else is computed from them is their backward."""
         self.scope = Scope(graph)
@@ -293,7 +345,6 @@ class _Attempt:
             normaliser=normaliser,
             rest=rest,
             row=row,
-            alive=self.alive,
             assume_finite=self.assume_finite,
         )
         draft.settle()

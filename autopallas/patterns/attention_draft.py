@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,73 +14,104 @@ from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
+from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, at_hand, leanest
+from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 
-__all__ = ["AttentionDraft", "Escape"]
+__all__ = ["AttentionDraft", "Escape", "Proved", "match_of"]
 
 
 class Escape(Mismatch):
     """An intermediate value of a proved site is used outside it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Proved:
+    """What a proof says of an attention, whatever surrounds it.
+
+    Attributes:
+      site: its description, but for the types of its operands.
+      operands: numbers of the values that the site reads.
+      root: the number of its result.
+      score: the number of its scores.
+      keys: how many there are.
+    """
+
+    site: AttentionSite
+    operands: tuple[int, ...]
+    root: int
+    score: int
+    keys: int
+
+    def at(self, image: Mapping[int, int]) -> Proved:
+        """The same, said of corresponding values."""
+        operands = tuple(image[number] for number in self.operands)
+        return replace(self, operands=operands, root=image[self.root], score=image[self.score])
+
+
+def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Match:
+    """The site in its forward direction; ``second`` is the contraction of probabilities and values.
+
+    Raises:
+      Escape: an intermediate value is used elsewhere.
+    """
+    root, body = proved.root, graph.definitions[proved.root].body
+    if root not in alive:
+        raise Escape("only its derivative is used")
+    nodes, free = nodes_between(graph, proved.operands, [root])
+    _refuse_escapes(graph, proved, nodes, alive)
+    known = graph.positions[body]
+    if not all(number in known for number in free):  # what cancels in the proof, but not in the original equations
+        raise Mismatch("an operand is computed in an enclosing body and not passed in")
+    operands = (*proved.operands, *free)
+    if any(known[number][0] >= known[root][0] for number in operands):
+        raise Mismatch("an operand is at hand only after the place where the result is computed")
+    if any(n.equation.effects for n in nodes):
+        raise Mismatch("the equations have side effects")
+    return Match(
+        op="attention",
+        site=replace(proved.site, types=tuple(graph.dtype(number) for number in operands)),
+        direction="forward",
+        operands=operands,
+        results=(root,),
+        equations=tuple(nodes),
+        original=jaxpr_of(graph, nodes, operands, [root]),
+        body=body,
+        location=compat.location(second.equation),
+    )
+
+
+def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: Set[int]) -> None:
+    """Refuses a site of which an intermediate value is used elsewhere."""
+    inside = {id(n) for n in nodes}
+    rows = math.prod(graph.shape(proved.score)) // proved.keys
+    scope = Scope(graph)
+    scope.score = proved.score
+    for n in nodes:
+        for number in n.outputs:
+            if number == proved.root or number not in alive or not scope.depends(number):
+                continue
+            what = "row statistics" if math.prod(graph.shape(number)) <= rows else "scores or probabilities"
+            if number in graph.returned:
+                raise Escape(f"the {what} are also returned")
+            users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
+            other = next((u for u in users if id(u) not in inside), None)
+            if other is not None:
+                where = compat.location(other.equation)
+                raise Escape(f"the {what} are also used by {other.name} at {where}")
+
+
 class AttentionDraft(ProvedAttention):
     """A proved attention whose surroundings are yet to be looked at."""
 
-    def match(self) -> Match:
-        """The site in its forward direction.
-
-        Raises:
-          Escape: an intermediate value is used elsewhere.
-        """
+    @property
+    def proved(self) -> Proved:
         site, carrier = self.assembled
-        graph = self.graph
-        if self.root not in self.alive:
-            raise Escape("only its derivative is used")
-        nodes, free = nodes_between(graph, carrier.operands, [self.root])
-        self._escapes(nodes)
-        for number in free:  # what cancels in the proof, but not in the original equations
-            carrier.further(number)
-        known = graph.positions[self.body]
-        if any(known[number][0] >= known[self.root][0] for number in carrier.operands):
-            raise Mismatch("an operand is at hand only after the place where the result is computed")
-        if any(n.equation.effects for n in nodes):
-            raise Mismatch("the equations have side effects")
-        operands = tuple(carrier.operands)
-        return Match(
-            op="attention",
-            site=replace(site, types=tuple(graph.dtype(number) for number in operands)),
-            direction="forward",
-            operands=operands,
-            results=(self.root,),
-            equations=tuple(nodes),
-            original=jaxpr_of(graph, nodes, operands, [self.root]),
-            body=self.body,
-            location=self.location,
-        )
-
-    def _escapes(self, nodes: Sequence[Node]) -> None:
-        """Refuses a site of which an intermediate value is used elsewhere."""
-        graph, scope, alive = self.graph, self.scope, self.alive
-        inside = {id(n) for n in nodes}
-        rows = math.prod(graph.shape(self.score.value)) // self.space.extent(self.key_axis)
-        for n in nodes:
-            for number in n.outputs:
-                if number == self.root or not scope.depends(number):
-                    continue
-                size = math.prod(graph.shape(number))
-                what = "row statistics" if size <= rows else "scores or probabilities"
-                if number not in alive:
-                    continue
-                if number in graph.returned:
-                    raise Escape(f"the {what} are also returned")
-                users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
-                other = next((u for u in users if id(u) not in inside), None)
-                if other is not None:
-                    where = compat.location(other.equation)
-                    raise Escape(f"the {what} are also used by {other.name} at {where}")
+        keys = self.space.extent(self.key_axis)
+        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys)
 
     # ------------------------------------------------------------------ the backward
 

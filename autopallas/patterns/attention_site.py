@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -55,8 +55,6 @@ class ProvedAttention:
     """The terms beside the normaliser, none of which depends on the scores."""
     row: RowFactor | None
     """What the result is multiplied by, if by a function of the scores of the row."""
-    alive: Set[int]
-    """The values that the program computes for a reader."""
     assume_finite: bool
 
     @property

@@ -16,13 +16,15 @@ from typing import Any
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node
+from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
+from autopallas.patterns.experts_choice import from_choices
 from autopallas.patterns.experts_loops import added_on_the_way, loop_at
-from autopallas.patterns.experts_reading import read
+from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, site_of
 from autopallas.patterns.experts_slots import DISPATCHED
@@ -43,12 +45,13 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
+    others: Forms[Reading | None] = Forms(graph, from_choices(graph))
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         if node.outputs[0] in covered:
             continue
         root, location = node.outputs[0], compat.location(node.equation)
         try:
-            found = _found(graph, root)
+            found = _found(graph, node, others)
             if found is None:
                 continue
             covered.update(added_on_the_way(graph, root))
@@ -77,14 +80,17 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
-def _found(graph: Graph, root: int) -> tuple[set[int], set[int], bool, str] | None:
+def _found(graph: Graph, node: Node, others: Forms[Reading | None]) -> tuple[set[int], set[int], bool, str] | None:
     """(seeds, products, whether there is a loop, what the program does) of a sum over experts; None of another sum."""
+    root = node.outputs[0]
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
         if choices or loop.compares:
             return loop.visited | choices, loop.products, True, DENSE
-    reading = None if graph.name(root) == "add" else read(graph, root)
+    if node.name == "add" or any(reading is None for reading, _ in others.like(node, None)):
+        return None
+    reading = others.prove(node, None, lambda watched: read(watched, root))
     if reading is None:
         return None
     return reading.seeds, reading.products, False, DENSE if reading.slots is None else DISPATCHED

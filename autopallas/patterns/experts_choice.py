@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from jax.lax import GatherScatterMode
@@ -16,7 +15,7 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.patterns.expressions import Scope
 from autopallas.program import Constant, Side
 
-__all__ = ["Choice", "Choices", "folded"]
+__all__ = ["Choice", "Choices", "folded", "from_choices"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
 _LAYOUT = frozenset(
@@ -47,7 +46,7 @@ class Choices:
     def __init__(self, scope: Scope, summed: Sequence[Atom]):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.summed = frozenset(summed)
-        self.sources = _from_choices(self.graph)
+        self.sources = from_choices(self.graph)
         self.expert: tuple[Atom, ...] = ()
         self.found: list[Choice] = []
         self.others: list[tuple[Atom, ...]] = []
@@ -69,7 +68,7 @@ class Choices:
             ref = self.space.canonical(ref)
             key = self._key(ref)
             node = self.scope.node(ref)
-            if node is None or ref.value not in self.sources:
+            if node is None or not self.sources[ref.value]:
                 continue
             # What is summed inside has new labels each time, and says nothing of experts.
             place = ref.value, tuple(tuple(x for x in atoms if x in self.summed) for _, atoms in key[1])
@@ -321,19 +320,19 @@ _FOLDS: dict[str, Callable[..., Any]] = {
 }
 
 
-_KNOWN: WeakKeyDictionary[Graph, frozenset[int]] = WeakKeyDictionary()
-
-
-def _from_choices(graph: Graph) -> frozenset[int]:
-    """The values that are computed from a comparison with positions, or from what is scattered."""
-    if graph not in _KNOWN:
-        positions: set[int] = set()
-        found: set[int] = set()
+def from_choices(graph: Graph) -> Sequence[Hashable]:
+    """Per value, whether it is computed from a comparison with positions, or from what is scattered."""
+    if "choices" not in graph.notes:
+        positions = bytearray(len(graph.avals))
+        found = bytearray(len(graph.avals))
         for node in graph.nodes:
-            if node.name == "iota" or node.name in _LAYOUT and node.inputs[0] in positions:
-                positions.update(node.outputs)
-            compares = node.name == "eq" and not positions.isdisjoint(node.inputs)
-            if compares or node.name in ("scatter", "scatter-add") or not found.isdisjoint(node.inputs):
-                found.update(node.outputs)
-        _KNOWN[graph] = frozenset(found)
-    return _KNOWN[graph]
+            inputs = node.inputs
+            if node.name == "iota" or node.name in _LAYOUT and positions[inputs[0]]:
+                for output in node.outputs:
+                    positions[output] = True
+            compares = node.name == "eq" and any(positions[i] for i in inputs)
+            if compares or node.name in ("scatter", "scatter-add") or any(found[i] for i in inputs):
+                for output in node.outputs:
+                    found[output] = True
+        graph.notes["choices"] = found
+    return graph.notes["choices"]

@@ -66,6 +66,10 @@ class Scope:
         self.score: int | None = None
         self._depends: dict[int, bool] = {}
 
+    def go_on(self, graph: Graph) -> None:
+        """Asks the graph itself from now on, where it was one that notes what is asked."""
+        self.graph = self.space.graph = graph
+
     def node(self, ref: Ref) -> Node | None:
         return self.graph.definitions.get(ref.value)
 

@@ -1,0 +1,272 @@
+"""Carries what was found out about one place of a graph over to other places of the same form.
+
+A proof asks a graph for definitions, types and users of values.  What is asked is noted, and another place is compared
+with that: where the values correspond one to one, in the same order, and every answer is the same, the same proof would
+give the same outcome, said of the corresponding values.  So of equal layers one or two are proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from autopallas.graph.flatten import Body
+from autopallas.graph.numbering import Graph, Node
+
+__all__ = ["Forms"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+_MOST = 3
+"""Places with which another one is compared."""
+
+
+class Forms(Generic[T]):
+    """The outcomes of proofs that begin at nodes of a graph.
+
+    Args:
+      graph: the graph.
+      marks: per value, what else the proofs know of it than what they ask of the graph, such as a note.
+    """
+
+    def __init__(self, graph: Graph, marks: Sequence[Hashable]):
+        self._graph, self._marks = graph, marks
+        self._known: dict[Hashable, list[tuple[_Form, T]]] = {}
+
+    def like(self, node: Node, key: Hashable) -> Iterator[tuple[T, dict[int, int]]]:
+        """The outcomes at places of the form of that of a node, each with the values here that correspond to those
+        there; ``key`` is what the proof is given besides the node."""
+        for form, outcome in self._known.get((key, self._types(node)), [])[: -1 - _MOST : -1]:
+            image = form.at(node)
+            if image is not None:
+                yield outcome, image
+
+    def prove(self, node: Node, key: Hashable, proof: Callable[[Graph], T]) -> T:
+        """The outcome of a proof, kept for other places.  What the proof is given answers as the graph does."""
+        watched = _Watched(self._graph)
+        outcome = proof(cast("Graph", watched))
+        known = self._known.setdefault((key, self._types(node)), [])
+        known.append((_Form(watched, node, self._marks), outcome))
+        return outcome
+
+    def _types(self, node: Node) -> Hashable:
+        return node.name, tuple(map(self._graph.shape, node.inputs))
+
+
+class _Asked(Mapping[int, V]):
+    """A mapping from numbers that notes which were asked for."""
+
+    def __init__(self, known: Mapping[int, V], asked: set[int]):
+        self._known, self._asked = known, asked
+
+    def __getitem__(self, number: int) -> V:
+        self._asked.add(number)
+        return self._known[number]
+
+    def get(self, number: int, default: Any = None) -> Any:
+        self._asked.add(number)
+        return self._known.get(number, default)
+
+    def __contains__(self, number: object) -> bool:
+        self._asked.add(cast("int", number))
+        return number in self._known
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError("a watched graph is asked for single values")
+
+    def __len__(self) -> int:
+        raise TypeError("a watched graph is asked for single values")
+
+
+class _Members:
+    """The values that a body has a variable for; notes which were asked for."""
+
+    def __init__(self, known: Container[int], asked: set[int]):
+        self._known, self._asked = known, asked
+
+    def __contains__(self, number: int) -> bool:
+        self._asked.add(number)
+        return number in self._known
+
+
+class _Places:
+    """The same per body."""
+
+    def __init__(self, positions: Mapping[Body, Container[int]]):
+        self._positions = positions
+        self.asked: dict[Body, set[int]] = {}
+
+    def __getitem__(self, body: Body) -> _Members:
+        return _Members(self._positions[body], self.asked.setdefault(body, set()))
+
+
+class _Watched:
+    """A graph for one proof, which notes what that asks.
+
+    Attributes:
+      graph: the graph.
+      asked: values whose definition or type was asked for.
+      used: values whose users were asked for.
+      found: values of which it was asked where they are computed.
+      further: whether something else was asked, which no other place is compared in.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.asked: set[int] = set()
+        self.used: set[int] = set()
+        self.found: set[int] = set()
+        self.further = False
+        self.definitions = _Asked(graph.definitions, self.asked)
+        self.literals = _Asked(graph.literals, self.asked)
+        self.constants = _Asked(graph.constants, self.asked)
+        self.users = _Asked(graph.users, self.used)
+        self.positions = _Places(graph.positions)
+        self.notes = graph.notes
+
+    def shape(self, number: int) -> tuple[int, ...]:
+        self.asked.add(number)
+        return self.graph.shape(number)
+
+    def dtype(self, number: int) -> np.dtype[Any]:
+        self.asked.add(number)
+        return self.graph.dtype(number)
+
+    def name(self, number: int) -> str | None:
+        self.asked.add(number)
+        return self.graph.name(number)
+
+    def occurrences(self, number: int) -> list[tuple[Body, int]]:
+        self.found.add(number)
+        return self.graph.occurrences(number)
+
+    def __getattr__(self, name: str) -> Any:
+        self.further = True
+        return getattr(self.graph, name)
+
+
+class _Step(NamedTuple):
+    """What another place has to answer about one value."""
+
+    number: int
+    definition: Node | None
+    fixed: bool
+    """Whether it has to be the same value: a literal or a captured array."""
+    aval: Any
+    users: Sequence[Node] | None
+    """The nodes that read it, if that was asked."""
+    places: Sequence[tuple[Body, bool]]
+    """The bodies of which it was asked, and whether they have a variable for it."""
+    homes: Sequence[Body] | None
+    """The bodies that compute it, if that was asked."""
+
+
+class _Form:
+    """What a proof that began at one node was told, to be compared with other places.
+
+    Args:
+      watched: what the proof asked.
+      start: the node.
+      marks: per value of the graph, what else the proof was told about it.
+    """
+
+    def __init__(self, watched: _Watched, start: Node, marks: Sequence[Hashable]):
+        self._graph, self._start, self._marks = watched.graph, start, marks
+        graph = self._graph
+        reached = dict.fromkeys((*start.outputs, *start.inputs))
+        todo = list(reached)
+        self._steps: list[_Step] = []
+        places = watched.positions.asked
+        asked = watched.asked | watched.used | watched.found
+        asked = asked.union(*places.values())
+        for number in todo:
+            if number not in asked:
+                continue
+            node = graph.definitions.get(number)
+            users = graph.users[number] if number in watched.used else None
+            for other in (*([] if node is None else [node]), *(users or ())):
+                new = dict.fromkeys(n for n in (*other.outputs, *other.inputs) if n not in reached)
+                reached.update(new)
+                todo += new
+            self._steps.append(
+                _Step(
+                    number,
+                    node,
+                    number in graph.literals or number in graph.constants,
+                    graph.avals[number],
+                    users,
+                    [(b, number in graph.positions[b]) for b, numbers in places.items() if number in numbers],
+                    _homes(graph, number) if number in watched.found else None,
+                )
+            )
+        self._complete = not watched.further and asked <= reached.keys()
+
+    def at(self, node: Node) -> dict[int, int] | None:
+        """Per value that the proof met, the one that corresponds to it where it begins at another ``node``; None where
+        something is different."""
+        graph, start, marks = self._graph, self._start, self._marks
+        avals, definitions, literals, constants = graph.avals, graph.definitions, graph.literals, graph.constants
+        image: dict[int, int] = {}
+        bodies: dict[Body, Body] = {}
+        if not self._complete or not _same(start, node, image, bodies):
+            return None
+        for there, expected, fixed, aval, readers, places, computed in self._steps:
+            number = image[there]
+            if number != there:
+                own = avals[number]
+                if own.shape != aval.shape or own.dtype != aval.dtype:
+                    return None
+                if fixed or number in literals or number in constants:
+                    return None
+            definition = definitions.get(number)
+            if definition is None or expected is None:
+                if definition is not expected:
+                    return None
+            elif not _same(expected, definition, image, bodies):
+                return None
+            if readers is not None:
+                users = graph.users[number]
+                if len(users) != len(readers):
+                    return None
+                if not all(_same(a, b, image, bodies) for a, b in zip(readers, users, strict=True)):
+                    return None
+            for body, known in places:
+                if body not in bodies or (number in graph.positions[bodies[body]]) != known:
+                    return None
+            if computed is not None and list(map(bodies.get, computed)) != _homes(graph, number):
+                return None
+        before = -1
+        for number, other in sorted(image.items()):
+            if other <= before or marks[number] != marks[other]:
+                return None
+            before = other
+        if len(set(bodies.values())) < len(bodies):
+            return None
+        return image
+
+
+def _homes(graph: Graph, number: int) -> list[Body]:
+    return [body for body, _ in graph.occurrences(number)]
+
+
+def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> bool:
+    """Whether two nodes compute the same from values that correspond to each other; which these are is noted."""
+    first, second = a.equation, b.equation
+    if first.primitive is not second.primitive or first.effects != second.effects:
+        return False
+    if bodies.setdefault(a.body, b.body) is not b.body:
+        return False
+    if len(a.inputs) != len(b.inputs) or len(a.outputs) != len(b.outputs):
+        return False
+    for i, j in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
+        if image.setdefault(i, j) != j:
+            return False
+    if first.params is second.params:
+        return True
+    try:
+        return bool(first.params == second.params)
+    except Exception:  # arrays among them, say
+        return False

@@ -1,0 +1,154 @@
+"""Places of one form are proved once, and what is carried over is what a proof of their own would have given."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopallas.graph import Graph, flatten
+from autopallas.graph.alike import Forms
+from autopallas.patterns import find
+from recognition import layouts, programs  # noqa: F401 - they fill the catalogue
+from recognition.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd
+from recognition.compare import compare
+
+LAYERS = 5
+
+
+def summary(program, arguments):
+    """All that recognition says of a program."""
+    matches, misses = find(Graph(flatten(jax.make_jaxpr(program)(arguments))), None, True)
+    return [(m.op, m.site, m.operands, m.results, m.location, m.direction, str(m.original)) for m in matches], misses
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """Counts proofs; ``alone`` makes every place be proved by itself."""
+
+    class Proofs:
+        count = 0
+
+        def alone(self):
+            monkeypatch.setattr(Forms, "like", lambda *_: iter(()))
+
+    counting, prove = Proofs(), Forms.prove
+
+    def counted(self, *args):
+        counting.count += 1
+        return prove(self, *args)
+
+    monkeypatch.setattr(Forms, "prove", counted)
+    return counting
+
+
+def stacked(layers):
+    """A program of layers, each with arrays of its own; the first of these is moved by the layer before."""
+
+    def program(arguments):
+        moved = jnp.float32(0)
+        results = []
+        for layer, (first, *rest) in zip(layers, arguments, strict=True):
+            result = layer(first + moved.astype(first.dtype), *rest)
+            moved = jnp.tanh(jnp.sum(jax.tree.leaves(result)[0]).astype(jnp.float32))
+            results.append(result)
+        return results
+
+    return program
+
+
+@pytest.mark.parametrize("name", sorted(SPELLINGS))
+def test_equal_layers_are_what_each_of_them_is(name, proofs):
+    spelling = SPELLINGS[name]
+    program = stacked([spelling.program(ODD)] * LAYERS)
+    arguments = [spelling.arguments(ODD, jnp.float32)] * LAYERS
+    carried = summary(program, arguments)
+    few, proofs.count = proofs.count, 0
+    proofs.alone()
+    assert carried == summary(program, arguments)
+    assert few < proofs.count
+    assert len(carried[0]) == LAYERS * spelling.sites(ODD)
+
+
+def attention(q, k, v, scale=0.3, fill=-jnp.inf, ahead=0, axis=-1, dtype=jnp.float32):
+    scores = jnp.where(jnp.tril(jnp.ones((q.shape[-2], k.shape[-2]), bool), ahead), (q @ k.mT) * scale, fill)
+    return jax.nn.softmax(scores.astype(dtype), axis).astype(q.dtype) @ v
+
+
+def with_its_maximum(q, k, v):
+    scores = q @ k.mT * 0.3
+    return jax.nn.softmax(scores) @ v + jnp.max(scores)
+
+
+def divided_by_another_sum(q, k, v):
+    weights = jnp.exp(q @ k.mT * 0.3)
+    return weights / jnp.sum(weights + 1.0, -1, keepdims=True) @ v
+
+
+def of_shifted_values(q, k, v):
+    return jax.nn.softmax(q @ k.mT * 0.3) @ (v + jnp.mean(q, -2, keepdims=True))
+
+
+def with_a_bias_of_its_own(q, k, v):
+    return jax.nn.softmax(q @ k.mT * 0.3 + jnp.asarray(array(q.shape[-2], k.shape[-2], seed=random.randrange(99)))) @ v
+
+
+def with_dropout(q, k, v):
+    weights = jax.nn.softmax(q @ k.mT * 0.3)
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape), weights, 0) @ v
+
+
+VARIANTS = [
+    attention,
+    lambda q, k, v: attention(q, k, v, scale=0.4),
+    lambda q, k, v: attention(q, k, v, fill=-1e9),
+    lambda q, k, v: attention(q, k, v, ahead=1),
+    lambda q, k, v: attention(q, k, v, axis=-2),
+    lambda q, k, v: attention(q, k, v, dtype=jnp.bfloat16),
+    lambda q, k, v: attention(q, k, v * 2.0),
+    lambda q, k, v: attention(q, q, v),
+    with_its_maximum,
+    divided_by_another_sum,
+    of_shifted_values,
+    with_a_bias_of_its_own,
+    with_dropout,
+    *(s.program(EQUAL) for s in SPELLINGS.values() if s.inputs is bhtd and not s.extra(EQUAL, jnp.float32)),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_layers_that_differ_are_told_apart(seed, proofs):
+    chosen = random.Random(seed)
+    # Few kinds, so that a layer often follows one that is its equal, or nearly so.
+    kinds = [chosen.choice(VARIANTS) for _ in range(3)] + [attention]
+    program = stacked([chosen.choice(kinds) for _ in range(8)])
+    arguments = [bhtd(EQUAL, jnp.float32)] * 8
+    state = random.getstate()
+    carried = summary(program, arguments)
+    random.setstate(state)
+    proofs.alone()
+    assert carried == summary(program, arguments)
+
+
+def test_of_many_equal_layers_few_are_proved(proofs):
+    arguments = [bhtd(ODD, jnp.float32)] * 24
+
+    def layer(q, k, v):
+        return attention(q, k, v, ahead=4)
+
+    matches, misses = summary(stacked([layer] * 24), arguments)
+    assert len(matches) == 24
+    assert misses == []
+    few, proofs.count = proofs.count, 0
+    summary(stacked([layer] * 2), arguments[:2])
+    assert few <= 2 * proofs.count
+
+
+def test_a_program_of_equal_layers_computes_what_it_did():
+    arguments = [bhtd(ODD, jnp.float32)] * 3
+    for gradients in (False, True):
+        compared = compare(stacked([attention] * 3), [arguments], gradients=gradients)
+        assert compared.complaints == []
+        assert compared.counts() == 3
