@@ -117,6 +117,7 @@ __all__ = [
     "spread",
     "tensor_cores",
     "trace_context",
+    "typed_like",
     "versions",
     "whole_type",
     "without_dead_code",
@@ -456,6 +457,14 @@ def explicit_sharding(aval: Any) -> Any:
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array, and how it is divided where the type says that."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
+
+
+def typed_like(aval: Any) -> jax.ShapeDtypeStruct:
+    """The same, and over which automatic mesh it is: derivatives are written otherwise there."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    if mesh is None or mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types:
+        return shape_of(aval)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding)
 
 
 def divided_like(x: jax.Array, like: Any) -> jax.Array:

@@ -27,6 +27,12 @@ class Parts:
       results, residuals: the dimensions of each.
       labels: those that may be divided.
       combined: per result, labels that it lacks and over which it need not be summed: the site sees to that.
+      between: the dimensions of values in between, by which it is known how the original divides the computation; empty
+        where none can be told.
+      rows: labels along which no operand is gathered.
+      whole: why nothing may be divided; empty where something may.
+
+    A site with a ``prelude`` is divided behind that: its operands are what the prelude gives.
     """
 
     operands: tuple[Operand, ...]
@@ -34,6 +40,9 @@ class Parts:
     residuals: tuple[View, ...]
     labels: frozenset[Label]
     combined: tuple[frozenset[Label], ...]
+    between: tuple[View, ...] = ()
+    rows: frozenset[Label] = frozenset()
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)

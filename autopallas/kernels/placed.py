@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopallas import compat
@@ -42,6 +43,26 @@ class PlacedSite:
         return self.site.parts()
 
     @property
+    def prelude(self) -> Any:
+        """What is computed of the operands before they are divided; None: nothing."""
+        return getattr(self.site, "prelude", None)
+
+    def given(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays of which each device has a part."""
+        return list(operands) if self.prelude is None else self.prelude(operands)
+
+    def given_types(self, types: Sequence[Any]) -> list[Any]:
+        """Their types, of operands of some types."""
+        return list(types) if self.prelude is None else jax.eval_shape(self.given, list(map(compat.shape_of, types)))
+
+    def moved(self, active: Sequence[int], types: Sequence[Any]) -> tuple[int, ...]:
+        """Which of the arrays, of given types, have a derivative by some of the operands."""
+        if self.prelude is None:
+            return tuple(active)
+        reads = enumerate(zip(self.prelude.reads, types, strict=True))
+        return tuple(i for i, (own, t) in reads if own & set(active) and jnp.issubdtype(t.dtype, jnp.inexact))
+
+    @property
     def operation(self) -> Operation:
         return self.site.operation
 
@@ -58,11 +79,23 @@ class PlacedSite:
         types = self.site.residual_types()
         if not self._explicit:
             return types
-        specs = self._specs(self._parts.residuals)
         return tuple(
-            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(self.mesh, spec))
-            for t, spec in zip(types, specs, strict=True)
+            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._type(self.division.spec(view)))
+            for t, view in zip(types, self._parts.residuals, strict=True)
         )
+
+    def result_shardings(self) -> tuple[NamedSharding, ...]:
+        """How the results are divided by their types."""
+        return tuple(self._type(self.division.spec(view)) for view in self._parts.results)
+
+    def _type(self, spec: PartitionSpec) -> NamedSharding:
+        """What types say of an array that is divided: nothing of the axes that the compiler divides over."""
+        explicit = {
+            n for n, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        }
+        named = [() if d is None else (d,) if isinstance(d, str) else d for d in spec]
+        kept = [tuple(axis for axis in axes if axis in explicit) for axes in named]
+        return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in kept)))
 
     @property
     def alone(self) -> SiteDescription:
@@ -70,7 +103,8 @@ class PlacedSite:
         return self.site.alone(self.division)
 
     def local(self, types: Sequence[Any], results: bool = False) -> list[jax.ShapeDtypeStruct]:
-        """The types of operands (or of results) on one device; further operands behind the site's own."""
+        """The types of the arrays (or of results) on one device; further operands behind the site's own."""
+        types = types if results else self.given_types(types)
         views = self._result_views if results else self._operand_views(len(types))
         shapes = [self._shape(t, view) for t, view in zip(types, views, strict=True)]
         if not results:
@@ -115,7 +149,7 @@ class PlacedSite:
 
     def _given(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """An array as a shard_map over explicit axes takes it: divided already."""
-        return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)))
+        return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
 
     def _specs(self, views: Sequence[View]) -> tuple[Any, ...]:
         return tuple(self.division.spec(view) for view in views)
@@ -137,12 +171,42 @@ class PlacedSite:
             results, residuals = local.forward(kernel, block_sizes, operands)
             return tuple(map(_total, results, missing)), tuple(residuals)
 
-        views = [*self._operand_views(len(operands)), *(c.view for c in extras)]
+        given = self.given(operands)
+        views = [*self._operand_views(len(given)), *(c.view for c in extras)]
         out = self._specs(parts.results), self._specs(parts.residuals)
-        found: tuple[Any, Any] = self._mapped(part, self._specs(views), out)(*operands, *self._extras())
+        found: tuple[Any, Any] = self._mapped(part, self._specs(views), out)(*given, *self._extras())
         return found
 
     def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+        if self.prelude is None:
+            return self._backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
+        moved: tuple[int, ...] = ()
+
+        def before(*chosen: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+            nonlocal moved
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            arrays = self.given(filled)
+            moved = self.moved(active, arrays)
+            return [arrays[i] for i in moved], arrays
+
+        own, pull, arrays = jax.vjp(before, *(operands[i] for i in active), has_aux=True)
+        gradients = self._backward(kernel, block_sizes, arrays, results, residuals, cotangents, moved)
+        divided = [compat.divided_like(g, jax.typeof(x)) for g, x in zip(gradients, own, strict=True)]
+        return tuple(pull(divided))
+
+    def _backward(
         self,
         kernel: Any,
         block_sizes: Any,

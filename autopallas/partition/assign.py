@@ -22,14 +22,20 @@ class _Use:
 
     view: View
     labels: Mapping[Label, tuple[str, ...]]
-    is_result: bool
+    is_result: bool = False
+    is_between: bool = False
 
     def has(self, label: Label) -> bool:
         return any(label in labels for _, labels in self.view)
 
 
 def assign(
-    parts: Parts, sizes: Sequence[int], shapes: Sequence[Sequence[int]], found: Found, mesh: Mapping[str, int]
+    parts: Parts,
+    sizes: Sequence[int],
+    shapes: Sequence[Sequence[int]],
+    found: Found,
+    mesh: Mapping[str, int],
+    gathers: bool = False,
 ) -> Division:
     """How the labels of a site are divided, such that nothing moves between devices but what the original moves too.
 
@@ -39,6 +45,7 @@ def assign(
       shapes: of the operands.
       found: how operands and results are divided.
       mesh: sizes of the mesh axes.
+      gathers: whether it is known otherwise that operands that are divided further are gathered.
 
     Raises:
       Indivisible: it cannot be.
@@ -47,16 +54,29 @@ def assign(
     for operand in parts.operands:
         divided = found.operands.get(operand.position, None)
         labels = _by_label(operand.view, shapes[operand.position], divided, sizes, mesh)
-        uses.append(_Use(operand.view, labels, False))
+        uses.append(_Use(operand.view, labels))
     for position, view in enumerate(parts.results):
         divided = found.results.get(position, ((),) * len(view))
         uses.append(_Use(view, _by_label(view, None, divided, sizes, mesh), True))
+    for position, view in enumerate(parts.between):
+        labels = _by_label(view, None, found.between.get(position, None), sizes, mesh)
+        uses.append(_Use(view, labels, is_between=True))
+    if parts.whole and any(use.labels for use in uses):
+        raise Indivisible(parts.whole)
     chosen = _chosen(parts, uses, found.exact)
     taken = {axis for axes in chosen.values() for axis in axes}
     gathered: set[Label] = set()
     for use in uses:
+        if use.is_between:
+            for label, axes in use.labels.items():
+                if axes != chosen.get(label, ()):
+                    raise Indivisible(f"an axis that it computes as a whole is divided over the mesh axis {axes[0]!r}")
+            continue
         if use.is_result:  # it may be cut further, or was gathered behind the computation
-            for label, axes in use.labels.items() if found.exact else ():
+            for label, axes in use.labels.items() if parts.between else ():
+                if not taken.isdisjoint(axes[_common(axes, chosen.get(label, ())) :]):
+                    raise Indivisible("a sum of parts is divided over the mesh axis of the parts")
+            for label, axes in use.labels.items() if found.exact and not parts.between else ():
                 if not taken.issuperset(axes[_common(axes, chosen.get(label, ())) :]):
                     raise Indivisible(f"an axis that it computes as a whole is divided over the mesh axis {axes[0]!r}")
             continue
@@ -64,7 +84,10 @@ def assign(
             extra = axes[_common(axes, chosen.get(label, ())) :]
             # One operand is gathered by the original too, where its axis of the mesh divides something else.  What two
             # have divided alike the original sums in parts.
-            if extra and (label in gathered or not set(extra) <= taken):
+            if extra and label in parts.rows:
+                raise Indivisible(f"what is divided over the mesh axis {extra[0]!r} is gathered along tokens")
+            known = bool(parts.between)  # that it is not summed in parts
+            if extra and not gathers and (label in gathered and not known or not set(extra) <= taken):
                 raise Indivisible(f"an axis over which it sums or looks is divided over the mesh axis {extra[0]!r}")
             if extra:
                 gathered.add(label)
@@ -123,11 +146,18 @@ def _chosen(parts: Parts, uses: Sequence[_Use], exact: bool) -> dict[Label, tupl
             asked.setdefault(label, []).append(axes)
     # Axes that operands agree on divide the computation itself; a result may have been cut afterwards only.
     for label in (a for a in asked if a in parts.labels):
+        between = {u.labels.get(label, ()) for u in uses if u.is_between and u.has(label)}
+        if len(between) > 1:
+            raise Indivisible("the products in it are divided in different ways")
         given = {u.labels.get(label, ()) for u in uses if u.is_result and u.has(label)}
-        if len(given) > 1 and exact:
+        if len(given) > 1 and exact and not between:
             raise Indivisible("its results are divided in different ways")
-        own = [u.labels[label] for u in uses if not u.is_result and label in u.labels]
-        if given and exact:
+        own = [u.labels[label] for u in uses if not (u.is_result or u.is_between) and label in u.labels]
+        if between:
+            own = list(between)
+        elif parts.between and len({u.labels.get(label, ()) for u in uses if not u.is_result and u.has(label)}) > 1:
+            own = []
+        elif given and exact:
             own = list(given)
         if not own:
             continue

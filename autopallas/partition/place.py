@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,10 @@ from jax.sharding import AxisType
 
 from autopallas import compat
 from autopallas.graph import Graph
+from autopallas.kernels.division import Division
 from autopallas.kernels.placed import PlacedSite, divisible
 from autopallas.partition.assign import Indivisible, assign
+from autopallas.partition.proof import sends_no_more
 from autopallas.partition.shardings import Shardings, spread
 from autopallas.partition.survey import Divided, Found, survey
 from autopallas.patterns.match import Match
@@ -61,8 +64,10 @@ def placed(
             mesh = _mesh(match)
             # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where
             # the arguments name it.
-            inside = mesh is not None and AxisType.Manual in mesh.axis_types
-            match = _divided(match, own, mesh if inside or shardings.mesh is None else shardings.mesh)
+            named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
+            match = _divided(match, own, mesh if named or shardings.mesh is None else shardings.mesh)
+            if mesh is not None and AxisType.Explicit in mesh.axis_types:
+                match = _as_typed(match, graph)
         result.append(match)
     return result
 
@@ -75,10 +80,6 @@ def _unsupported(mesh: Any, outside: Any) -> str:
     """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
     if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
         return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
-    if mesh is None or not _over(mesh):
-        return ""
-    if {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types):
-        return "its mesh has explicit and automatic axes, and sites are divided over axes of one kind"
     return ""
 
 
@@ -105,7 +106,12 @@ def _over(mesh: Any) -> frozenset[str]:
 def _is_explicit(match: Match) -> bool:
     """Whether the types of a site's operands say how they are divided."""
     mesh = _mesh(match)
-    return not match.obstacle and mesh is not None and AxisType.Explicit in mesh.axis_types
+    return not match.obstacle and mesh is not None and _kinds(mesh) == {AxisType.Explicit}
+
+
+def _kinds(mesh: Any) -> set[AxisType]:
+    """Of the axes that a site may be divided over."""
+    return {kind for kind in mesh.axis_types if kind != AxisType.Manual}
 
 
 def _is_concerned(match: Match) -> bool:
@@ -121,18 +127,39 @@ def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
         return match if alone.obstacle else alone
     if shardings is None and jax.process_count() > 1:
         return _hindered(match, _UNKNOWN)
+    return _divided(_with_typed_gradients(match, graph), found, mesh)
+
+
+def _with_typed_gradients(match: Match, graph: Graph) -> Match:
+    """A match, with an obstacle if a gradient has another type than what it is the gradient of."""
     for part in match.passes:
         for backward in part.backwards:
             types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
             if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
                 return _hindered(match, "a gradient is divided in another way than what it is the gradient of")
-    return _divided(match, found, mesh)
+    return match
+
+
+def _as_typed(match: Match, graph: Graph) -> Match:
+    """A match that the compiler divides over some axes and types over others, with an obstacle if these disagree."""
+    match = _with_typed_gradients(match, graph)
+    for part in match.passes if not match.obstacle else ():
+        types = [compat.explicit_sharding(a) for a in part.original.out_avals]
+        if list(part.site.result_shardings()) != types:
+            return _hindered(match, "its results are divided over explicit axes in another way than it is")
+    return match
 
 
 def _by_types(part: Match) -> Found:
-    original = part.original
+    original, prelude = part.original, getattr(part.site, "prelude", None)
     operands, results = ([_dimensions(a) for a in avals] for avals in (original.in_avals, original.out_avals))
-    return Found(dict(enumerate(operands)), dict(enumerate(results)), exact=True)
+    between: list[Divided | None] = []
+    if prelude is not None and prelude.witness is not None:
+        inside = [_dimensions(a) for a in prelude.witness.out_avals[len(results) :]]
+        operands, between = inside[: len(prelude.reads)], inside[len(prelude.reads) :]
+    elif prelude is not None:
+        operands = list(map(_dimensions, jax.eval_shape(prelude, list(map(compat.shape_of, original.in_avals)))))
+    return Found(dict(enumerate(operands)), dict(enumerate(between)), dict(enumerate(results)), exact=True)
 
 
 def _dimensions(aval: Any) -> Divided | None:
@@ -146,6 +173,8 @@ def _dimensions(aval: Any) -> Divided | None:
 
 
 def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
+    if match.obstacle:
+        return match
     try:
         first, *then = (_placed(part, f, mesh) for part, f in zip(match.passes, found, strict=True))
         return replace(first, then=tuple(then))
@@ -157,6 +186,22 @@ def _placed(part: Match, found: Found, mesh: Any) -> Match:
     if not hasattr(part.site, "divided"):
         raise Indivisible(f"{part.op} has no rule for it")
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in divisible(mesh)}
-    shapes = [a.shape for a in part.original.in_avals]
-    division = assign(part.site.parts(), part.site.sizes, shapes, found, sizes)
-    return replace(part, site=PlacedSite(part.site, division, mesh))
+    whole = PlacedSite(part.site, Division(tuple(sizes.items()), ()), mesh)
+    shapes = [a.shape for a in whole.given_types(part.original.in_avals)]
+
+    def divided(site: Any, gathers: bool = False) -> PlacedSite:
+        return replace(whole, site=site, division=assign(site.parts(), site.sizes, shapes, found, sizes, gathers))
+
+    try:
+        return replace(part, site=divided(part.site))
+    except Indivisible:
+        apart = part.site.apart() if hasattr(part.site, "apart") and not found.exact else None
+        if apart is None:
+            raise
+        # The compiler may sum parts, or gather the operand, as it likes.
+        for site, gathers in ((apart, False), (part.site, True)):
+            with contextlib.suppress(Indivisible):
+                placed = divided(site, gathers)
+                if sends_no_more(part, placed, found):
+                    return replace(part, site=placed)
+        raise

@@ -25,12 +25,14 @@ Divided: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(slots=True)
 class Found:
-    """How the operands and results of a site are divided; None where that differs or cannot be said.
+    """How the operands and results of a site, and values in between, are divided; None where that differs or cannot be
+    said.
 
     ``exact``: what is said of the results holds where they are computed, not only for what becomes of them.
     """
 
     operands: dict[int, Divided | None] = field(default_factory=dict)
+    between: dict[int, Divided | None] = field(default_factory=dict)
     results: dict[int, Divided | None] = field(default_factory=dict)
     exact: bool = False
 
@@ -61,7 +63,7 @@ def survey(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardi
     for name, divided in isolated(lowered):
         number, kind, position = name.split()
         one = found[int(number)]
-        places = one.operands if kind == "operand" else one.results
+        places = {"operand": one.operands, "between": one.between, "result": one.results}[kind]
         if places.setdefault(int(position), divided) != divided:
             places[int(position)] = None
     return found

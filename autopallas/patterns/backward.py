@@ -236,7 +236,7 @@ class Lookup:
                 return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
 
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
-            shapes = [compat.shape_of(a) for a in avals]
+            shapes = [compat.typed_like(a) for a in avals]
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
@@ -265,11 +265,13 @@ class Lookup:
         key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped)
         if key not in self._transposes:
             step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
-            transpose = jax.linear_transpose(lambda x: step(x)[0], jax.ShapeDtypeStruct(before.shape, before.dtype))
-            shape = after.shape if mapped is None else (mapped, *after.shape)
+            transpose = jax.linear_transpose(lambda x: step(x)[0], compat.typed_like(before))
+            kind = compat.typed_like(after)
+            if mapped is not None:
+                kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
             pull: Callable[[Any], Any] = lambda ct: transpose(ct)[0]  # noqa: E731
             pull = pull if mapped is None else jax.vmap(pull)
-            self._transposes[key] = flatten(compat.make_jaxpr(pull, jax.ShapeDtypeStruct(shape, after.dtype)))
+            self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
         return self._transposes[key]
 
     def _follow(

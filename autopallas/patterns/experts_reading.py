@@ -18,7 +18,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
-from autopallas.kernels.layout import Operand
+from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_choice import Choice, Choices
 from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
 from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
@@ -46,6 +46,7 @@ class Reading:
       arrays: values that the steps read.
       seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
       products: of these, the products.
+      between: the products and how they are read; one that is the sum itself too.
       slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
     """
 
@@ -58,6 +59,7 @@ class Reading:
     arrays: list[int] = field(default_factory=list)
     seeds: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
+    between: dict[int, View] = field(default_factory=dict)
     slots: Slots | None = None
 
 
@@ -311,6 +313,7 @@ class _Reader:
                 order = [x for _, atoms in self.space.view(self.top.view) for x in atoms if x in outer]
                 node = self.graph.definitions[self.top.value]
                 wide = jnp.promote_types(self.graph.dtype(self.top.value), jnp.float32)
+                self.result.between[self.top.value] = self.space.view(self.top.view)
                 return self._labels(self._emit(rows, matrices, rest, tuple(order), node, wide))
         raise Mismatch(f"{DENSE}, and the sum over experts is of another form")
 
@@ -332,6 +335,7 @@ class _Reader:
             if product is not None:
                 rows, matrices, inner, outer = product
                 assert node is not None
+                self.result.between[found.value] = key[1]
                 self._known[key] = self._emit(rows, matrices, inner, outer, node, self.graph.dtype(found.value))
             elif self.holds_product(found) or self._is_large(found):
                 assert node is not None

@@ -14,7 +14,7 @@ from autopallas.compat import Var
 from autopallas.graph import Graph, flatten
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
-from autopallas.kernels.layout import Operand
+from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
@@ -36,8 +36,9 @@ def site_of(program: Any, loops: bool) -> ExpertsSite:
         if loop is None:
             raise NoMixture(f"{DENSE}, and it cannot be read by itself")
         graph, root = _opened(rolled(graph, root, loop))
-    reading, slots = read(graph, root), 0
+    reading, slots, seen = read(graph, root), 0, not loops
     if reading is not None and reading.slots is not None:
+        seen = False
         slots = reading.scope.space.extent(reading.slots.slot)
         graph, root, weights = _weighted(graph, root, reading.slots)
         reading = read(graph, root, weights)
@@ -49,8 +50,11 @@ def site_of(program: Any, loops: bool) -> ExpertsSite:
     def named(atoms: Sequence[int]) -> tuple[int, ...]:
         return tuple(labels.setdefault(x, len(labels)) for x in space.resolve(atoms))
 
+    def written(view: View) -> View:
+        return tuple((offset, named(atoms)) for offset, atoms in view)
+
     def operand(source: Operand) -> Operand:
-        return Operand(source.position, tuple((offset, named(atoms)) for offset, atoms in source.view))
+        return Operand(source.position, written(source.view))
 
     def step(given: Step) -> Step:
         match given:
@@ -67,19 +71,19 @@ def site_of(program: Any, loops: bool) -> ExpertsSite:
     tokens, expert = named(reading.tokens), named(reading.expert)
     choices = tuple((operand(source), named(several)) for source, several in reading.choices)
     steps = tuple(map(step, reading.steps))
-    view = space.view(reading.result.view)
-    result = tuple((offset, named(atoms)) for offset, atoms in view)
+    result = written(space.view(reading.result.view))
     return ExpertsSite(
         sizes=tuple(space.sizes[atom] for atom in labels),
         token_labels=tokens,
         expert_labels=expert,
-        prelude=_prelude(graph, reading),
+        prelude=_prelude(graph, reading, root if seen else None),
         choices=choices,
         steps=steps,
         result=result,
         result_dtype=graph.dtype(reading.result.value),
         types=tuple(graph.dtype(number) for number in reading.arrays),
         slots=slots,
+        products=tuple(map(written, reading.between.values())) if seen else (),
     )
 
 
@@ -111,8 +115,8 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
     return extended, out, weights
 
 
-def _prelude(graph: Graph, reading: Reading) -> Prelude:
-    """The part of a program that gives the arrays that are read."""
+def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:
+    """The part of a program that gives the arrays that are read; with a witness where that is to give ``root`` too."""
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     nodes, free = nodes_between(graph, inputs, reading.arrays)
     if free or any(number in graph.literals for number in reading.arrays):
@@ -130,4 +134,9 @@ def _prelude(graph: Graph, reading: Reading) -> Prelude:
         places.update({number: len(places) + i for i, number in enumerate(node.outputs)})
     types = tuple((graph.shape(number), str(graph.dtype(number))) for number in inputs)
     key = (types, tuple(lines), tuple(places[number] for number in reading.arrays))
-    return Prelude(key, jaxpr, tuple(reads[number] for number in reading.arrays))
+    witness = None
+    if root is not None:
+        results = [root, *reading.arrays, *reading.between]
+        nodes, _ = nodes_between(graph, inputs, results)
+        witness = jaxpr_of(graph, nodes, inputs, results)
+    return Prelude(key, jaxpr, tuple(reads[number] for number in reading.arrays), witness=witness)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,4 +28,10 @@ def _part(part: Any) -> SavedSite:
     reference = site.operation.implementation("reference")
     types = part.site.local(part.original.in_avals)
     original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*types)
-    return SavedSite(part.op, site, part.direction, original, part.backwards, part.location)
+    backwards = part.backwards
+    if part.site.prelude is not None:
+        given = part.site.given_types(part.original.in_avals)
+        moved = [part.site.moved([i for i, _ in backward.gradients], given) for backward in backwards]
+        pairs = zip(backwards, moved, strict=True)
+        backwards = tuple(replace(backward, gradients=tuple((i, -1) for i in own)) for backward, own in pairs)
+    return SavedSite(part.op, site, part.direction, original, backwards, part.location)

@@ -50,6 +50,7 @@ def elsewhere(
     """
     given, found = original.in_avals, original.out_avals
     if isinstance(site, PlacedSite):  # its parts are lowered: the devices are not known here
+        active = None if active is None else site.moved(active, site.given_types(given))
         given, found, site = site.local(given), site.local(found, results=True), site.alone
     operands = tuple((a.shape, a.dtype) for a in given)
     forward = _decided(decision, device, site, operands)

@@ -141,7 +141,8 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and know of no mesh.
-            plain = compat.invariant_type if isinstance(params["site"], PlacedSite) else compat.whole_type
+            typed = isinstance(params["site"], PlacedSite) or decision.survey is not None
+            plain = compat.invariant_type if typed else compat.whole_type
             context = context.replace(avals_in=[plain(a) for a in context.avals_in])
             if decision.survey is not None:
                 return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
@@ -161,8 +162,20 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         """The original, with marks by which its operands and results are found in the lowered program."""
         if compute is not _site:
             return compute(False, *operands, **params)
-        given = [mark_p.bind(x, name=f"{number} operand {i}") for i, x in enumerate(operands)]
-        results = compute(False, *given, **params)
+        prelude = getattr(params["site"], "prelude", None)
+        if prelude is None:
+            given = [mark_p.bind(x, name=f"{number} operand {i}") for i, x in enumerate(operands)]
+            results = compute(False, *given, **params)
+        elif prelude.witness is None:
+            for i, x in enumerate(prelude(operands)):
+                mark_p.bind(x, name=f"{number} operand {i}")
+            results = compute(False, *operands, **params)
+        else:
+            count, own = len(params["original"].out_avals), len(prelude.reads)
+            found = compat.jaxpr_as_fun(prelude.witness)(*operands)
+            for i, x in enumerate(found[count:]):
+                mark_p.bind(x, name=f"{number} operand {i}" if i < own else f"{number} between {i - own}")
+            results = found[:count]  # such sites have no residuals
         return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
 
     surveyed: Any = mlir.lower_fun(marked, multiple_results=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -23,7 +24,8 @@ import autopallas
 
 B, T, N, D, V, L = 8, 16, 4, 8, 64, 2
 
-_COLLECTIVE = re.compile(r"\b(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_COLLECTIVE = re.compile(r"= (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+_ARRAY = re.compile(r"\b[a-z]+(\d+)(?:\w*)\[([\d,]*)\]")
 
 
 def array(*shape, seed=0):
@@ -102,6 +104,28 @@ def mixture(weights, x):
     return jnp.einsum("tef,efd,te->td", hidden, weights["down"], combine)
 
 
+def mixture_in_a_loop(weights, x):
+    probabilities, chosen = lax.top_k(jax.nn.softmax(x @ weights["router"]), 2)
+    total = jnp.zeros_like(x)
+    for e in range(4):
+        combine = jnp.sum(jnp.where(chosen == e, probabilities, 0), -1)
+        total += combine[:, None] * (jax.nn.silu(x @ weights["up"][e]) @ weights["down"][e])
+    return total
+
+
+def dispatched(weights, x):
+    """Every expert has slots for all tokens."""
+    probabilities, chosen = lax.top_k(jax.nn.softmax(x @ weights["router"]), 1)
+    mine = jax.nn.one_hot(chosen[:, 0], 4)
+    place = jnp.cumsum(mine, 0) * mine - 1
+    slots = jax.nn.one_hot(place.astype(int), x.shape[0]) * mine[..., None]
+    inside = jnp.einsum("tec,td->ecd", slots, x)
+    outside = jnp.einsum(
+        "ecf,efd->ecd", jax.nn.silu(jnp.einsum("ecd,edf->ecf", inside, weights["up"])), weights["down"]
+    )
+    return jnp.einsum("tec,ecd->td", slots * probabilities[..., None], outside)
+
+
 def model():
     width = N * D
     scale = 1 / np.sqrt(width)
@@ -170,8 +194,24 @@ GROUPED = {
     "columns": (P(), P(None, None, "model"), P()),
     "contracted": (P(None, "model"), P(None, "model"), P()),
     "contracted and columns": (P(None, "data"), P(None, "data", "model"), P()),
+    "experts": (P(), P("model"), P()),
 }
-EXPERTS = {"router": P(), "up": P("model"), "down": P("model")}
+
+
+def expert_specs(up, down):
+    return {"router": P(), "up": up, "down": down}
+
+
+EXPERTS = expert_specs(P("model"), P("model"))
+MIXTURES = {
+    "tokens": (expert_specs(P(), P()), P("data")),
+    "tokens over both": (expert_specs(P(), P()), P(("data", "model"))),
+    "experts": (EXPERTS, P()),
+    "experts and tokens": (EXPERTS, P("data")),
+    "gathered weights": (expert_specs(P(None, "data"), P(None, None, "data")), P("data")),
+    "gathered experts": (expert_specs(P("model", "data"), P("model", None, "data")), P("data")),
+    "columns": (expert_specs(P(None, None, "model"), P(None, "model")), P("data")),
+}
 MODEL = {
     "tensor": model_specs(P(None, None, "model"), P(None, "model"), P("model")),
     "gathered": model_specs(P(None, "data"), P(None, None, None, "data"), P(None, "data")),
@@ -200,10 +240,16 @@ CASES |= {
     "loss: tokens and vocabulary": (loss, tokens, LOSS["tokens and vocabulary"], 1),
     "loss: contracted": (loss, tokens, (P("data", None, "model"), P(None, "model"), P("data")), 0),
     "product: contracted and columns": (product, grouped, GROUPED["contracted and columns"], 1),
-    "product: experts apart": (product, grouped, (P(), P("model"), P()), 0),
-    "mixture: experts apart": (mixture, experts, (EXPERTS, P()), 0),
-    "mixture: experts and tokens apart": (mixture, experts, (EXPERTS, P("data")), 0),
+    "product: experts": (product, grouped, GROUPED["experts"], 1),
+    "product: rows and experts": (product, grouped, (P("data"), P("model"), P()), 0),
+    "mixture: experts and tokens": (mixture, experts, MIXTURES["experts and tokens"], 1),
+    "mixture: experts over the axis of tokens": (mixture, experts, (expert_specs(P("data"), P("data")), P("data")), 0),
+    "mixture in a loop backward: tokens": (backward_of(mixture_in_a_loop, 0, 1), experts, MIXTURES["tokens"], 1),
+    "mixture in a loop: experts": (mixture_in_a_loop, experts, MIXTURES["experts"], 0),
+    "dispatched: tokens": (dispatched, experts, MIXTURES["tokens"], 0),
 }
+for _name, _specs in MIXTURES.items():
+    CASES[f"mixture backward: {_name}"] = backward_of(mixture, 0, 1), experts, _specs, 1
 for _name in ("tokens", "tokens and vocabulary", "gathered weights and vocabulary", "gathered vocabulary"):
     CASES[f"loss backward: {_name}"] = backward_of(loss, 0, 1), tokens, LOSS[_name], 1
 for _name in ("tokens and vocabulary", "gathered weights"):
@@ -211,7 +257,7 @@ for _name in ("tokens and vocabulary", "gathered weights"):
 for _name, _specs in GROUPED.items():
     CASES[f"product backward: {_name}"] = backward_of(projected, 0, 1), grouped, _specs, 1
 # What an activation makes of parts of a sum does not sum up to what it makes of the sum.
-for _name, _sites in {"columns": 1, "contracted": 0}.items():
+for _name, _sites in {"columns": 1, "contracted": 0, "experts": 1}.items():
     CASES[f"activated product backward: {_name}"] = backward_of(activated, 0, 1), grouped, GROUPED[_name], _sites
 CASES["product: batches"] = jax.vmap(product), functools.partial(grouped, B), (P("data"),) * 3, 1
 CASES["train step: tensor"] = train_step, model, MODEL["tensor"], 2
@@ -229,7 +275,13 @@ def collectives(jitted, args):
 
 
 def sent(compiled):
-    return Counter(_COLLECTIVE.findall(compiled.as_text()))
+    """How often what is sent, and how many bits are received with that."""
+    found: Counter[str] = Counter()
+    for types, kind in _COLLECTIVE.findall(compiled.as_text()):
+        found[kind] += 1
+        for width, shape in _ARRAY.findall(types):
+            found["bits"] += int(width) * math.prod(map(int, filter(None, shape.split(","))))
+    return found
 
 
 @functools.cache

@@ -11,7 +11,11 @@ import pytest
 from partition import manual, typed
 from partition.cases import CASES
 
-FEW = ["attention backward: data and heads", "loss backward: tokens and vocabulary"]
+FEW = [
+    "attention backward: data and heads",
+    "loss backward: tokens and vocabulary",
+    "mixture backward: experts and tokens",
+]
 
 
 @functools.cache
@@ -43,8 +47,13 @@ def wrong_with(sites, outcome):
     if sites == 0 and not outcome["kept"]:
         wrong.append("a site that is left alone is not reported")
     before, after = outcome["original"], outcome["rewritten"]
+    # Of a divided vocabulary the parts tell each other one number per token more than the original sends, in one of its
+    # own exchanges.
+    allowed = before | {"bits": 1.02 * before.get("bits", 0)}
     wrong += [
-        f"{after[kind]} {kind} in place of {before.get(kind, 0)}" for kind in after if after[kind] > before.get(kind, 0)
+        f"{after[kind]} {kind} in place of {before.get(kind, 0)}"
+        for kind in after
+        if after[kind] > allowed.get(kind, 0)
     ]
     return wrong
 
@@ -60,7 +69,7 @@ def test_on_fewer_devices(devices):
         assert complaints(name, outcome) == [], name
 
 
-FEW_TYPED = ["train step", "loss backward: gathered weights", "attention backward: rows"]
+FEW_TYPED = ["train step", "loss backward: gathered weights", "mixture backward: tokens", "attention backward: rows"]
 
 
 def test_divided_by_types():
@@ -85,9 +94,14 @@ def test_meshes_with_explicit_axes():
     assert wrong_with(0, of_case["several kinds of axes"]) == []
 
 
+@pytest.mark.parametrize("name", typed.KINDS)
+def test_meshes_with_explicit_and_automatic_axes(name):
+    assert wrong_with(1, found(4, module="partition.typed")[f"several kinds of axes: {name}"]) == []
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_divided_by_types_on_fewer_devices(devices):
-    chosen = FEW_TYPED if devices > 1 else FEW_TYPED[-1:]
+    chosen = FEW_TYPED if devices > 1 else FEW_TYPED[-2:]
     of_case = found(devices, tuple(chosen), "partition.typed")
     assert of_case
     wrong = {name: wrong_with(typed.CASES[name][3], outcome) for name, outcome in of_case.items()}

@@ -31,8 +31,10 @@ from partition.cases import (
     array,
     attend,
     backward_of,
+    experts,
     grouped,
     loss,
+    mixture,
     qkv,
     slopes,
     spelled_loss,
@@ -40,6 +42,7 @@ from partition.cases import (
 )
 
 EXPLICIT = (AxisType.Explicit,) * 2
+MIXED = (AxisType.Explicit, AxisType.Auto)
 
 
 def mesh(kinds=EXPLICIT):
@@ -61,6 +64,20 @@ def product(*spec):
         return lax.ragged_dot(lhs, rhs, sizes, **out)
 
     return function
+
+
+def experts_apart(weights, x):
+    """The sum over experts has to be told its sharding."""
+    probabilities, chosen = lax.top_k(jax.nn.softmax(x @ weights["router"]), 2)
+    combine = divided(jnp.sum(jax.nn.one_hot(chosen, 4) * probabilities[..., None], -2), "data", "model")
+    hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, weights["up"])) * combine[..., None]
+    kind = jax.typeof(x).sharding
+    out = {} if kind.mesh.empty else {"out_sharding": NamedSharding(kind.mesh, P("data"))}
+    return jnp.einsum("tef,efd->td", hidden, weights["down"], **out)
+
+
+def gathered_mixture(weights, x):
+    return mixture({name: divided(w) for name, w in weights.items()}, x)
 
 
 def model():
@@ -102,6 +119,19 @@ CASES = {
     "loss backward: gathered weights": (backward_of(loss, 0, 1), tokens, (P("data"), P(None, "data"), P("data")), 1),
     "train step": (train_step, model, STEP, 2),
     "train step with checkpoints": (functools.partial(train_step, each_layer=jax.checkpoint), model, STEP, 2),
+    "mixture backward: tokens": (backward_of(mixture, 0, 1), experts, cases.MIXTURES["tokens"], 1),
+    "mixture backward: experts and tokens": (
+        backward_of(experts_apart, 0, 1),
+        experts,
+        cases.MIXTURES["experts and tokens"],
+        1,
+    ),
+    "mixture backward: gathered weights": (
+        backward_of(gathered_mixture, 0, 1),
+        experts,
+        cases.MIXTURES["gathered weights"],
+        1,
+    ),
     "product: columns": (product(None, "model"), grouped, (P(), P(None, None, "model"), P()), 1),
     "product: groups": (product(), grouped, (P(), P("data"), P()), 0),
 }
@@ -134,8 +164,16 @@ EDGES = {
 
 OTHERS = {
     "mesh in force": (lambda f: f, attend, qkv, (HEADS,) * 3),
-    "several kinds of axes": (lambda f: f, slopes, qkv, (P("data"),) * 3, (AxisType.Explicit, AxisType.Auto)),
+    "several kinds of axes": (lambda f: f, slopes, qkv, (P("data"),) * 3, MIXED),
 }
+
+KINDS = {
+    "attention": (backward_of(attend, 0, 1, 2), qkv, (HEADS,) * 3, MIXED),
+    "attention, model explicit": (backward_of(attend, 0, 1, 2), qkv, (HEADS,) * 3, MIXED[::-1]),
+    "loss": (backward_of(spelled_loss, 0, 1), tokens, (P("data"), P("model"), P("data")), MIXED),
+    "mixture": (backward_of(mixture, 0, 1), experts, cases.MIXTURES["experts and tokens"], MIXED),
+}
+"""Over meshes with one explicit and one automatic axis: (function, arguments, how they are divided, kinds)."""
 
 
 def types(function, args):
@@ -153,8 +191,20 @@ def run(name, around, function, make, specs, kinds=EXPLICIT):
     return found | cases.verdicts(optimized.report())
 
 
+def mixed(function, make, specs, kinds):
+    """Optimized outermost, which is where it is known how the compiler divides."""
+    plain, devices = make(), mesh(kinds)
+    args = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(devices, spec)), plain, specs)
+    optimized = autopallas.optimize(jax.jit(function), objective="always", strict=True)
+    found = cases.compared(jax.jit(function), optimized, args, cases.expected(function, make))
+    found |= cases.verdicts(optimized.report())
+    return found | {"types": [types(f, args) for f in (function, optimized)]}
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
     chosen = {name: (lambda f: f, *case[:3]) for name, case in CASES.items()} | EDGES | OTHERS
     prefixes = sys.argv[1:] or [""]
-    print(json.dumps({n: run(n, *c) for n, c in chosen.items() if any(n.startswith(p) for p in prefixes)}))
+    calls = {name: functools.partial(run, name, *case) for name, case in chosen.items()}
+    calls |= {f"several kinds of axes: {name}": functools.partial(mixed, *case) for name, case in KINDS.items()}
+    print(json.dumps({name: call() for name, call in calls.items() if any(name.startswith(p) for p in prefixes)}))

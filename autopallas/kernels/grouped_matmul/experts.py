@@ -10,91 +10,29 @@ Letters: T tokens, k choices of each token, R = T k rows, G experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from autopallas import compat
+from autopallas.kernels.division import Counted, Division, Parts
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.api import apply
+from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
 from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
 from autopallas.kernels.implementation import Operation
 from autopallas.kernels.layout import Label, Operand, View, read, write
-from autopallas.program import Constant, Program
+from autopallas.program import Constant
 
 __all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
 
 Array: TypeAlias = jax.Array
 Dtype: TypeAlias = np.dtype[Any]
-Labels: TypeAlias = tuple[Label, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """An array at the row's token, at its expert, or at both: [R, ...] over its other ``labels``."""
-
-    source: Operand
-    labels: Labels
-
-
-@dataclass(frozen=True, slots=True)
-class Pointwise:
-    """An elementwise program over the results of earlier steps, which are its side inputs."""
-
-    program: Program
-    arguments: tuple[int, ...]
-    labels: Labels
-
-    @property
-    def dtype(self) -> Dtype:
-        return self.program.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """The result of an earlier step times the matrix of the row's expert, summed over ``inner``."""
-
-    rows: int
-    weights: Operand
-    inner: Labels
-    labels: Labels
-    dtype: Dtype
-    precision: str | None
-
-
-Step: TypeAlias = Gathered | Pointwise | Product | Constant
-
-
-@dataclass(frozen=True, slots=True)
-class Prelude:
-    """From the operands of a site to the arrays that its steps read: the routing, as the program has it.
-
-    Attributes:
-      key: equal for equal programs, which jaxprs are not.
-      jaxpr: the program.
-      reads: per result, the operands that it depends on.
-      mapped: the axes of each ``vmap`` around it, the innermost first: per operand, 0 or None.
-    """
-
-    key: Any
-    jaxpr: Any = field(compare=False)
-    reads: tuple[frozenset[int], ...]
-    mapped: tuple[tuple[int | None, ...], ...] = ()
-
-    def __call__(self, operands: Sequence[Array]) -> list[Array]:
-        function: Callable[..., Any] = compat.jaxpr_as_fun(self.jaxpr)
-        for axes in self.mapped:
-            function = jax.vmap(function, in_axes=axes, out_axes=list(self.axes(axes)))
-        return list(function(*operands))
-
-    def axes(self, axes: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Which results have the axis of a vmap in front."""
-        return tuple(0 if any(axes[i] is not None for i in reads) else None for reads in self.reads)
 
 
 @dataclass(frozen=True)
@@ -112,6 +50,9 @@ class ExpertsSite:
       types: dtypes of the arrays.
       batch_labels: of the token labels, those of examples that have experts of their own.
       slots: how many each expert has in the original; 0 where every expert computes every token.
+      products: where it can be told, the view of each product in the original, which the prelude's witness gives.
+      across: of one device's part, the mesh axes over which the experts are divided.
+      everywhere: how many experts all devices have; 0: those here.
     """
 
     sizes: tuple[int, ...]
@@ -126,6 +67,9 @@ class ExpertsSite:
     batch_labels: Labels = ()
     slots: int = 0
     assume_finite: bool = True
+    products: tuple[View, ...] = ()
+    across: tuple[str, ...] = ()
+    everywhere: int = 0
 
     @property
     def operation(self) -> Operation:
@@ -188,6 +132,53 @@ class ExpertsSite:
         _, pull = jax.vjp(function, *(operands[i] for i in active))
         return tuple(pull(cotangents[0]))
 
+    # ------------------------------------------------------------------ on several devices
+
+    def parts(self) -> Parts:
+        """Tokens may be divided; where it is known how the original divides the products, so may the experts, columns,
+        and what is summed over last of all.  Where tokens have slots, devices would have to exchange them."""
+        labels = set(self.token_labels)
+        if self.products:
+            labels |= {*self.expert_labels[:1], *self._summed_last()}
+            labels |= {label for _, own in self.result for label in own}
+        uses = [source for source, _ in self.choices]
+        uses += [s.source if isinstance(s, Gathered) else s.weights for s in self.steps if isinstance(s, Reads)]
+        tokens, whole = frozenset(self.token_labels), "tokens are sent to slots of experts" if self.slots else ""
+        return Parts(tuple(uses), (self.result,), (), frozenset(labels), (frozenset(),), self.products, tokens, whole)
+
+    def _summed_last(self) -> set[Label]:
+        """Labels over which products sum that are then only scaled: parts of such a sum add up to the result."""
+        found: dict[Label, bool] = {}
+        for position, step in enumerate(self.steps):
+            if isinstance(step, Product):
+                found |= {label: self._scaled(position) and found.get(label, True) for label in step.inner}
+        return {label for label, linear in found.items() if linear}
+
+    def _scaled(self, product: int) -> bool:
+        scaled = {product}
+        for position, step in enumerate(self.steps):
+            read = (step.rows,) if isinstance(step, Product) else step.arguments if isinstance(step, Pointwise) else ()
+            own = [argument for argument in read if argument in scaled]
+            if own:
+                if not isinstance(step, Pointwise) or len(own) > 1 or not step.is_scaling:
+                    return False
+                scaled.add(position)
+        return len(self.steps) - 1 in scaled
+
+    def divided(self, division: Division) -> tuple[ExpertsSite, tuple[Counted, ...]]:
+        """What each device computes, of the arrays that the prelude gives."""
+        across = tuple(axis for label in self.expert_labels for axis in division.of(label))
+        return replace(self.alone(division), across=across), ()
+
+    def alone(self, division: Division) -> ExpertsSite:
+        """The same with rows of other devices' experts among its own."""
+        return replace(
+            self,
+            sizes=division.local(self.sizes),
+            prelude=Prelude.nothing(len(self.types)),
+            everywhere=self._extent(self.expert_labels) if division.divides(self.expert_labels) else 0,
+        )
+
     # ------------------------------------------------------------------ transformations
 
     def batched(self, axes: Sequence[int | None], size: int) -> ExpertsSite:
@@ -226,6 +217,7 @@ class _Routing(NamedTuple):
       order: the rows by expert.
       place: where each row is in that order.
       group_sizes: [G].
+      here: [R], of the rows in that order, those whose experts this device has; None where it has all.
     """
 
     expert: Array
@@ -233,6 +225,7 @@ class _Routing(NamedTuple):
     order: Array
     place: Array
     group_sizes: Array
+    here: Array | None
 
 
 class _Rows:
@@ -255,19 +248,24 @@ class _Rows:
             part = self._read(source, site.token_labels, several).astype(jnp.int32)
             parts.append(jnp.broadcast_to(part, (spec.tokens, math.prod(site.sizes[a] for a in several))))
         chosen = jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-        valid = (chosen >= 0) & (chosen < self.experts)
         same = chosen[:, :, None] == chosen[:, None, :]
         again = jnp.any(same & jnp.tri(spec.choices, k=-1, dtype=bool), axis=2)
+        if site.across:
+            chosen = chosen - lax.axis_index(site.across) * self.experts
+        valid = (chosen >= 0) & (chosen < self.experts)
         # Rows that count for nothing are computed too, as finite as any other, so that their gradients are zero.
         expert = jnp.where(valid, chosen, 0)
         examples = math.prod(site.sizes[a] for a in site.batch_labels)
         if examples > 1:
             example = jnp.arange(spec.tokens, dtype=jnp.int32) // (spec.tokens // examples)
             expert = expert + self.experts * example[:, None]
-        order = jnp.argsort(expert.reshape(-1), stable=True).astype(jnp.int32)
+        # But for those of other devices, which are behind all groups.
+        group = jnp.where(valid, expert, spec.groups) if site.everywhere else expert
+        order = jnp.argsort(group.reshape(-1), stable=True).astype(jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(spec.rows, dtype=jnp.int32), unique_indices=True)
-        group_sizes = jnp.bincount(expert.reshape(-1), length=spec.groups).astype(jnp.int32)
-        return _Routing(expert, valid & ~again, order, place, group_sizes)
+        group_sizes = jnp.bincount(group.reshape(-1), length=spec.groups + 1)[:-1].astype(jnp.int32)
+        here = jnp.arange(spec.rows, dtype=jnp.int32) < jnp.sum(group_sizes) if site.everywhere else None
+        return _Routing(expert, valid & ~again, order, place, group_sizes, here)
 
     def result(self) -> Array:
         """What the program computes."""
@@ -288,12 +286,20 @@ class _Rows:
             case Constant():
                 return jnp.asarray(step.value, step.dtype)
             case Gathered():
-                return self._gathered(step)
+                value = self._gathered(step)
+                return self._here(value, lax.stop_gradient(value))
             case Pointwise():
                 arguments = [self._spread(a, values[a], step.labels) for a in step.arguments]
                 return step.program.evaluate(None, None, None, arguments)
             case Product():
                 return self._product(step, values[step.rows])
+
+    def _here(self, rows: Array, other: Array | int) -> Array:
+        """``other`` in the rows of other devices' experts: what is computed for them may have no finite derivative."""
+        here = self.routing.here
+        if here is None:
+            return rows
+        return jnp.where(here.reshape(-1, *(1 for _ in rows.shape[1:])), rows, other)
 
     def _gathered(self, step: Gathered) -> Array:
         tokens, groups = self.site.token_labels, self.groups
@@ -330,7 +336,7 @@ class _Rows:
 
     def _product(self, step: Product, rows: Array) -> Array:
         site, spec = self.site, self.spec
-        rows = self._spread(step.rows, rows, step.inner)
+        rows = self._here(self._spread(step.rows, rows, step.inner), 0)
         lhs = jnp.broadcast_to(rows, (spec.rows, *rows.shape[1:])).reshape(1, spec.rows, -1)
         order = step.weights.labels
         transposed = order.index(step.inner[0]) > order.index(step.labels[0])
@@ -353,7 +359,7 @@ class _Rows:
         )
         sizes = None if self.block_sizes is None else self.block_sizes.fitted(product)  # the reference has none
         out = apply(self.implementation, product, (sizes, sizes), lhs, rhs, self.routing.group_sizes[None])
-        return out.reshape(spec.rows, *(site.sizes[a] for a in step.labels))
+        return self._here(out.reshape(spec.rows, *(site.sizes[a] for a in step.labels)), 0)
 
 
 @jax.custom_vjp

@@ -107,8 +107,13 @@ class GroupedMatmulSite:
         return (
             read(self.first, operands, self.sizes, first),
             read(self.second, operands, self.sizes, second),
-            read(self.group_sizes, operands, self.sizes, (self.batch_labels, self.group_labels)),
+            read(self.group_sizes, operands, self.sizes, (self.batch_labels, self._size_labels)),
         )
+
+    @property
+    def _size_labels(self) -> Labels:
+        """Of the groups whose sizes are given."""
+        return self.group_labels
 
     # ------------------------------------------------------------------ what the site primitive runs
 
@@ -183,6 +188,12 @@ class GroupedMatmulSite:
     def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
         """What each device computes."""
         return self.alone(division), ()
+
+    def apart(self) -> GroupedMatmulSite | None:
+        """The site with groups that may be divided too.  How the original does that depends on the platform."""
+        from autopallas.kernels.grouped_matmul.divided import DividedGroupsSite
+
+        return DividedGroupsSite.of(self)
 
     def alone(self, division: Division) -> GroupedMatmulSite:
         """No device needs another."""

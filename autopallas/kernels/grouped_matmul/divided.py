@@ -1,0 +1,132 @@
+"""A grouped matmul whose groups are divided among devices: each computes the rows of its own groups.
+
+A device's groups are neighbours, and so are their rows.  They are brought to the front for the kernel, and back to
+their place behind it; what belongs to other devices is zero, so that the parts add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.division import Counted, Division, Parts
+from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.layout import Label, Operand
+
+__all__ = ["DividedGroupsSite"]
+
+Array: TypeAlias = jax.Array
+
+
+@dataclass(frozen=True)
+class DividedGroupsSite(GroupedMatmulSite):
+    """Such a grouped matmul.  Every device knows the sizes of all groups.
+
+    Attributes:
+      everywhere: the label of all groups, on all devices.
+      across: of what one device computes, the mesh axes over which the groups are divided; none where they are not.
+    """
+
+    everywhere: Labels = ()
+    across: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, site: GroupedMatmulSite) -> DividedGroupsSite | None:
+        """The same site with groups that may be divided; None where its groups are not along one axis."""
+        if len(site.group_labels) != 1 or isinstance(site, DividedGroupsSite):
+            return None
+        (group,), label = site.group_labels, len(site.sizes)
+        own = {f.name: getattr(site, f.name) for f in fields(site)}
+        own |= {"sizes": (*site.sizes, site.sizes[group]), "group_sizes": _renamed(site.group_sizes, group, label)}
+        return cls(**own, everywhere=(label,))
+
+    @property
+    def _size_labels(self) -> Labels:
+        return self.everywhere
+
+    def parts(self) -> Parts:
+        """The groups may be divided too; what each device has of the product is summed up here."""
+        parts = super().parts()
+        labels, combined = parts.labels | set(self.group_labels), frozenset(self.group_labels)
+        return replace(parts, labels=labels, combined=(combined,))
+
+    def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
+        across = tuple(axis for label in self.group_labels for axis in division.of(label))
+        return replace(self, sizes=division.local(self.sizes), across=across), ()
+
+    def alone(self, division: Division) -> GroupedMatmulSite:
+        """The first device's groups, which have the first of the sizes."""
+        own = {f.name: getattr(self, f.name) for f in fields(GroupedMatmulSite)}
+        sizes = _renamed(self.group_sizes, self.everywhere[0], self.group_labels[0])
+        return GroupedMatmulSite(**own | {"sizes": division.local(self.sizes), "group_sizes": sizes})
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        return super().forward(_Kernel(kernel, self.across), block_sizes, operands)
+
+    def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
+        return super().backward(_Kernel(kernel, self.across), *given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """An implementation, run by each device on its groups.  Without epilogues, which are of the sum of the parts."""
+
+    part: Any
+    across: tuple[str, ...]
+
+    def _here(self, spec: GroupedMatmulSpec, sizes: Array) -> tuple[Array, Array]:
+        """(the sizes of the groups here, the rows before them) for each batch."""
+        first = lax.axis_index(self.across) * spec.groups if self.across else jnp.zeros((), jnp.int32)
+        before = jnp.where(jnp.arange(sizes.shape[1]) < first, sizes, 0)
+        return lax.dynamic_slice_in_dim(sizes, first, spec.groups, 1), jnp.sum(before, 1, dtype=jnp.int32)
+
+    def forward(
+        self, spec: GroupedMatmulSpec, block_sizes: Any, first: Array, second: Array, group_sizes: Array
+    ) -> Array:
+        """As of every implementation; of all devices, but for a product with groups."""
+        own, before = self._here(spec, group_sizes)
+        first = _moved(first, -before)
+        if spec.use == "drhs":
+            return jnp.asarray(self.part.forward(spec, block_sizes, first, _moved(second, -before), own))
+        out = _moved(self.part.forward(spec, block_sizes, first, second, own), before)
+        return lax.psum(out, self.across) if self.across else out
+
+    def backward(
+        self,
+        spec: GroupedMatmulSpec,
+        block_sizes: Any,
+        first: Array,
+        second: Array,
+        group_sizes: Array,
+        cotangent: Array,
+        wanted: Sequence[bool],
+    ) -> tuple[Array | None, Array | None]:
+        """As of every implementation; of this device."""
+        own, before = self._here(spec, group_sizes)
+        rows = spec.use == "drhs"
+        first, second = _moved(first, -before), _moved(second, -before) if rows else second
+        cotangent = cotangent if rows else _moved(cotangent, -before)
+        dfirst, dsecond = self.part.backward(spec, block_sizes, first, second, own, cotangent, wanted)
+        dfirst = None if dfirst is None else _moved(dfirst, before)
+        return dfirst, _moved(dsecond, before) if rows and dsecond is not None else dsecond
+
+
+def _renamed(source: Operand, label: Label, new: Label) -> Operand:
+    view = tuple((offset, tuple(new if a == label else a for a in labels)) for offset, labels in source.view)
+    return Operand(source.position, view)
+
+
+def _moved(rows: Array, by: Array) -> Array:
+    """[B, M, ...] with the rows of each batch moved; those that leave at one end come back at the other."""
+    if math.prod(by.shape) == 1:
+        return jnp.roll(rows, by.reshape(()), axis=1)
+    return jax.vmap(lambda one, by: jnp.roll(one, by, axis=0))(jnp.broadcast_to(rows, (*by.shape, *rows.shape[1:])), by)

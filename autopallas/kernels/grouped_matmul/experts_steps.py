@@ -1,0 +1,99 @@
+"""What is computed for each row of a mixture of experts, step by step, and what comes before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from autopallas import compat
+from autopallas.kernels.layout import Label, Operand
+from autopallas.program import Constant, Program
+
+__all__ = ["Gathered", "Labels", "Pointwise", "Prelude", "Product", "Reads", "Step"]
+
+Labels: TypeAlias = tuple[Label, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """An array at the row's token, at its expert, or at both: [R, ...] over its other ``labels``."""
+
+    source: Operand
+    labels: Labels
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise:
+    """An elementwise program over the results of earlier steps, which are its side inputs."""
+
+    program: Program
+    arguments: tuple[int, ...]
+    labels: Labels
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.program.dtype
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether it gives a multiple of each argument, as long as the others stay."""
+        instructions = self.program.instructions
+        return len(instructions) == 1 and instructions[0].primitive.name in ("mul", "neg", "convert_element_type")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The result of an earlier step times the matrix of the row's expert, summed over ``inner``."""
+
+    rows: int
+    weights: Operand
+    inner: Labels
+    labels: Labels
+    dtype: np.dtype[Any]
+    precision: str | None
+
+
+Step: TypeAlias = Gathered | Pointwise | Product | Constant
+Reads = (Gathered, Product)
+"""The steps that read an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prelude:
+    """From the operands of a site to the arrays that its steps read: the routing, as the program has it.
+
+    Attributes:
+      key: equal for equal programs, which jaxprs are not.
+      jaxpr: the program.
+      reads: per result, the operands that it depends on.
+      mapped: the axes of each ``vmap`` around it, the innermost first: per operand, 0 or None.
+      witness: the original with more results, where its products can be told: (its result, the arrays that the steps
+        read, the products).
+    """
+
+    key: Any
+    jaxpr: Any = field(compare=False)
+    reads: tuple[frozenset[int], ...]
+    mapped: tuple[tuple[int | None, ...], ...] = ()
+    witness: Any = field(default=None, compare=False)
+
+    @classmethod
+    def nothing(cls, count: int) -> Prelude:
+        """That of a site whose operands are the arrays themselves."""
+        return cls(("nothing", count), None, tuple(frozenset((i,)) for i in range(count)))
+
+    def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        if self.jaxpr is None:
+            return list(operands)
+        function: Callable[..., Any] = compat.jaxpr_as_fun(self.jaxpr)
+        for axes in self.mapped:
+            function = jax.vmap(function, in_axes=axes, out_axes=list(self.axes(axes)))
+        return list(function(*operands))
+
+    def axes(self, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+        """Which results have the axis of a vmap in front."""
+        return tuple(0 if any(axes[i] is not None for i in reads) else None for reads in self.reads)
