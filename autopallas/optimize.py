@@ -245,8 +245,18 @@ class Optimized(Generic[P, R]):
             raise
         if partition.wanted_for(program, self._settings):
             raise partition.Wanted
-        shardings = partition.known(program, args, kwargs, arrays, shapes, self._settings)
-        rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
+        shardings, rewritten = None, program
+        try:
+            shardings = partition.known(program, args, kwargs, arrays, shapes, self._settings)
+        except Exception as error:  # what may be divided among devices must not be taken for what is not
+            if options.strict:
+                raise
+            text = f"{type(error).__name__}: {error}"
+            _warn(f"autopallas left a program as it was: partition failed with {text}")
+            report = Report(failures=(Failure("partition", text),))
+            _require(report, options)
+        else:
+            rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
         self._publish(report)
         if (report.sites or report.failures) and not self._dry:
             reason = objection(program, rewritten, arrays, shardings)

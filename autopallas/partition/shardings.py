@@ -155,10 +155,8 @@ def known(
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if len(leaves) != len(given):
         return None
-    demanded = [None] * len(leaves)
-    if settings.get("in_shardings") is not None:
-        demanded = _prefixed(settings["in_shardings"], tuple(args))
-        demanded += [None] * (len(leaves) - len(demanded))
+    demanded = _demanded(args, settings)
+    demanded += [None] * (len(leaves) - len(demanded))
     by_leaf = [d if _of_leaf(_Holder(d)) is not None else g for d, g in zip(demanded, given, strict=True)]
     place = {id(leaf): i for i, leaf in enumerate(leaves)}
     arguments = tuple(by_leaf[place[id(x)]] for x in arrays)
@@ -170,6 +168,16 @@ def known(
     if len(meshes) > 1:
         return None
     return Shardings(arguments, tuple(outside), meshes.pop() if meshes else mesh or _named_mesh(program))
+
+
+def _demanded(args: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+    """Per leaf of the positional arguments, the sharding that ``jit`` demands; of static ones it demands none."""
+    if settings.get("in_shardings") is None:
+        return []
+    static = {number % len(args) for number in settings.get("static_argnums", ())} if args else set()
+    shared = tuple(arg for i, arg in enumerate(args) if i not in static)
+    left = iter(_prefixed(settings["in_shardings"], shared))
+    return [None if i in static else next(left) for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
 
 def _prefixed(prefix: Any, full: Any) -> list[Any]:

@@ -53,6 +53,15 @@ def test_a_pattern_that_fails(error, monkeypatch):
 
 
 @pytest.mark.parametrize("error", ERRORS)
+def test_shardings_that_cannot_be_found_out(error, monkeypatch):
+    case = program()
+    monkeypatch.setattr(pipeline.partition, "known", raising(error))
+    kept_with_one_warning(autopallas.optimize(case.function, objective="always"), case, "partition")
+    monkeypatch.undo()
+    assert healed(case) == {"attention": 1}
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_a_plan_that_fails(error, monkeypatch):
     case = program()
     monkeypatch.setattr(tuned_block_sizes, "find", raising(error))

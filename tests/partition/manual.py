@@ -132,6 +132,24 @@ def constraints_alone():
     return {"error": cases.error(optimized(*qkv()), attend(*qkv()))} | cases.verdicts(optimized.report())
 
 
+def demanded_beside_static_arguments():
+    """``in_shardings`` speak of the arguments that are not static."""
+    q, k, v = qkv()
+    by_batch = NamedSharding(mesh(), P("data"))
+
+    def function(q, causal, kv, scale):
+        return (attend if causal else none)(q * scale, *kv)
+
+    def none(q, k, v):
+        return q
+
+    jitted = jax.jit(function, static_argnames=("causal", "scale"), in_shardings=(by_batch, [by_batch, None]))
+    optimized = autopallas.optimize(jitted, objective="always", strict=True)
+    return {"error": cases.error(optimized(q, True, [k, v], 2.0), attend(q * 2, k, v))} | cases.verdicts(
+        optimized.report()
+    )
+
+
 def run(name):
     function, plain, make, specs, _ = CASES[name]
     devices = mesh(EXPLICIT if name.startswith("explicit") else AUTO)
@@ -145,4 +163,5 @@ if __name__ == "__main__":
     warnings.simplefilter("error", autopallas.AutopallasWarning)  # it would say that a site runs as it is written
     chosen = [name for name in CASES if any(name.startswith(prefix) for prefix in sys.argv[1:] or [""])]
     others = {"pmap": pmapped(), "constraints alone": constraints_alone()}
+    others["demanded beside static arguments"] = demanded_beside_static_arguments()
     print(json.dumps({name: run(name) for name in chosen} | others))

@@ -120,8 +120,9 @@ def test_pmap(use):
     assert outcome["applied"] == 1, outcome["kept"]
 
 
-def test_a_mesh_that_only_constraints_name():
-    outcome = found(4, module="partition.manual")["constraints alone"]
+@pytest.mark.parametrize("name", ["constraints alone", "demanded beside static arguments"])
+def test_a_mesh_that_no_argument_is_on(name):
+    outcome = found(4, module="partition.manual")[name]
     assert outcome["error"] <= 2e-5
     assert outcome["applied"] == 1, outcome["kept"]
 
