@@ -65,6 +65,10 @@ def loss(x, w, y):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], -1))
 
 
+def attend_and_lose(q, k, v, x, w, y):
+    return jnp.sum(jnp.sin(attend(q, k, v))) + loss(x, w, y)
+
+
 def spelled_loss(x, w, y):
     logits = jnp.einsum("btd,vd->btv", x, w)
     return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(y, V), -1)
@@ -206,7 +210,6 @@ EXPERTS = expert_specs(P("model"), P("model"))
 MIXTURES = {
     "tokens": (expert_specs(P(), P()), P("data")),
     "tokens over both": (expert_specs(P(), P()), P(("data", "model"))),
-    "experts": (EXPERTS, P()),
     "experts and tokens": (EXPERTS, P("data")),
     "gathered weights": (expert_specs(P(None, "data"), P(None, None, "data")), P("data")),
     "gathered experts": (expert_specs(P("model", "data"), P("model", None, "data")), P("data")),
@@ -244,12 +247,18 @@ CASES |= {
     "product: rows and experts": (product, grouped, (P("data"), P("model"), P()), 0),
     "mixture: experts and tokens": (mixture, experts, MIXTURES["experts and tokens"], 1),
     "mixture: experts over the axis of tokens": (mixture, experts, (expert_specs(P("data"), P("data")), P("data")), 0),
-    "mixture in a loop backward: tokens": (backward_of(mixture_in_a_loop, 0, 1), experts, MIXTURES["tokens"], 1),
-    "mixture in a loop: experts": (mixture_in_a_loop, experts, MIXTURES["experts"], 0),
+    "mixture in a loop: tokens": (mixture_in_a_loop, experts, MIXTURES["tokens over both"], 1),
+    "heads alone and a vocabulary alone backward": (
+        backward_of(attend_and_lose, 0, 1, 2, 3, 4),
+        lambda: (*qkv(), *tokens()),
+        (*(P(None, None, "model"),) * 3, P(), P("model"), P()),
+        2,
+    ),
+    "mixture in a loop: experts": (mixture_in_a_loop, experts, (EXPERTS, P()), 0),
     "dispatched: tokens": (dispatched, experts, MIXTURES["tokens"], 0),
 }
-for _name, _specs in MIXTURES.items():
-    CASES[f"mixture backward: {_name}"] = backward_of(mixture, 0, 1), experts, _specs, 1
+for _name in ("tokens", "experts and tokens", "gathered experts", "columns"):
+    CASES[f"mixture backward: {_name}"] = backward_of(mixture, 0, 1), experts, MIXTURES[_name], 1
 for _name in ("tokens", "tokens and vocabulary", "gathered weights and vocabulary", "gathered vocabulary"):
     CASES[f"loss backward: {_name}"] = backward_of(loss, 0, 1), tokens, LOSS[_name], 1
 for _name in ("tokens and vocabulary", "gathered weights"):
