@@ -51,9 +51,9 @@ def head_size_of(size: int) -> int | None:
 
 
 def padded(array: Array, *lengths: int) -> Array:
-    """The array with zeros after its last axes, up to these lengths; an axis of size 1 does not vary, and stays."""
+    """The array with zeros after its last axes, up to these lengths."""
     leading = array.ndim - len(lengths)
-    missing = [0 if n == 1 else length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
+    missing = [length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
     return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
 
 
@@ -217,8 +217,8 @@ def stored(side: SideSpec) -> np.dtype[Any]:
 
 def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped: bool) -> Array:
     """A side input [B|1, K|1, G|1, T|1, S|1] as :func:`side_values` reads it, padded to whole blocks."""
-    array = padded(array.astype(stored(side)), rows, columns)
     _, _, _, t, s = side.varies
+    array = padded(array.astype(stored(side)), rows if t else 1, columns if s else 1)
     if t and s:
         return jnp.swapaxes(array, -1, -2) if flipped else array
     shape = array.shape[:3]
