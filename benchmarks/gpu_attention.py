@@ -21,6 +21,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import table_key
+from autopallas.kernels.gpu import array_bytes
 from autopallas.kernels.implementation import Device
 from autopallas.program import Index, Score, Side
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
@@ -189,12 +190,21 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
         candidates["cudnn"] = wrapped(partial(_cudnn, mask))
     if importlib.util.find_spec("tokamax") is not None and mask in ("full", "causal"):
         candidates["tokamax"] = wrapped(partial(_tokamax, mask))
+    arguments = partial(operands, b, t, n, n, d, mask, "bfloat16", backward)
+    given = jax.eval_shape(arguments)
+    results = jax.eval_shape(candidates[ORIGINAL], *given)
     return Timed(
-        f"B{b} T{t} N{n} D{d} {mask}", "bfloat16", direction, candidates,
-        {f"pallas_gpu {name}": choice for name, choice in sizes.items()},
-        operands(b, t, n, n, d, mask, "bfloat16", backward),
-        operations, table_key(spec, IMPLEMENTATION, direction),
-    )  # fmt: skip
+        name=f"B{b} T{t} N{n} D{d} {mask}",
+        dtype="bfloat16",
+        direction=direction,
+        candidates=candidates,
+        block_sizes={f"pallas_gpu {name}": choice for name, choice in sizes.items()},
+        arguments=arguments,
+        operations=operations,
+        key=table_key(spec, IMPLEMENTATION, direction),
+        bytes_moved=float(array_bytes(*given, *jax.tree.leaves(results))),
+        expansion=1 / share,  # of the original's T x T numbers in memory nothing is counted
+    )
 
 
 def _ours(spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
