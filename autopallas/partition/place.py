@@ -202,6 +202,14 @@ def _placed(part: Match, found: Found, mesh: Any) -> Match:
         for site, gathers in ((apart, False), (part.site, True)):
             with contextlib.suppress(Indivisible):
                 placed = divided(site, gathers)
-                if sends_no_more(part, placed, found):
+                if _sends_no_more(part, placed, found):
                     return replace(part, site=placed)
         raise
+
+
+def _sends_no_more(part: Match, site: PlacedSite, found: Found) -> bool:
+    try:
+        return sends_no_more(part, site, found)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise Indivisible(f"what it sends could not be found out: {reason}") from error
