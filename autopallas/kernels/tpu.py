@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.interpret import interpretation, refusal
+from autopallas.kernels.tpu_tables import tables_of
 from autopallas.program import Program
 
 __all__ = [
@@ -212,24 +214,32 @@ def call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    pallas_call = pl.pallas_call(
-        kernel,
-        out_shape,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=prefetched,
-            grid=tuple(grid),
-            in_specs=list(in_specs),
-            out_specs=out_specs,
-            scratch_shapes=list(scratch_shapes),
-        ),
-        input_output_aliases=dict(aliases or {}),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=tuple(semantics), vmem_limit_bytes=generation(Device.current()).limit
-        ),
-        interpret=interpretation(),
-        cost_estimate=cost,
-        name=name,
-    )
+    def made(tables: Sequence[Any] | None) -> Callable[..., Any]:
+        """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
+        body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
+        extents = tuple(grid)
+        if tables is not None:
+            body, scalars, extents = partial(kernel, *tables), 0, tuple(map(int, grid))
+            blocks_in, blocks_out = jax.tree.map(lambda spec: _without_scalars(spec, tables), (blocks_in, out_specs))
+            aliased = {source - prefetched: target for source, target in aliased.items()}
+        return pl.pallas_call(
+            body,
+            out_shape,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=scalars,
+                grid=extents,
+                in_specs=blocks_in,
+                out_specs=blocks_out,
+                scratch_shapes=list(scratch_shapes),
+            ),
+            input_output_aliases=dict(aliased),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=tuple(semantics), vmem_limit_bytes=generation(Device.current()).limit
+            ),
+            interpret=interpretation(),
+            cost_estimate=cost,
+            name=name,
+        )
 
     def run(*operands: Any) -> Any:
         if not interpretation():
@@ -238,11 +248,17 @@ def call(
                 block = [1 if n is None else n for n in spec.block_shape]
                 # Narrow types have taller tiles, of which a part can be taken too.
                 check_block(name, block, array.shape, np.float32)
+        tables = tables_of(name, operands[:prefetched])
         # Index maps count in 32 bits, also where the program around has 64.
         with jax.named_scope(name), jax.enable_x64(False):
-            return pallas_call(*operands)
+            return made(tables)(*(operands if tables is None else operands[prefetched:]))
 
     return run
+
+
+def _without_scalars(spec: Any, tables: Sequence[Any]) -> Any:
+    """A block whose index map sees no prefetched scalars, but what stands for them."""
+    return replace(spec, index_map=lambda *ids: spec.index_map(*ids, *tables))
 
 
 def cost_of(body: Callable[..., Any], *types: Any, times: int, arrays: Iterable[Any]) -> Any:

@@ -30,6 +30,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from autopallas import compat
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
+from autopallas.kernels.tpu_tables import simulated
 
 __all__ = [
     "GENERATIONS",
@@ -148,17 +149,12 @@ class Compilation:
     def cycles(self) -> int | None:
         """Simulated cycles of all operations, one after the other; None where a kernel was not simulated.
 
-        Data read at run time counts as 0 in the simulation: a kernel whose control flow depends on it is
-        underestimated.
+        Data read at run time counts as 0 in the simulation.
         """
         counted = [o for o in self.operations if o.cycles is not None]
         if self.failure is not None or not counted or any(o.kernel and o.cycles is None for o in self.operations):
             return None
         return sum((o.cycles or 0) * o.runs for o in counted)
-
-    def without_simulation(self, note: str) -> Compilation:
-        """The same without cycles, and why."""
-        return replace(self, operations=tuple(replace(o, cycles=None) for o in self.operations), note=note)
 
     @property
     def seconds_of_memory(self) -> float:
@@ -289,8 +285,31 @@ class Compiler:
         self._children.clear()
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
-        """As :func:`compile_for`."""
-        return self.compile_lowered(lowered_for(function, arguments, self.target), seconds=seconds)
+        """As :func:`compile_for`.  Where kernels follow tables, what is simulated is a program that computes the tables
+        (:mod:`autopallas.kernels.tpu_tables`); memory is that of the function."""
+        if not (self.simulate and self.target.simulates):
+            return self.compile_lowered(lowered_for(function, arguments, self.target), seconds=seconds)
+        begin = time.monotonic()
+        with simulated() as record:
+            module = lowered_for(function, arguments, self.target)
+        if not record.altered and not record.unknown:
+            return self.compile_lowered(module, seconds=seconds)
+        found = self._asked(lowered_for(function, arguments, self.target), False, seconds)
+        if found.failure is not None:
+            return found
+        if record.unknown:
+            return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
+        other = self.compile_lowered(module, seconds=max(seconds - (time.monotonic() - begin), min(seconds, 30.0)))
+        if other.failure is not None:
+            return replace(found, note=f"what would be simulated does not compile: {other.failure}")
+        return replace(
+            found,
+            operations=other.operations,
+            bytes_accessed=other.bytes_accessed,
+            operations_counted=other.operations_counted,
+            seconds=found.seconds + other.seconds,
+            note=other.note,
+        )
 
     def compile_lowered(self, module: bytes, *, seconds: float = 300.0) -> Compilation:
         """Compiles what :func:`lowered_for` gave."""

@@ -68,8 +68,6 @@ def ranked(
             continue
         say(f"candidate {number} of {len(candidates)}")
         found, reason = _compiled(compiler, trial.kernel(implementation, sizes), trial, left)
-        if found is not None and found.failure is None and _follows_data(match, implementation, sizes, compiler):
-            found = found.without_simulation("its control flow follows data, which a simulation reads as zeros")
         tried.append(_tried(sizes, found, reason, original, compiler.version))
     rows = [one.row for one in tried if one.row is not None]
     if not rows:
@@ -80,15 +78,6 @@ def ranked(
     bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
     return Ranking(fastest, least if least.kernel_bytes < fastest.kernel_bytes else None, tuple(tried))
-
-
-def _follows_data(match: Any, implementation: str, sizes: Any, compiler: Compiler) -> bool:
-    """What an implementation says in ``follows_data(spec, block_sizes)``, where it has that."""
-    asked = getattr(match.site.operation.implementation(implementation), "follows_data", None)
-    if asked is None:
-        return False
-    with compiler.target.device.targeted():
-        return any(asked(part.spec, sizes) for part in match.passes)
 
 
 def _compiled(

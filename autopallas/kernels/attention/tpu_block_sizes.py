@@ -71,9 +71,11 @@ def _twice(blocks: Sequence[Block]) -> int:
 
 
 def _fits(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation, certain: bool = False) -> bool:
-    """Whether the blocks may fit into vector memory; if certain, whether they do by the estimate itself."""
+    """Whether the blocks may fit into vector memory; if certain, whether they do by the estimate, which where memory
+    is small must not be near the limit."""
     estimate = max(vmem_bytes(spec, block_sizes, generation).values())
-    return estimate <= generation.budget * (1 if certain else _UNCERTAINTY)
+    small = generation.limit is None
+    return estimate <= generation.budget * ((1 / _UNCERTAINTY if small else 1) if certain else _UNCERTAINTY)
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> BlockSizes | None:

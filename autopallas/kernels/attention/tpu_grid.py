@@ -24,6 +24,7 @@ from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_prog
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
 from autopallas.kernels.tpu import LANES, Semantics, rounded
+from autopallas.kernels.tpu_tables import concrete
 
 __all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "is_listed", "states_at_run_time"]
 
@@ -280,4 +281,5 @@ def states_at_run_time(shape: Geometry, sides: Sequence[Array]) -> Array | None:
 
 def as_operands(tables: Tables | None) -> tuple[Array, ...]:
     """The list of tiles as operands of the call."""
-    return () if tables is None else tuple(jnp.asarray(t, jnp.int32) for t in tables)
+    with concrete():
+        return () if tables is None else tuple(jnp.asarray(t, jnp.int32) for t in tables)

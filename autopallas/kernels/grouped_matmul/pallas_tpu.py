@@ -25,13 +25,20 @@ from jax.experimental.pallas import tpu as pltpu
 from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
-from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
+from autopallas.kernels.grouped_matmul.visits import (
+    capacity,
+    even_bounds,
+    group_bounds,
+    visits_by_group,
+    visits_by_tile,
+)
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.interpret import refusal
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
+from autopallas.kernels.tpu_tables import assume, concrete, is_simulated, unknown
 from autopallas.program import Program
 
-__all__ = ["Tile", "backward", "candidates", "follows_data", "forward", "supports"]
+__all__ = ["Tile", "backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
@@ -74,18 +81,17 @@ def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def follows_data(spec: AnySpec, block_sizes: BlockSizes) -> bool:
-    """Its visits are read from tables."""
-    return True
-
-
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
     """Grouped matmul.  Arguments and result as in ``xla.forward``."""
     if spec.epilogue is not None and not _computable(spec.epilogue):
         return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
     batch = spec.batch
-    start, end, apart = group_bounds(jnp.broadcast_to(group_sizes, (batch, spec.groups)), spec.rows)
     kernel = _weights if spec.use == "drhs" else _rows
+    if is_simulated():
+        assume("groups of equal sizes")
+        start, end = even_bounds(batch, spec.groups, spec.rows)
+        return kernel(spec, block_sizes, first, second, start, end)
+    start, end, apart = group_bounds(jnp.broadcast_to(group_sizes, (batch, spec.groups)), spec.rows)
 
     def tiled(first: Array, second: Array) -> Array:
         return kernel(spec, block_sizes, first, second, start, end)
@@ -183,13 +189,15 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Arra
     shared = shared_tile(spec, sizes, total)
     tile = shared or Tile.of(spec, sizes, total, device.budget, device.cores)
     flat = jnp.broadcast_to(rows, (spec.batch, *rows.shape[1:])).reshape(total, rows.shape[2])
-    visits = visits_by_tile(start, end, total, tile.rows)
-    visits = visits._replace(group=visits.group % (weights.shape[0] * spec.groups))
+    with concrete():
+        visits = visits_by_tile(start, end, total, tile.rows)
+        visits = visits._replace(group=visits.group % (weights.shape[0] * spec.groups))
     given = (
         visits.tile, visits.group, visits.begin, visits.end, visits.first,
         flat, weights.reshape(-1, *weights.shape[2:]),
     )  # fmt: skip
     if shared is not None:
+        unknown("shares of cores")
         cores = device.cores
         shares = tpu_cores.shares(visits.tile, visits.number, total // tile.rows, cores)
         out = rows_call_on_cores(spec, tile, total, len(start), cores, len(visits.tile))(shares, *given)
@@ -217,9 +225,7 @@ def _sides(spec: GroupedMatmulSpec) -> tuple[int, int]:
     return (spec.columns, spec.contracting) if spec.use == "dlhs" else (spec.contracting, spec.columns)
 
 
-def rows_call(
-    spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any, at: Callable[..., Any] | None = None
-) -> Callable[..., Array]:
+def rows_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any) -> Callable[..., Array]:
     """The kernel as a function of (five tables, rows [B M, ...], weights [groups, K, N]).
 
     Args:
@@ -227,15 +233,13 @@ def rows_call(
       rows: B M.
       groups: B G.
       count: how many visits there are; it may be traced.
-      at: ``at(tables, visit)`` gives (tile, group, begin, end, first); None reads the tables.
     """
     inner, columns = _sides(spec)
     steps, passes = -(-inner // tile.inner), -(-columns // tile.columns)
-    read = _read if at is None else at
-    in_specs, out_specs = _rows_specs(spec, tile, lambda visit, tables: read(tables, visit))
+    in_specs, out_specs = _rows_specs(spec, tile, lambda visit, tables: _read(tables, visit))
 
     def kernel(*refs: Ref) -> None:
-        _rows_kernel(spec, tile, inner, lambda visit: read(refs[:5], visit), *refs[5:])
+        _rows_kernel(spec, tile, inner, lambda visit: _read(refs[:5], visit), *refs[5:])
 
     return call(
         kernel,
@@ -396,32 +400,30 @@ def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array
     total = spec.batch * spec.rows
     tile = Tile.of(spec, sizes, total, generation(Device.current()).budget)
     flat = [jnp.broadcast_to(x, (spec.batch, *x.shape[1:])).reshape(total, x.shape[2]) for x in (lhs, dout)]
-    visits = visits_by_group(start, end, total, tile.rows)
+    with concrete():
+        visits = visits_by_group(start, end, total, tile.rows)
     out = weights_call(spec, tile, total, len(start), visits.number)(
         visits.tile, visits.group, visits.begin, visits.end, visits.first, visits.last, *flat
     )
     return out.reshape(spec.batch, *spec.result_shape())
 
 
-def weights_call(
-    spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any, at: Callable[..., Any] | None = None
-) -> Callable[..., Array]:
+def weights_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any) -> Callable[..., Array]:
     """The kernel as a function of (six tables, lhs [B M, K], dout [B M, N]); arguments as in :func:`rows_call`."""
-    read = _read if at is None else at
     k, n = spec.contracting, spec.columns
     k_steps, n_steps = -(-k // tile.inner), -(-n // tile.columns)
     itemsizes = [d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.result_dtype)]
     return call(
-        partial(_weights_kernel, spec, tile, read),
+        partial(_weights_kernel, spec, tile),
         name="autopallas_grouped_matmul_drhs",
         prefetched=6,
         grid=(k_steps, n_steps, count),
         semantics=("parallel", "parallel", "arbitrary"),
         in_specs=[
-            pl.BlockSpec((tile.rows, tile.inner), lambda k, n, v, *tables: (read(tables, v)[0], k)),
-            pl.BlockSpec((tile.rows, tile.columns), lambda k, n, v, *tables: (read(tables, v)[0], n)),
+            pl.BlockSpec((tile.rows, tile.inner), lambda k, n, v, *tables: (_read(tables, v)[0], k)),
+            pl.BlockSpec((tile.rows, tile.columns), lambda k, n, v, *tables: (_read(tables, v)[0], n)),
         ],
-        out_specs=pl.BlockSpec((None, tile.inner, tile.columns), lambda k, n, v, *tables: (read(tables, v)[1], k, n)),
+        out_specs=pl.BlockSpec((None, tile.inner, tile.columns), lambda k, n, v, *tables: (_read(tables, v)[1], k, n)),
         out_shape=jax.ShapeDtypeStruct((groups, k, n), spec.result_dtype),
         scratch_shapes=[pltpu.VMEM((tile.inner, tile.columns), jnp.float32)],
         cost=pl.CostEstimate(
@@ -433,9 +435,9 @@ def weights_call(
     )
 
 
-def _weights_kernel(spec: GroupedMatmulSpec, tile: Tile, read: Callable[..., Any], *refs: Ref) -> None:
+def _weights_kernel(spec: GroupedMatmulSpec, tile: Tile, *refs: Ref) -> None:
     tables, (lhs_ref, dout_ref, out_ref, sum_ref) = refs[:6], refs[6:]
-    _, _, begin, end, first, last = read(tables, pl.program_id(2))
+    _, _, begin, end, first, last = _read(tables, pl.program_id(2))
     whole = (begin == 0) & (end == tile.rows)
 
     @pl.when(first == 1)

@@ -7,12 +7,13 @@ that does not: a group brings one more tile than its rows fill where it starts i
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["Visits", "capacity", "group_bounds", "visits_by_group", "visits_by_tile"]
+__all__ = ["Visits", "capacity", "even_bounds", "group_bounds", "visits_by_group", "visits_by_tile"]
 
 Array: TypeAlias = jax.Array
 
@@ -53,6 +54,12 @@ def group_bounds(group_sizes: Array, rows: int) -> tuple[Array, Array, Array]:
     origin = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[:, None] * rows
     start, end = ((jnp.clip(x, 0, rows).astype(jnp.int32) + origin).reshape(-1) for x in (ends - group_sizes, ends))
     return start, end, jnp.all(group_sizes >= 0)
+
+
+def even_bounds(batch: int, groups: int, rows: int) -> tuple[Any, Any]:
+    """(start, end) as of :func:`group_bounds`, as constants, of groups of equal sizes, as nearly as there are rows."""
+    edges = np.arange(groups + 1) * rows // groups + np.arange(batch)[:, None] * rows
+    return edges[:, :-1].reshape(-1).astype(np.int32), edges[:, 1:].reshape(-1).astype(np.int32)
 
 
 def visits_by_tile(start: Array, end: Array, rows: int, row_block: int) -> Visits:

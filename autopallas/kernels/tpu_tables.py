@@ -1,0 +1,136 @@
+"""Tables of scalars that TPU kernels follow, for the simulation of a schedule, which reads all memory as zeros.
+
+Inside ``with simulated() as record`` a kernel is traced with arithmetic in the place of each table whose contents are
+known, so that the simulated schedule visits the same tiles as the kernel does.  What only the run time knows may be
+assumed there, such as groups of equal sizes, and the record says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+
+__all__ = ["Record", "Table", "assume", "concrete", "is_simulated", "simulated", "tables_of", "unknown"]
+
+_MOST_WORDS = 64
+"""Of 32 bits, that a table may take as constants of the program."""
+
+
+@dataclass(eq=False)
+class Record:
+    """What the kernels that were traced follow.
+
+    Attributes:
+      altered: kernels whose tables were replaced, and what was assumed of data.
+      unknown: kernels with tables whose contents are not known.
+    """
+
+    altered: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+_current = compat.trace_context(None)
+
+
+@contextmanager
+def simulated() -> Iterator[Record]:
+    """Kernels that are traced inside are for a simulation; they must not be run."""
+    record = Record()
+    with _current(record):
+        yield record
+
+
+def is_simulated() -> bool:
+    """Whether kernels are traced for a simulation."""
+    return _current.value is not None
+
+
+def assume(what: str) -> None:
+    """Notes, in a simulation, that what is traced is right for some data only."""
+    if _current.value is not None:
+        _current.value.altered.append(what)
+
+
+def unknown(kernel: str) -> None:
+    """Notes, in a simulation, that a kernel follows what is not known."""
+    if _current.value is not None:
+        _current.value.unknown.append(kernel)
+
+
+def concrete() -> AbstractContextManager[None]:
+    """Where tables are made: what is computed inside from constants is known, if this is for a simulation."""
+    context: AbstractContextManager[None] = jax.ensure_compile_time_eval() if is_simulated() else nullcontext()
+    return context
+
+
+def tables_of(kernel: str, operands: Sequence[Any]) -> tuple[Table, ...] | None:
+    """What stands for a kernel's tables in a simulation; None where they are to be read."""
+    if not operands or not is_simulated():
+        return None
+    if not any(isinstance(x, jax.core.Tracer) for x in operands):
+        tables = tuple(Table(np.asarray(x)) for x in operands)
+        if all(table.words <= _MOST_WORDS for table in tables):
+            assume(kernel)
+            return tables
+    unknown(kernel)
+    return None
+
+
+class Table:
+    """A table [n] of integers that is read like a reference, ``table[i]``, and computed.
+
+    Its entries are a multiple of ``i`` and a constant, or are packed into words, each of which is a constant.
+
+    Example:
+      >>> [int(Table(np.array([3, 1, 4, 1, 5]))[i]) for i in range(5)]
+      [3, 1, 4, 1, 5]
+    """
+
+    def __init__(self, values: np.ndarray[Any, np.dtype[Any]]):
+        self._least = int(values.min())
+        self._step = int(values[1] - values[0]) if len(values) > 1 else 0
+        self._affine = bool(np.all(values == values[0] + self._step * np.arange(len(values))))
+        self._start = int(values[0])
+        self._bits = max(int(values.max() - self._least).bit_length(), 1)
+        self._each = 32 // self._bits
+        self._packed = [] if self._affine else _packed(values - self._least, self._bits, self._each)
+
+    @property
+    def words(self) -> int:
+        """How many constants it takes."""
+        return len(self._packed)
+
+    def __getitem__(self, index: Any) -> Any:
+        i = jnp.asarray(index, jnp.int32)
+        if self._affine:
+            return i * np.int32(self._step) + np.int32(self._start)
+        word = lax.div(i, np.int32(self._each))
+        shift = lax.mul(lax.rem(i, np.int32(self._each)), np.int32(self._bits))
+        shifted = lax.shift_right_logical(_chosen(self._packed, word), shift)
+        return (shifted & np.int32(2**self._bits - 1 if self._bits < 32 else -1)) + np.int32(self._least)
+
+
+def _packed(values: np.ndarray[Any, np.dtype[Any]], bits: int, each: int) -> list[int]:
+    words = []
+    for first in range(0, len(values), each):
+        word = sum(int(x) << bits * n for n, x in enumerate(values[first : first + each]))
+        words.append(word - 2**32 if word >= 2**31 else word)
+    return words
+
+
+def _chosen(words: Sequence[int], index: Any, first: int = 0) -> Any:
+    """``words[index - first]``, by halving."""
+    if len(words) == 1:
+        return jnp.asarray(words[0], jnp.int32)
+    half = len(words) // 2
+    low, high = _chosen(words[:half], index, first), _chosen(words[half:], index, first + half)
+    return jnp.where(index < first + half, low, high)
