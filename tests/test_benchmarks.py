@@ -149,7 +149,7 @@ def test_arguments_that_are_no_dense_mixture_are_refused(wrong: tuple[int, tuple
 def test_arithmetic_is_counted_over_live_pairs() -> None:
     sizes = (("B", 1), ("T", 4), ("N", 1), ("D", 1))
     counted = {m: attention.operations(Case("attention", "forward", "float32", m, sizes)) for m in attention.ORIGINALS}
-    assert counted == {"full": 64, "bias": 64, "causal": 40, "window": 28, "padded": 48}
+    assert counted == {"full": 64, "bias": 64, "causal": 40, "window": 28, "padded": 48, "full32": 64, "causal32": 40}
     assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
 
 

@@ -78,7 +78,7 @@ def _tune(options: argparse.Namespace) -> int:
         target = target_of(options.target)
     except TargetError as error:
         raise CommandError(f"--target {options.target}: {error}") from None
-    subjects = _subjects(options)
+    subjects = _subjects(options, target.device.platform)
     if options.output is not None:
         _write(Path(options.output), [])  # a folder that takes nothing is said before the search
     known: dict[Any, Outcome] = {}
@@ -145,11 +145,11 @@ def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what is tuned
 
 
-def _subjects(options: argparse.Namespace) -> list[Subject]:
+def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
     if (options.what is None) == (options.report is None):
         raise CommandError("name an operation, MODULE:FUNCTION, or --from a saved report: one of them")
     if options.what in OPERATIONS:
-        return _of_operation(options)
+        return _of_operation(options, platform)
     for name in ("variant", "direction", "filter"):
         if getattr(options, name):
             raise CommandError(f"--{name} is of operations: {', '.join(OPERATIONS)}")
@@ -179,7 +179,7 @@ def _of_program(function: Any, shapes: tuple[Any, ...], name: str) -> list[Subje
     return [Subject(match, match.location) for match in matches]
 
 
-def _of_operation(options: argparse.Namespace) -> list[Subject]:
+def _of_operation(options: argparse.Namespace, platform: str) -> list[Subject]:
     """The cases of the table's grid, or that of the shapes, in the directions asked for."""
     op, offered = options.what, cases_of(options.what)
     if offered is None:
@@ -191,7 +191,7 @@ def _of_operation(options: argparse.Namespace) -> list[Subject]:
     else:
         cases = [
             case
-            for case in offered.table_grid()
+            for case in offered.table_grid(platform)
             if options.variant in (None, case.mask)
             and options.direction in (None, case.direction)
             and (not options.filter or any(case.selected_by(words) for words in options.filter))

@@ -52,8 +52,8 @@ class Cases(Protocol):
     ORIGINALS: Mapping[str, Callable[..., Any]]
     """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
 
-    def table_grid(self) -> tuple[Case, ...]:
-        """A case for each row of the tuned table."""
+    def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
+        """A case for each row of the tuned table: those of TPUs, which are simulated, or those that are measured."""
 
     def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of all arguments; the cotangent of the result comes last, where there is a backward pass."""

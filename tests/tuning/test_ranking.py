@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax
@@ -13,9 +13,7 @@ from test_ahead_of_time import matmul, needs_compiler
 from test_tables import PLAIN
 
 from autopallas.cli import main
-from autopallas.kernels.attention import pallas_tpu as attention_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
-from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.implementation import Device
 from autopallas.tuning import offline, ranking
@@ -116,22 +114,14 @@ def test_without_a_simulation_there_is_an_estimate_only():
     assert found.time.block_sizes["row_block"] == 128, "the operation's best guess"
 
 
-def test_a_kernel_that_follows_data_is_not_ranked_by_a_simulation_which_does_not(monkeypatch):
-    monkeypatch.setattr(MODULES[0], "follows_data", lambda spec, sizes: sizes.row_block > 128, raising=False)
-    programs = [compiled(cycles, 10, operations_counted=197_000_000) for cycles in (9000, 4000, 1, 2)]
+def test_what_is_not_simulated_gives_way_to_what_is():
+    programs = [compiled(cycles, 10, operations_counted=197_000_000) for cycles in (9000, 4000)]
+    programs += [compiled(None, 10, operations_counted=197_000_000, note="k follows data")] * 2
     found = rank(Fake("tpu-v5e", *programs))
     assert [t.cycles for t in found.tried] == [4000, None, None]
     assert "follows data" in found.tried[1].error
     assert (found.tried[1].row.evidence, found.tried[1].row.kernel_us) == ("estimated", 1.0)
     assert (found.time.block_sizes["row_block"], found.time.evidence) == (128, "simulated")
-
-
-def test_attention_follows_data_where_tiles_differ_and_grouped_matmul_always():
-    sizes = AttentionBlockSizes(128, 128)
-    spec = replace(offline.of_case(PLAIN["attention"]).match.spec, query_length=512, key_length=512)
-    assert attention_tpu.follows_data(spec, sizes), "it is causal"
-    assert not attention_tpu.follows_data(replace(spec, live=None), sizes)
-    assert grouped_matmul_tpu.follows_data(offline.of_case(PLAIN["grouped_matmul"]).match.spec, BlockSizes(128))
 
 
 def test_an_original_that_cannot_be_simulated_has_a_bound_and_candidates_are_ranked_all_the_same():

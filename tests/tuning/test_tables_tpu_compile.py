@@ -25,7 +25,7 @@ def test_rows_for_tpus_compile(op, target):
     generation = GENERATIONS[target]
     left = {key: row for key, row in tables.TABLE.get(table_device(generation.device), {}).items() if key[0] != "xla"}
     with Compiler(target) as compiler:
-        for case in cases_of(op).table_grid() if left else ():
+        for case in cases_of(op).table_grid("tpu") if left else ():
             match = match_of(case)
             for key in [k for k in left if k == tables.table_key(match.spec, k[0], match.direction)]:
                 trial = Trial.abstract(match)

@@ -31,6 +31,18 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return _weighted(jnp.where(mask, scores, -jnp.inf), value)
 
 
+def full32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The same with scores in float32, as people write it who do not trust bfloat16."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    return _weighted(scores / np.sqrt(query.shape[-1]).astype(np.float32), value)
+
+
+def causal32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return _weighted(jnp.where(mask, scores / np.sqrt(query.shape[-1]).astype(np.float32), -jnp.inf), value)
+
+
 def window(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     distance = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
@@ -60,6 +72,8 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {
     "window": window,
     "padded": padded,
     "bias": bias,
+    "full32": full32,
+    "causal32": causal32,
 }
 
 
@@ -112,15 +126,29 @@ def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
     return Case("attention", direction, types[0].dtype.name, variant, sizes)
 
 
+_DIRECT = ("full", "causal", "full32", "causal32")
+
+
 def direct(case: Case) -> Callable[..., Any] | None:
     """``attention`` with the same mask."""
     from autopallas.kernels.attention.api import attention
 
-    return partial(attention, is_causal=case.mask == "causal") if case.mask in ("full", "causal") else None
+    return partial(attention, is_causal="causal" in case.mask) if case.mask in _DIRECT else None
 
 
-def table_grid() -> tuple[Case, ...]:
-    """A case for each row of the tuned table.  Fewer heads where the lengths grow, for time and memory."""
+def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
+    """A case for each row of the tuned table.  Fewer heads where the lengths grow, for time and memory.
+
+    On TPUs scores are in float32: their compiler's simulation has no bfloat16 arithmetic.
+    """
+    if platform == "tpu":
+        return tuple(
+            square(direction, "bfloat16", mask, length, 128, 2)
+            for direction in DIRECTIONS
+            for mask in ("full32", "causal32")
+            for length in (2048, 4096, 8192)
+        )
+    masks = ("full", "causal", "window", "padded")
     squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))
     return tuple(
         case
@@ -130,8 +158,8 @@ def table_grid() -> tuple[Case, ...]:
             *(
                 square(direction, d, mask, length, heads=heads)
                 for length, heads in squares
-                for mask in ORIGINALS
-                if mask != "bias" and (length <= 4096 or direction == "forward")
+                for mask in masks
+                if length <= 4096 or direction == "forward"
             ),
             *(cross(direction, d, m, t, s) for t, s in ((1, 2048), (512, 2048)) for m in ("full", "padded")),
         )

@@ -19,7 +19,18 @@ from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.program import Constant, Instruction, Program, Score
 
-__all__ = ["DEAD", "FULL", "PARTIAL", "Edges", "classify", "increasing", "picture", "simplified", "tile_map"]
+__all__ = [
+    "DEAD",
+    "FULL",
+    "PARTIAL",
+    "Edges",
+    "classify",
+    "increasing",
+    "picture",
+    "scale_of",
+    "simplified",
+    "tile_map",
+]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
@@ -236,6 +247,25 @@ def increasing(program: Program) -> bool:
             return False
         registers.add(first + offset)
     return program.result in registers
+
+
+def scale_of(program: Program) -> float | None:
+    """c > 0 where the program is the score times c, in float32, but for rounding; else None."""
+    first, scale = len(program.inputs), 1.0
+    register = next((n for n, i in enumerate(program.inputs) if isinstance(i, Score)), None)
+    constants = {n: i.value for n, i in enumerate(program.inputs) if isinstance(i, Constant)}
+    for offset, instruction in enumerate(program.instructions):
+        name, (one, *others) = instruction.primitive.name, instruction.arguments
+        if name == "mul" and others == [register]:
+            one, others = others[0], [one]
+        if one != register or len(others) != 1 or name not in ("mul", "div") or others[0] not in constants:
+            return None
+        constant = float(constants[others[0]])
+        scale *= constant if name == "mul" else 1 / (constant or np.nan)
+        register = first + offset
+    dtypes = {i.dtype.name for i in (*program.inputs, *program.instructions)}
+    plain = register == program.result and dtypes == {"float32"} and len(program.inputs) == len(constants) + 1
+    return scale if plain and 2.0**-60 < scale < 2.0**60 else None
 
 
 _INCREASING = frozenset({"convert_element_type", "reduce_precision", "tanh", "copy", "stop_gradient"})

@@ -25,7 +25,9 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tpu_forward import (
     contract,
+    exponentials,
     kept_rows,
+    plain_scale,
     sides_at,
     statistics,
     valid_columns,
@@ -319,7 +321,8 @@ class _GradientTile:
 
         score = self._product(q, k, spec.score_precision).astype(spec.score_dtype)
         x, pull_score = jax.vjp(from_score, score, varied)
-        e = self._existing(jnp.exp(x - self.shift))
+        scale = None if numbers else plain_scale(spec, programs)
+        e = self._existing(exponentials(score, x, self.shift, scale))
         p_normal, pull_inner = jax.vjp(weighting(programs.inner_weights), e, varied)
         p_normal = self._existing(p_normal) if programs.inner_weights else p_normal
         p, pull_outer = jax.vjp(weighting(programs.weights), p_normal, varied)
@@ -334,12 +337,16 @@ class _GradientTile:
             dx = e * de
         else:
             dx, inner_sides = p_normal * (dp_normal - self.delta), None
-        dscore, score_sides = pull_score(self._existing(dx).astype(x.dtype))
-        dscore = self._existing(dscore)
+        if scale is None:
+            dscore, score_sides = pull_score(self._existing(dx).astype(x.dtype))
+            dscore = self._existing(dscore)
+        else:  # the sums are scaled, which are smaller than the tile
+            dscore, score_sides = self._existing(dx), None
+        factor = 1 if scale is None else np.float32(scale)
         if "query" in chosen:
-            found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision)
+            found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision) * factor
         if "key" in chosen:
-            found["key"] = self._summed_over_rows(dscore, q, spec.score_precision)
+            found["key"] = self._summed_over_rows(dscore, q, spec.score_precision) * factor
         for position, n in enumerate(numbers):
             parts = [part[position].astype(F32) for part in (score_sides, inner_sides, outer_sides) if part is not None]
             total = self._existing(sum(parts[1:], parts[0]))

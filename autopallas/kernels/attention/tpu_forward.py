@@ -21,7 +21,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.contents import Tile, logits, narrow, row_maximum, weighted
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
-from autopallas.kernels.attention.tiles import FULL, PARTIAL
+from autopallas.kernels.attention.tiles import FULL, PARTIAL, scale_of
 from autopallas.kernels.attention.tpu_grid import Geometry, Grid, Place, as_operands, geometry, states_at_run_time
 from autopallas.kernels.attention.tpu_operands import (
     Block,
@@ -41,7 +41,18 @@ from autopallas.kernels.attention.tpu_operands import (
     without_rows,
 )
 
-__all__ = ["contract", "forward", "sides_at", "statistics", "valid_columns", "visit", "when"]
+__all__ = [
+    "contract",
+    "exponentials",
+    "forward",
+    "kept_rows",
+    "plain_scale",
+    "sides_at",
+    "statistics",
+    "valid_columns",
+    "visit",
+    "when",
+]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
@@ -235,7 +246,9 @@ def _step(
     # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)
-    e = weighted(programs.inner_weights, jnp.exp(x - widened(finite_maximum, x.shape[1])), here)
+    scale = plain_scale(spec, programs) if valid is None else None
+    e = exponentials(score, x, finite_maximum, scale, lambda maximum: widened(maximum, x.shape[1]))
+    e = weighted(programs.inner_weights, e, here)
     if valid is not None and programs.inner_weights:
         e = jnp.where(valid, e, 0.0)
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
@@ -288,6 +301,29 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
             pl.when(condition)(body)
 
     return run
+
+
+def plain_scale(spec: AttentionSpec, programs: TilePrograms) -> float | None:
+    """What scores in float32 are multiplied with, if that is all that is done to them.
+
+    None where it is not, or where operands are so precise that the scores' size times float32's rounding would show.
+    """
+    precise = max(spec.query_dtype.itemsize, spec.key_dtype.itemsize) > 2
+    return None if precise or spec.score_dtype != F32 else scale_of(programs.score)
+
+
+def exponentials(
+    score: Array,
+    x: Array,
+    shift: Array,
+    scale: float | None,
+    spread: Callable[[Array], Array] = lambda shift: shift,
+) -> Array:
+    """exp(x - spread(shift)) on a tile; with ``scale``, of :func:`plain_scale`, by one multiplication less."""
+    if scale is None:
+        return jnp.exp(x - spread(shift))
+    base = np.log2(np.e)
+    return jnp.exp2(score * np.float32(scale * base) - spread(shift * np.float32(base)))
 
 
 def visit(shape: Geometry, place: Place, tile: Callable[[TilePrograms, bool], None]) -> None:

@@ -104,11 +104,18 @@ def direct(case: Case) -> Callable[..., Any] | None:
     return grouped_matmul
 
 
-def table_grid() -> tuple[Case, ...]:
+def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
     """A case for each row of the tuned table.
 
     Few rows for each of many groups in the largest cases: what is measured against grows with rows times groups.
     """
+    if platform == "tpu":
+        sizes = (("M", 8192), ("K", 4096), ("N", 4096))
+        return tuple(
+            Case("grouped_matmul", direction, "bfloat16", "even", (*sizes, ("G", groups)))
+            for direction in DIRECTIONS
+            for groups in (8, 64)
+        )
     few = (2, 4, 8, 16, 32)
     counts = {4: (*few, 64), 16: (*few, 64), 64: (*few, 64), 256: few}
     dense = dict.fromkeys(counts, (4, 8, 16, 32))

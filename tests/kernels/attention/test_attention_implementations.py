@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,8 @@ class AttentionImplementation:
 
     name: str
     sizes = BlockSizes(8, 16)
+    looser: Mapping[tuple[str, str], float] = {}
+    """Tolerances of (case, result) in float32 that are wider, each for a reason."""
 
     @pytest.fixture
     def module(self) -> Any:
@@ -61,6 +64,7 @@ class AttentionImplementation:
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             tolerance = TOLERANCES[dtype.name][name.startswith("d")]
+            tolerance = max(tolerance, self.looser.get((case.name, name), 0.0))
             largest, mean = errors(found[name], value)
             if largest > tolerance:  # the plain formula's own error in this precision counts twice
                 own = own or computed(reference, case, dtype, sizes)
