@@ -73,7 +73,7 @@ def holds(row: dict[str, Any]) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; 1 where a step needs more memory than asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu_memory", description=__doc__)
-    parser.add_argument("generations", nargs="*", default=["tpu-v5e", "tpu-v6e"], help=f"of {', '.join(GENERATIONS)}")
+    parser.add_argument("generations", nargs="*", default=["tpu-v5e"], help=f"of {', '.join(GENERATIONS)}")
     parser.add_argument("--output", type=Path, help=f"a file for the rows, as JSON, such as {RESULTS.name}")
     options = parser.parse_args(arguments)
     if (reason := missing()) is not None:

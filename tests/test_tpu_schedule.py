@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Operation
-from benchmarks import tpu_schedule
+from benchmarks import tpu_memory, tpu_schedule
 from benchmarks.tpu_candidates import Candidate
 
 
@@ -66,3 +66,21 @@ def test_the_recorded_rows_hold_what_is_asked():
     assert {r["evidence"] for r in rows} == {"simulated"}
     assert {r["device"] for r in rows} >= {"TPU v5e", "TPU v6e"}
     assert not [text for text, holds in tpu_schedule.verdicts(rows) if not holds]
+
+
+def test_the_recorded_train_step_needs_a_tenth_of_the_memory():
+    rows = json.loads(Path(tpu_memory.RESULTS).read_text())
+    assert rows
+    assert all(map(tpu_memory.holds, rows))
+    assert not tpu_memory.holds({**rows[0], "temporary_bytes": rows[0]["original_bytes"] // 9})
+    assert not tpu_memory.holds({**rows[0], "kernels": 0})
+
+
+def test_the_table_has_the_best_of_each_and_what_failed():
+    rows = [row("ours", 200), row("ours", 104), row("megablox", 100), row("matmul", None)]
+    _, ours, megablox, failed = tpu_schedule.table(rows)
+    assert ours.startswith("TPU v5e")
+    assert "104" in ours
+    assert megablox.endswith("1.04x")
+    assert "matmul" in failed
+    assert "not simulated: no room" in failed

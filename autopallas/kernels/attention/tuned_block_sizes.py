@@ -4,7 +4,7 @@ Every row was measured as its ``evidence`` says, by ``python -m benchmarks table
 runs in one process against the naive spelling (einsum, where, softmax, einsum).  Other work on the machine disturbs
 times more than ratios, which are those of paired runs: compare within a row only.
 
-Rows of TPUs were simulated, by ``python -m autopallas tune attention --target tpu-v6e --table``, with scores in float32.
+Rows of TPUs were simulated, with scores in float32, by ``autopallas tune attention --target tpu-v6e --table``.
 """
 
 from __future__ import annotations
