@@ -122,6 +122,13 @@ class AttentionSpec:
         """The weights of the statistics that are sums."""
         return tuple(statistic for statistic in self.statistics or () if isinstance(statistic, tuple))
 
+    @property
+    def rounding_adds_up(self) -> bool:
+        """Whether a gradient sums over the keys of a row, where those of the logits cancel: sinks, and side inputs
+        that are the same for all keys.  The rounding of a narrow result would be most of what remains."""
+        sums = self.sink is not None or any(s.differentiable and not s.varies[4] for s in self.sides)
+        return sums and self.result_dtype != self.accumulation_dtype
+
     @cached_property
     def mask_class(self) -> str:
         """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs)."""

@@ -322,6 +322,17 @@ def _backward_rows(
     shift, delta = place.ungrouped(shift), place.ungrouped(delta)
     further = [place.ungrouped(place.rows(dsum[..., None])) for dsum in (dsums or ())[1:]]
 
+    def row_sums(key_start: Start, key_size: int, programs: TilePrograms, sums: Array) -> Array:
+        columns = (key_start, key_size)
+        here = _tile(spec, place, columns, sides)
+        x = logits(spec, programs, _scores(spec, place, q, place.columns(key, columns)), here)
+        p = weighted(spec.weights, weighted(spec.inner_weights, jnp.exp(x - shift), here), here)
+        dp = _rows_by_columns(spec, place, do, place.columns(value, columns))
+        return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
+
+    if dsums is None and spec.rounding_adds_up:
+        delta = plan.over_columns(place.block, row_sums, jnp.zeros_like(delta)) * place.ungrouped(factor)
+
     def tile(
         key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
     ) -> tuple[Array, _Gradients]:

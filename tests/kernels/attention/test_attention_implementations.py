@@ -201,6 +201,13 @@ class TestXla(AttentionImplementation):
         temporary = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 512 * 4 / 2
 
+    @pytest.mark.parametrize(
+        "name", ["soft cap and position bias", "sink and rows without keys", "weights inside the sum"]
+    )
+    def test_sums_over_rows_do_not_add_up_what_the_result_was_rounded_by(self, module, name):
+        """The gradients of a slope and of a sink: what the keys of a row contribute cancels."""
+        self.check(module, replace(BY_NAME[name], batch=1, query_length=77, key_length=83), "bfloat16", self.sizes)
+
     def test_gradients_of_rows_with_a_huge_logsumexp(self, module):
         """exp(x - logsumexp) would be 1, not 1 / S, where logsumexp = -1e30 + log(S)."""
         case = Case("hidden", score=traced(lambda s: s * np.float32(0) - np.float32(1e9), SCORE))
