@@ -196,15 +196,16 @@ def mosaic() -> Any:
     return mosaic_gpu
 
 
-def tile(shape: Sequence[int], dtype: Any) -> Any:
+def tile(shape: Sequence[int], dtype: Any, widest: int = 128) -> Any:
     """Shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
 
     Args:
       shape: rows and columns last, and stages in front.
       dtype: of 16 bits, where wgmma reads it.
+      widest: bytes that the swizzle may have.  wgmma takes as many rows at once as there are numbers in one.
     """
     plgpu = mosaic()
-    width = swizzle(shape[-1], dtype)
+    width = min(swizzle(shape[-1], dtype), widest)
     transforms = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize)), plgpu.SwizzleTransform(width)
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 

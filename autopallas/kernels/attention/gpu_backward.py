@@ -74,8 +74,16 @@ def backward(
         shift, factor = lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
     # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
     scaled = dout.astype(F32) * factor[..., None]
+    unit = _unit(scaled, value) if query.dtype == np.float16 else None
+    scaled = scaled if unit is None else scaled * unit
     delta = jnp.sum(scaled * out.astype(F32), axis=-1)
     operands = query, key, value, sides, scaled.astype(query.dtype), shift, delta
+    if spec.rounding_adds_up:
+        tiles = backward_tiles(spec, "query", block_sizes)
+        operands = *operands[:-1], _gradients(spec, "query", tiles, (), *operands)["delta"] * factor
+
+    def finished(gradient: Array, operand: Array) -> Array:
+        return (gradient if unit is None else gradient / unit).astype(operand.dtype)
 
     found: dict[str | int, Array] = {}
     for kernel in ("query", "key_value"):
@@ -87,15 +95,32 @@ def backward(
         if not side.differentiable:
             dsides.append(None)
         elif side.varies[3] and side.varies[4]:
-            dsides.append(tile_gradient(spec, number, *operands).astype(x.dtype))
+            dsides.append(finished(tile_gradient(spec, number, *operands), x))
         else:
-            dsides.append(_summed(spec, side, found[number]).astype(x.dtype))
+            dsides.append(finished(_summed(spec, side, found[number]), x))
     dsink = None
     if sink is not None and spec.sink is not None:
         weight = jnp.exp(sink.astype(F32) - shift[..., None])
         summed = tuple(axis for axis, varies in enumerate(spec.sink) if not varies)
-        dsink = jnp.sum(-weight * delta[..., None], axis=summed, keepdims=True).astype(sink.dtype)
-    return found["query"], found["key"], found["value"], tuple(dsides), dsink
+        dsink = jnp.sum(-weight * operands[-1][..., None], axis=summed, keepdims=True)
+        dsink = finished(dsink, sink)
+    dquery, dkey, dvalue = (finished(found[name], x) for name, x in (("query", query), ("key", key), ("value", value)))
+    return dquery, dkey, dvalue, tuple(dsides), dsink
+
+
+def _unit(dout: Array, value: Array) -> Array:
+    """A power of two that brings gradients of scores, as float16, into the middle of its range.
+
+    A probability's is no more than the product of the norms of its row's cotangent and of its key's value.
+    """
+    norms = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(F32)), axis=-1))) for x in (dout, value))
+    of_dout, of_value = norms
+    exponent = jnp.minimum(_MIDDLE - jnp.log2(of_dout * of_value), _LARGEST - jnp.log2(of_dout))
+    return jnp.where(jnp.isfinite(exponent), jnp.exp2(jnp.floor(exponent)), 1.0)
+
+
+_MIDDLE, _LARGEST = 6, 14
+"""Exponents of float16, whose numbers are between 2**-24 and 2**16: of a probability's gradient, and of a cotangent."""
 
 
 def _summed(spec: AttentionSpec, side: SideSpec, numbers: Array) -> Array:
@@ -105,8 +130,13 @@ def _summed(spec: AttentionSpec, side: SideSpec, numbers: Array) -> Array:
     return jnp.sum(whole, axis=summed, keepdims=True)
 
 
-def _numbers_of(spec: AttentionSpec, kernel: str, outputs: tuple[str, ...]) -> list[int]:
-    """The side inputs whose gradient is a number per row (or less), or per column, and comes with these outputs."""
+def _numbers_of(spec: AttentionSpec, kernel: str, outputs: tuple[str, ...]) -> list[int | Literal["delta"]]:
+    """The side inputs whose gradient is a number per row (or less), or per column, and comes with these outputs.
+
+    Without any output it is delta, the sum of p dp over each row, that the rounding of the result has no part in.
+    """
+    if not outputs:
+        return ["delta"]
     if outputs == ("value",):
         return []
     wanted = kernel == "key_value"
@@ -142,7 +172,6 @@ def _gradients(
     inner = outputs != ("value",)  # whether anything beyond the probabilities is wanted
     of_rows = padded(query, rows, d), padded(dout, rows, dv)
     of_columns = padded(key, columns, d), padded(value, columns, dv)
-    streams = 2 if inner or flipped else 1
     inputs = [*(of_columns if flipped else of_rows), *(of_rows if flipped else of_columns)]
     inputs += [padded(jnp.broadcast_to(x, (*query.shape[:3], spec.query_length)), rows) for x in (shift, delta)]
     inputs += visits.operands
@@ -151,14 +180,15 @@ def _gradients(
     heads = (spec.batch, spec.key_heads) if flipped else (spec.batch, spec.key_heads, spec.groups)
     length = columns if flipped else rows
     sizes = {"query": d, "key": d, "value": dv}
-    dtypes = {"query": query.dtype, "key": key.dtype, "value": value.dtype}
-    results = [jax.ShapeDtypeStruct((*heads, length, sizes[o]), dtypes[o]) for o in outputs]
+    # What is in other units may be out of float16's range.
+    kept = F32 if query.dtype == np.float16 else query.dtype
+    results = [jax.ShapeDtypeStruct((*heads, length, sizes[o]), kept) for o in outputs]
     numbers = _numbers_of(spec, kernel, outputs)
     results += [jax.ShapeDtypeStruct((*heads, length), F32) for _ in numbers]
     dtype = query.dtype
     through_memory = bool(interpretation())
-    scratch = [tile((warpgroups, WARPGROUP_ROWS, d), dtype), tile((warpgroups, WARPGROUP_ROWS, dv), dtype)]
-    scratch += [tile((stages, away, d), dtype), tile((stages, away, dv), dtype)]
+    shapes = [(n, size, of) for n, size in ((warpgroups, WARPGROUP_ROWS), (stages, away)) for of in (d, dv)]
+    scratch = [tile(shape, dtype, widest=away * dtype.itemsize) for shape in shapes]
     barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups), *ring(stages, warpgroups, copies=2)]
     if through_memory:
         scratch.append(tile((warpgroups, WARPGROUP_ROWS, away), dtype))
@@ -256,14 +286,20 @@ def _gradients(
                         new["value"] = add("value", elements.result()[0], d_shared)
                     if inner:
                         dp = _product(b_shared.at[here], d_shared.at[slot], shape)
-                        elements.given({"dp": Value("tile", dp), "delta": rows(delta_ref, "delta")})
+                        elements.given({"dp": Value("tile", dp)})
+                    if inner and outputs:
+                        elements.given({"delta": rows(delta_ref, "delta")})
                         new[outputs[0]] = add(outputs[0], elements.result()[1], c_shared)
                     plgpu.barrier_arrive(free.at[slot])
                     floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
                     further = []
                     for number, total in zip(numbers, sums[len(outputs) :], strict=True):
-                        dside = elements.result()[2][floating.index(number)]
-                        further.append(total + jnp.sum(shown(dside), axis=1))
+                        if number == "delta":
+                            p = elements.result()[0].widened("tile", shape)
+                            part = Value("tile", p.astype(F32) * dp)
+                        else:
+                            part = elements.result()[2][floating.index(number)]
+                        further.append(total + jnp.sum(shown(part), axis=1))
                     return (*(new[o] for o in outputs), *further)
 
                 sums = lax.fori_loop(first * groups, (first + count) * groups, step, sums)
@@ -286,12 +322,12 @@ def _gradients(
     tiles_visited = math.prod(heads) * visits.home_blocks * visits.most * groups
     found = gpu.call(
         body,
-        name=f"autopallas_attention_gpu_backward_{'_'.join(outputs)}",
+        name=f"autopallas_attention_gpu_backward_{'_'.join(outputs) or 'delta'}",
         grid={"head": math.prod(heads), "home": visits.home_blocks},
         out_type=tuple(results),
         scratch=[*scratch, *barriers],
         warpgroups=warpgroups + 1,
-        flops=2 * tiles_visited * home * away * (d * (1 + inner) + dv * streams),
+        flops=2 * tiles_visited * home * away * (d + dv * inner + sum(sizes[o] for o in outputs)),
         transcendentals=tiles_visited * home * away,
         bytes_accessed=gpu.array_bytes(*inputs, *results),
         approximate=True,

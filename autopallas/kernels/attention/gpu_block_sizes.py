@@ -88,10 +88,33 @@ def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], b
         outputs = (("key", "value"),) if widest <= (128 if _plain(spec) else 96) else (("key",), ("value",))
     most = 2 if widest <= 128 else 1
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
+    away = 64
+    if widest > 128 or not _plain(spec):
+        held = (n for n in (64, 32) if _registers(spec, kernel, outputs, n) <= _MOST_REGISTERS[most])
+        away = next(held, 16)
     for w in range(warpgroups, 0, -1):
-        for found in _staged(spec, kernel, Tiles(w, 64, 0, outputs)):
+        for found in _staged(spec, kernel, Tiles(w, away, 0, outputs)):
             return found
     raise AssertionError("two stages of the smallest tiles always fit")
+
+
+_MOST_REGISTERS = {2: 192, 1: 176}
+"""Of a thread, for what :func:`_registers` counts, by how many warpgroups the head allows: more was seen to spill."""
+
+
+def _registers(spec: AttentionSpec, kernel: Kernel, outputs: tuple[tuple[str, ...], ...], away: int) -> float:
+    """Roughly what a thread of the backward holds at once: gradients, tiles, and numbers along the streamed axis."""
+    d, dv, _ = _sizes(spec)
+    streamed = 3 if kernel == "key_value" else 4  # the axis of rows, or of columns, in a side input's ``varies``
+    tiles = 2 + sum(0.25 if s.dtype == np.bool_ else 1 for s in spec.sides if s.varies[3] and s.varies[4])
+    vectors = 2 if kernel == "key_value" else 0  # shift and delta
+    for side in spec.sides:
+        if not (side.varies[3] and side.varies[4]):
+            vectors += side.varies[streamed]
+            vectors += side.differentiable and side.varies[4] == (kernel == "key_value")
+    vectors += bool((spec.query_length if kernel == "key_value" else spec.key_length) % 64)  # which positions exist
+    gradients = max(sum(dv if name == "value" else d for name in names) for names in outputs)
+    return gradients / 2 + away / 4 * (2 * tiles + vectors)
 
 
 def _plain(spec: AttentionSpec) -> bool:

@@ -45,7 +45,7 @@ def tile_gradient(
     shift: Array,
     delta: Array,
 ) -> Array:
-    """[B|1, K|1, G|1, T, S] in float32 or narrower: of the side input ``number``."""
+    """[B|1, K|1, G|1, T, S] of the side input ``number``, in its dtype; with queries of float16 in float32."""
     from jax.experimental import pallas as pl
 
     plgpu = mosaic()
@@ -58,7 +58,8 @@ def tile_gradient(
     inputs = [padded(query, rows, d), padded(dout, rows, dv), padded(key, columns, d), padded(value, columns, dv)]
     inputs += [padded(jnp.broadcast_to(x, (*extents, spec.query_length)), rows) for x in (shift, delta)]
     inputs += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
-    result = jax.ShapeDtypeStruct((*outer, rows, columns), side.dtype)
+    kept = F32 if query.dtype == np.float16 else side.dtype
+    result = jax.ShapeDtypeStruct((*outer, rows, columns), kept)
     programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
     floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
     dtype, shape = query.dtype, (BLOCK, BLOCK)
@@ -101,7 +102,7 @@ def tile_gradient(
 
         total = plgpu.layout_cast(jnp.zeros(shape, F32), plgpu.Layout.WGMMA)
         total = lax.fori_loop(0, math.prod(inner), step, total)
-        written.at[*owned, pl.ds(row, BLOCK), pl.ds(column, BLOCK)][...] = total.astype(side.dtype)
+        written.at[*owned, pl.ds(row, BLOCK), pl.ds(column, BLOCK)][...] = total.astype(kept)
 
     times = math.prod(extents) * rows * columns
     scratch = [tile((BLOCK, size), dtype) for size in (d, dv, d, dv)]

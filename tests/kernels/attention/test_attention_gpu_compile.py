@@ -58,7 +58,7 @@ def check(compiler, case, dtype, sizes, backward):
         name = kernel.name.removeprefix("autopallas_attention_gpu").removeprefix("_backward").strip("_")
         if name.startswith("side") or name == "statistics":
             continue
-        which = {"": "forward", "query": "query"}.get(name, "key_value")
+        which = {"": "forward", "query": "query", "delta": "query"}.get(name, "key_value")
         if which == "forward":
             tiles = gpu_block_sizes.forward_tiles(spec, sizes)
         else:
@@ -98,10 +98,12 @@ def test_odd_lengths_are_padded(compiler, name, backward):
     check(compiler, sized(name, 128, RAGGED), BF16, BlockSizes(128, 128), backward)
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("size", [192, 256])
-def test_the_forward_holds_large_heads(compiler, size):
-    case = sized("causal", size)
-    check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward=False)
+@pytest.mark.parametrize("name", ["full", "causal", "bias"])
+def test_large_heads(compiler, name, size, backward):
+    case = sized(name, size)
+    check(compiler, case, BF16, pallas_gpu.candidates(case.spec(BF16), H100)[0], backward)
 
 
 @pytest.mark.parametrize("position", range(4))

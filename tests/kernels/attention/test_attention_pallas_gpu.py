@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import SCORE, Case, errors, oracle, traced
+from attention_cases import SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, computed
 
 from autopallas import compat
@@ -231,3 +231,21 @@ def test_gradients_of_rows_that_a_finite_fill_hides():
         found = computed(OPERATION.implementation("pallas_gpu"), case, BF16, SIZES)
     wanted = computed(reference, case, F32, SIZES)
     assert errors(found["dvalue"], wanted["dvalue"])[0] <= 4e-2
+
+
+@needs_interpreter
+@pytest.mark.parametrize("exponent", [-14, 9])
+def test_gradients_of_float16_are_neither_lost_nor_out_of_range(exponent):
+    """Of scores they are smaller, or larger, than float16 has numbers, where those of queries are not."""
+    if not FULL_GRID and exponent > 0:
+        pytest.skip("one of the cases that make check-gpu runs")
+    dtype, factor = np.dtype(np.float16), 2.0**exponent
+    case = replace(BY_NAME["bias"], batch=1, key_heads=1, query_length=70, key_length=70)
+    spec, (*operands, dout) = case.spec(dtype), case.operands(dtype)
+    with racing():
+        out, logsumexp = pallas_gpu.forward(spec, SIZES, *operands)
+        found = pallas_gpu.backward(spec, SIZES, *operands, out, logsumexp, dout * dtype.type(factor))
+    gradients = {name: x / factor for name, x in named(out, logsumexp, found).items()}
+    for name, value in oracle(case, dtype).items():
+        if name.startswith("d"):
+            assert errors(gradients[name], value)[0] <= TOLERANCES["float16"][1], name
