@@ -16,7 +16,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
-from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, classify, increasing, simplified, tile_map
+from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, classify, increasing, scale_of, simplified, tile_map
 from autopallas.program import Index, Program, Score
 
 I32, F32 = np.dtype(np.int32), np.dtype(np.float32)
@@ -245,3 +245,15 @@ def test_the_picture_of_a_long_mask_has_few_tiles_and_the_same_kinds():
     shown = picture(large, 256, 256, most=4)
     assert shown["states"] == ["1000", "2100", "2210", "2221"]
     assert (shown["rows"], shown["columns"]) == (16384, 16384)
+
+
+def test_only_what_is_scaled_has_a_scale():
+    def scale(function, dtype=np.float32):
+        return scale_of(traced(function, Score(np.dtype(dtype))))
+
+    assert scale(lambda s: s) == 1
+    assert scale(lambda s: np.float32(2) * (s / np.float32(8))) == 0.25
+    others = (lambda s: s * s, lambda s: -s, lambda s: s * np.float32(-1), lambda s: s + np.float32(2),
+              lambda s: s / np.float32(0), lambda s: np.float32(3) / s, lambda s: s * np.float32(1e30))  # fmt: skip
+    assert [scale(f) for f in others] == [None] * len(others)
+    assert scale(lambda s: s * jnp.bfloat16(2), jnp.bfloat16) is None
