@@ -123,11 +123,15 @@ class AttentionSpec:
         return tuple(statistic for statistic in self.statistics or () if isinstance(statistic, tuple))
 
     @property
-    def rounding_adds_up(self) -> bool:
+    def sums_over_keys(self) -> bool:
         """Whether a gradient sums over the keys of a row, where those of the logits cancel: sinks, and side inputs
-        that are the same for all keys.  The rounding of a narrow result would be most of what remains."""
-        sums = self.sink is not None or any(s.differentiable and not s.varies[4] for s in self.sides)
-        return sums and self.result_dtype != self.accumulation_dtype
+        that are the same for all keys.  What delta was rounded by may be much of what remains."""
+        return self.sink is not None or any(s.differentiable and not s.varies[4] for s in self.sides)
+
+    @property
+    def rounding_adds_up(self) -> bool:
+        """The same, where the result that delta could be computed from is narrow."""
+        return self.sums_over_keys and self.result_dtype != self.accumulation_dtype
 
     @cached_property
     def mask_class(self) -> str:

@@ -91,7 +91,8 @@ def backward(
     # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
     scaled = dout.astype(F32) * factor[..., None]
     delta = jnp.sum(scaled * out.astype(F32), axis=-1)
-    operands = _operands(shape, query, key, value, sides, scaled.astype(dout.dtype), shift, delta)
+    read = shape, query, key, value, sides, scaled.astype(dout.dtype), shift
+    operands = _operands(*read, delta)
 
     dq_block = rows_block(shape, spec.head_size, query.dtype)
     states = states_at_run_time(shape, sides)
@@ -99,6 +100,9 @@ def backward(
     def gradients(name: str, outer: Sequence[Axis], group: Group, outputs: Sequence[_Output]) -> Sequence[Array]:
         return _call(Grid.of(shape, outer, group, states), name, operands, outputs)
 
+    if spec.sums_over_keys:
+        delta = _delta(shape, sink, shift, gradients)
+        operands = _operands(*read, delta)
     (dquery,) = gradients("query", ("B", "K", "G"), "row", [_Output("query", dq_block)])
     dk_block = columns_block(shape, spec.head_size, key.dtype)
     dv_block = columns_block(shape, spec.value_head_size, value.dtype)
@@ -113,6 +117,17 @@ def backward(
         summed = tuple(axis for axis, varies in enumerate(spec.sink) if not varies)
         dsink = jnp.sum(-weight * delta[..., None], axis=summed, keepdims=True).astype(sink.dtype)
     return without_rows(shape, dquery), dkey, dvalue, tuple(dsides), dsink
+
+
+def _delta(shape: Geometry, sink: Array | None, shift: Array, gradients: Callable[..., Sequence[Array]]) -> Array:
+    """[B, K, G, T]: the sums of the gradients of probabilities, each times its probability, as the tiles will have
+    these: then what the keys of a row contribute to a sink or a slope cancels but for the roundings of single tiles."""
+    outputs = [_Output(name, number_block(shape, F32), True) for name in ("delta", "total")]
+    rows = gradients("delta", ("B", "K", "G"), "row", outputs)
+    delta, total = (without_rows(shape, from_rows(shape, x)) for x in rows)
+    if sink is not None:
+        total = total + jnp.exp(sink.astype(F32) - shift[..., None])[..., 0]
+    return jnp.where(total > 0, delta / jnp.where(total > 0, total, 1), 0)
 
 
 def _normalizers(
@@ -169,7 +184,7 @@ def _operands(
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """A gradient: of "query", "key", "value", or of the side input with this number."""
+    """A gradient: of "query", "key", "value", or of the side input with this number; or "delta" and "total"."""
 
     of: str | int
     block: Block
@@ -199,7 +214,7 @@ def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: S
     chosen = [o.of for o in outputs]
     flipped = chosen == ["key", "value"]
     # The numbers of a block of rows are turned once, where all its tiles follow each other.
-    turned_once = chosen == ["query"]
+    turned_once = chosen in (["query"], ["delta", "total"])
     turned = [pltpu.VMEM((shape.query_block, tpu.LANES), F32)] * (2 if turned_once else 0)
 
     def kernel(*refs: Any) -> None:
@@ -269,7 +284,8 @@ def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]
     p = jnp.exp(contract(q, k, (1, 1), None))
     ds = p * contract(do, v, (1, 1), None)
     parts = {"query": lambda: contract(ds, k, (1, 0), None), "key": lambda: contract(ds.T, q, (1, 0), None),
-             "value": lambda: contract(p.T, do, (1, 0), None)}  # fmt: skip
+             "value": lambda: contract(p.T, do, (1, 0), None), "delta": lambda: jnp.sum(ds),
+             "total": lambda: jnp.sum(p)}  # fmt: skip
     return [parts[c]() if isinstance(c, str) else jnp.sum(ds) for c in chosen]
 
 
@@ -327,6 +343,9 @@ class _GradientTile:
         p_normal = self._existing(p_normal) if programs.inner_weights else p_normal
         p, pull_outer = jax.vjp(weighting(programs.weights), p_normal, varied)
         found: dict[str | int, Array] = {}
+        if "delta" in chosen:
+            c = self._product(do, v, spec.value_precision)
+            return [jnp.sum(self._existing(x), axis=1, keepdims=True) for x in (p * c, p_normal)]
         if "value" in chosen:
             p = self._existing(p) if programs.weights else p
             found["value"] = self._summed_over_rows(p, do, spec.value_precision)
