@@ -5,6 +5,11 @@ runs in one process against the naive spelling (einsum, where, softmax, einsum).
 times more than ratios, which are those of paired runs: compare within a row only.
 
 Rows of TPUs were simulated, with scores in float32, by ``autopallas tune attention --target tpu-v6e --table``.
+
+Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu --op attention --estimate`` on a
+machine without one: bytes by the compiler's account, times from the matrix products at 800 TFLOP/s and the memory at 3
+TB/s, whichever takes longer.  Of a causal mask the original multiplies both halves; of its T x S numbers in memory
+nothing is counted.  They replace nothing; they start a measurement.
 """
 
 from __future__ import annotations
@@ -391,9 +396,79 @@ _ROWS_TPU_V6E: dict[Key, Row] = {
     ),
 }
 
+_ROWS_NVIDIA_H100: dict[Key, Row] = {
+    ("pallas_gpu", "forward", "bfloat16", "T256", "full"): Row(
+        BlockSizes(128, 128), 44.74, 44.74, 101712128, 402653184, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T512", "causal"): Row(
+        BlockSizes(128, 128), 44.74, 89.48, 101712128, 805306368, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T1024", "causal"): Row(
+        BlockSizes(128, 128), 44.74, 89.48, 101712128, 1610612736, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T1024", "full"): Row(
+        BlockSizes(128, 128), 85.9, 85.9, 101712128, 1610612736, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T2048", "causal"): Row(
+        BlockSizes(128, 128), 171.8, 343.6, 202375424, 3221225472, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T4096", "causal"): Row(
+        BlockSizes(128, 128), 343.6, 687.2, 202375424, 6442450944, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T4096", "causal, T x S input"): Row(
+        BlockSizes(128, 128), 223.7, 447.4, 101187840, 3221225472, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T4096", "dynamic"): Row(
+        BlockSizes(128, 128), 343.6, 687.2, 202394160, 6442450944, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T8192", "causal"): Row(
+        BlockSizes(128, 128), 343.6, 687.2, 101187840, 6442450944, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T16384", "causal"): Row(
+        BlockSizes(128, 128), 1374.0, 2749.0, 202375424, 25769803776, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward", "bfloat16", "T16384", "full"): Row(
+        BlockSizes(128, 128), 2749.0, 2749.0, 202375424, 25769803776, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T256", "full"): Row(
+        BlockSizes(128, 128), 89.48, 89.48, 136316432, 672137216, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T512", "causal"): Row(
+        BlockSizes(128, 128), 89.48, 179.0, 136316432, 1343225856, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T1024", "causal"): Row(
+        BlockSizes(128, 128), 150.3, 300.6, 136316432, 2685403136, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T1024", "full"): Row(
+        BlockSizes(128, 128), 300.6, 300.6, 136316432, 2685403136, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T2048", "causal"): Row(
+        BlockSizes(128, 128), 601.3, 1203.0, 270533904, 5369757696, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T4096", "causal"): Row(
+        BlockSizes(128, 128), 1203.0, 2405.0, 270533904, 10738466816, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T4096", "causal, T x S input"): Row(
+        BlockSizes(128, 128), 601.3, 1203.0, 168822040, 5369233408, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T4096", "dynamic"): Row(
+        BlockSizes(128, 128), 1203.0, 2405.0, 270574384, 10738466816, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T8192", "causal"): Row(
+        BlockSizes(128, 128), 1203.0, 2405.0, 135267600, 10737418240, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T16384", "causal"): Row(
+        BlockSizes(128, 128), 4810.0, 9621.0, 270533904, 42949672960, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+    ("pallas_gpu", "forward+backward", "bfloat16", "T16384", "full"): Row(
+        BlockSizes(128, 128), 9621.0, 9621.0, 270534160, 42949672960, "estimated", "2026-11-21", "jax 0.11.2"
+    ),
+}
+
 TABLE: Table = MappingProxyType(
     {
         "cpu": MappingProxyType(_ROWS),
+        "NVIDIA H100": MappingProxyType(_ROWS_NVIDIA_H100),
         "TPU v6e": MappingProxyType(_ROWS_TPU_V6E),
     }
 )
