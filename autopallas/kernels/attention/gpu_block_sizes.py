@@ -137,8 +137,9 @@ def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
     return tuple(dict.fromkeys(fitting(spec, BlockSizes(*pair)) for pair in _PREFERRED))
 
 
-def default(spec: AttentionSpec) -> BlockSizes:
-    """The first candidate; for heads that the kernels do not hold, what any implementation would take."""
+def default(spec: AttentionSpec, known: BlockSizes | None = None) -> BlockSizes:
+    """What is ``known`` of other heads, as far as these allow it, else the first candidate; for heads that the kernels
+    do not hold, what any implementation would take."""
     if head_size_of(spec.head_size) is None or head_size_of(spec.value_head_size) is None:
-        return BlockSizes.get_default().fitted(spec)
-    return candidates(spec)[0]
+        return (known or BlockSizes.get_default()).fitted(spec)
+    return candidates(spec)[0] if known is None else fitting(spec, known)

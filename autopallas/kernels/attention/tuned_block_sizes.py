@@ -504,15 +504,15 @@ def infer_block_sizes(
     objective: str = "time",
 ) -> BlockSizes:
     """Block sizes from the table, or the default; valid for the shape in any case."""
-    found = find(spec, device, implementation, direction, objective)
-    if found is None and (implementation or OPERATION.usual(device)) == "pallas_tpu":
+    found, name = find(spec, device, implementation, direction, objective), implementation or OPERATION.usual(device)
+    sizes = None if found is None else found.row.block_sizes
+    assert sizes is None or isinstance(sizes, BlockSizes)
+    if sizes is None and name == "pallas_tpu":
         from autopallas.kernels.attention import tpu_block_sizes
 
         return tpu_block_sizes.default(spec, generation(device))
-    if found is None and (implementation or OPERATION.usual(device)) == "pallas_gpu":
+    if name == "pallas_gpu":
         from autopallas.kernels.attention import gpu_block_sizes
 
-        return gpu_block_sizes.default(spec).fitted(spec)
-    sizes = found.row.block_sizes if found is not None else BlockSizes.get_default()
-    assert isinstance(sizes, BlockSizes)
-    return sizes.fitted(spec)
+        sizes = gpu_block_sizes.default(spec, sizes)
+    return (sizes or BlockSizes.get_default()).fitted(spec)
