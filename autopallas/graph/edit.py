@@ -209,7 +209,7 @@ def _flat_survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
     read = {numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)}
     for node in reversed(graph.nodes):
         own = [n for n in node.outputs if n not in given]
-        if not read.isdisjoint(own) or (node.equation.effects and compat.has_side_effects(node.equation)):
+        if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
             alive.update(own)
             read.update(node.inputs)
     return frozenset(alive)
