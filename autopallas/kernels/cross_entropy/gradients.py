@@ -147,8 +147,9 @@ class Pull:
                     parts.append(cotangent)
                 case "max":
                     maximum, ties, argmax = cut_rows(self.maxima[program], rows)
-                    # Computed anew, a value may differ from the maximum that it was by a rounding.
-                    greatest = jnp.where(ties == 1, tile.key == argmax, wide == maximum)
+                    # Computed anew, a value may differ from the maximum that it was by a rounding.  (Mosaic does not
+                    # select booleans in all layouts.)
+                    greatest = ((ties == 1) & (tile.key == argmax)) | ((ties != 1) & (wide == maximum))
                     parts.append(jnp.where(greatest | (ties == 0), cotangent, 0))
                 case "pick":
                     assert statistic.label is not None

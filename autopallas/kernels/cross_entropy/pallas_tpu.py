@@ -85,6 +85,9 @@ def forward(
     spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Statistics and products.  Arguments and results as in ``xla.forward``."""
+    if _lies_transposed(spec):
+        found, products = forward(replace(spec, vocabulary_major=True), block_sizes, x, w.T, sides)
+        return found, tuple(a.T if p.kind == "columns" else a for a, p in zip(products, spec.products, strict=True))
     operands = Operands.of(spec, x, w, sides)
     given = (x, w, tuple(sides))
     found = _statistics(spec, block_sizes, given, operands.labels) if spec.statistics else ()
@@ -110,6 +113,10 @@ def backward(
     wanted: Sequence[bool],
 ) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
     """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
+    if _lies_transposed(spec):
+        major = replace(spec, vocabulary_major=True)
+        dx, dw, dsides = backward(major, block_sizes, x, w.T, sides, statistics, cotangents, wanted)
+        return dx, None if dw is None else dw.T, dsides
     targets = Target.of_gradients(spec, wanted)
     if not targets:
         return None, None, (None,) * len(spec.sides)
@@ -133,6 +140,12 @@ def backward(
         zip(positions, _contracted(spec, block_sizes, given, pull.arrays(), [*targets.values()], make), strict=True)
     )
     return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
+
+
+def _lies_transposed(spec: CrossEntropySpec) -> bool:
+    """Whether XLA keeps a weight [D, V] in memory as [V, D], which takes less padding, and would copy it for a kernel
+    that reads it as [D, V]."""
+    return not spec.vocabulary_major and spec.vocabulary % LANES != 0 and spec.hidden % LANES == 0
 
 
 # ---------------------------------------------------------------------- the calls

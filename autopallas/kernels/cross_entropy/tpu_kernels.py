@@ -124,6 +124,9 @@ def advanced(
     def kept(value: Array, otherwise: Any) -> Array:
         return value if inside is None else jnp.where(inside, value, otherwise)
 
+    def true_inside(value: Array) -> Array:
+        return value if inside is None else value & inside  # Mosaic cannot select booleans in some layouts
+
     greatest = {
         s.program: jnp.max(kept(values[s.program], -jnp.inf), axis=1, keepdims=True) for s in needed if s.kind == "max"
     }
@@ -147,14 +150,14 @@ def advanced(
                 found = old[statistic] + jnp.sum(chosen, axis=1, keepdims=True)
             case "argmax":
                 here, past = greatest[program], old[maximum]
-                most = kept((value == here) | ((here != here) & (value != value)), False)
+                most = true_inside((value == here) | ((here != here) & (value != value)))
                 index = jnp.min(jnp.where(most, tile.key, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
                 better = (here > past) | ((here != here) & (past == past))
                 # Where all is -inf so far, the first column has it.
                 found = jnp.where(better, index, old[statistic])
             case "ties":
                 here, past, now = greatest[program], old[maximum], new[maximum]
-                equal = kept(value == here, False)
+                equal = true_inside(value == here)
                 times = jnp.sum(jnp.where(equal, 1.0, 0.0), axis=1, keepdims=True)
                 found = jnp.where(past == now, old[statistic], 0) + jnp.where(here == now, times, 0)
         new[statistic] = found
