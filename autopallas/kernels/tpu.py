@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.interpret import interpretation, refusal
-from autopallas.kernels.tpu_tables import tables_of
+from autopallas.kernels.tpu_tables import limit_of, part_of, tables_of
 from autopallas.program import Program
 
 __all__ = [
@@ -191,6 +191,7 @@ def call(
     out_specs: Any,
     out_shape: Any,
     cost: Any,
+    alike: int = 0,
     scratch_shapes: Sequence[Any] = (),
     prefetched: int = 0,
     aliases: dict[int, int] | None = None,
@@ -204,6 +205,7 @@ def call(
       semantics: "parallel" for a dimension whose steps are independent, "arbitrary" for one that is in order.
       in_specs, out_specs, out_shape, scratch_shapes: as of ``pallas_call``.
       cost: the ``pl.CostEstimate``; see :func:`cost_of`.
+      alike: how many of the grid's first dimensions have steps that all take as long: a simulation may run a part.
       prefetched: how many leading operands are scalars in SMEM that index maps see.
       aliases: operand to output.
 
@@ -222,6 +224,8 @@ def call(
             body, scalars, extents = partial(kernel, *tables), 0, tuple(map(int, grid))
             blocks_in, blocks_out = jax.tree.map(lambda spec: _without_scalars(spec, tables), (blocks_in, out_specs))
             aliased = {source - prefetched: target for source, target in aliased.items()}
+        if not scalars:
+            extents = part_of(name, extents, alike)
         return pl.pallas_call(
             body,
             out_shape,
@@ -234,7 +238,7 @@ def call(
             ),
             input_output_aliases=dict(aliased),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=tuple(semantics), vmem_limit_bytes=generation(Device.current()).limit
+                dimension_semantics=tuple(semantics), vmem_limit_bytes=limit_of(generation(Device.current()).limit)
             ),
             interpret=interpretation(),
             cost_estimate=cost,

@@ -1,12 +1,14 @@
-"""Tables of scalars that TPU kernels follow, for the simulation of a schedule, which reads all memory as zeros.
+"""TPU kernels as they are traced for the simulation of a schedule, which reads all memory as zeros and takes its time.
 
-Inside ``with simulated() as record`` a kernel is traced with arithmetic in the place of each table whose contents are
-known, so that the simulated schedule visits the same tiles as the kernel does.  What only the run time knows may be
-assumed there, such as groups of equal sizes, and the record says so.
+Inside ``with simulated() as record`` a kernel is traced with arithmetic in the place of each table of scalars whose
+contents are known, so that the simulated schedule visits the same tiles as the kernel does.  What only the run time
+knows may be assumed there, such as groups of equal sizes, and the record says so.  Of a grid whose steps are alike a
+part is run.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +21,23 @@ from jax import lax
 
 from autopallas import compat
 
-__all__ = ["Record", "Table", "assume", "concrete", "is_simulated", "simulated", "tables_of", "unknown"]
+__all__ = [
+    "Record",
+    "Table",
+    "assume",
+    "concrete",
+    "is_simulated",
+    "limit_of",
+    "part_of",
+    "simulated",
+    "tables_of",
+    "unknown",
+]
 
 _MOST_WORDS = 64
 """Of 32 bits, that a table may take as constants of the program."""
+_STEPS = 32
+"""Of a grid, that are enough: what begins and ends a kernel is then a small part."""
 
 
 @dataclass(eq=False)
@@ -32,19 +47,27 @@ class Record:
     Attributes:
       altered: kernels whose tables were replaced, and what was assumed of data.
       unknown: kernels with tables whose contents are not known.
+      parts: by kernel, how many times the steps that were traced its grid has.
+      limit: bytes of vector memory that a kernel may ask for; None: what it asks for.
     """
 
     altered: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    parts: dict[str, float] = field(default_factory=dict)
+    limit: int | None = None
 
 
 _current = compat.trace_context(None)
 
 
 @contextmanager
-def simulated() -> Iterator[Record]:
-    """Kernels that are traced inside are for a simulation; they must not be run."""
-    record = Record()
+def simulated(limit: int | None = None) -> Iterator[Record]:
+    """Kernels that are traced inside are for a simulation; they must not be run.
+
+    Args:
+      limit: bytes of vector memory that each may ask for at most.
+    """
+    record = Record(limit=limit)
     with _current(record):
         yield record
 
@@ -64,6 +87,32 @@ def unknown(kernel: str) -> None:
     """Notes, in a simulation, that a kernel follows what is not known."""
     if _current.value is not None:
         _current.value.unknown.append(kernel)
+
+
+def limit_of(asked: int | None) -> int | None:
+    """Bytes of vector memory that a kernel asks for."""
+    record = _current.value
+    return asked if record is None or record.limit is None or asked is None else min(asked, record.limit)
+
+
+def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
+    """The grid, or in a simulation a part of it; the record has how many times as long the whole is.
+
+    Args:
+      kernel: its name.
+      grid: the extents, outermost first.
+      alike: how many of the first dimensions have steps that all take the same time, but for those at the ends.
+    """
+    extents = list(grid)
+    if _current.value is None or not all(isinstance(n, int) for n in extents):
+        return tuple(extents)
+    for axis in range(alike):
+        others = math.prod(extents) // max(extents[axis], 1)
+        extents[axis] = min(extents[axis], max(1, -(-_STEPS // max(others, 1))))
+    part = math.prod(grid) / max(math.prod(extents), 1)
+    if part > 1:
+        _current.value.parts[kernel] = max(part, _current.value.parts.get(kernel, 1.0))
+    return tuple(extents)
 
 
 def concrete() -> AbstractContextManager[None]:

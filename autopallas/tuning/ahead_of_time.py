@@ -248,6 +248,10 @@ def _generation(name: str | Generation) -> Generation:
     return GENERATIONS[name]
 
 
+_ROOM = 61_440 * 1024
+"""Bytes of vector memory that leave room for arrays beside a kernel, on every generation that can be simulated."""
+
+
 @dataclass
 class Compiler:
     """The TPU's compiler in a child process, for many programs of one generation: ``with Compiler(...) as compiler``.
@@ -284,39 +288,60 @@ class Compiler:
             child.end()
         self._children.clear()
 
-    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
-        """As :func:`compile_for`.  Where kernels follow tables, what is simulated is a program that computes the tables
-        (:mod:`autopallas.kernels.tpu_tables`); memory is that of the function."""
-        if not (self.simulate and self.target.simulates):
-            return self.compile_lowered(lowered_for(function, arguments, self.target), seconds=seconds)
+    def compile(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        seconds: float = 300.0,
+        simulate: bool | None = None,
+    ) -> Compilation:
+        """As :func:`compile_for`.  Where kernels follow tables, or have many steps, what is simulated is a program that
+        computes the tables and runs some of the steps (:mod:`autopallas.kernels.tpu_tables`); memory is that of the
+        function.  ``simulate`` says otherwise than the compiler's own."""
+        if simulate is False or not (self.simulate and self.target.simulates):
+            return self.compile_lowered(
+                lowered_for(function, arguments, self.target), seconds=seconds, simulate=simulate
+            )
         begin = time.monotonic()
+
+        def left() -> float:
+            return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
+
         with simulated() as record:
             module = lowered_for(function, arguments, self.target)
-        if not record.altered and not record.unknown:
-            return self.compile_lowered(module, seconds=seconds)
+        if not (record.altered or record.parts or record.unknown):
+            found = self.compile_lowered(module, seconds=seconds)
+            if found.stage != "memory":
+                return found
         found = self._asked(lowered_for(function, arguments, self.target), False, seconds)
         if found.failure is not None:
             return found
         if record.unknown:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
-        other = self.compile_lowered(module, seconds=max(seconds - (time.monotonic() - begin), min(seconds, 30.0)))
+        other = self.compile_lowered(module, seconds=left())
+        if other.stage == "memory":
+            # A simulated program keeps arrays in vector memory beside what kernels ask for.
+            with simulated(limit=_ROOM) as record:
+                module = lowered_for(function, arguments, self.target)
+            other = self.compile_lowered(module, seconds=left())
         if other.failure is not None:
             return replace(found, note=f"what would be simulated does not compile: {other.failure}")
         return replace(
             found,
-            operations=other.operations,
+            operations=tuple(_whole(operation, record.parts) for operation in other.operations),
             bytes_accessed=other.bytes_accessed,
             operations_counted=other.operations_counted,
             seconds=found.seconds + other.seconds,
             note=other.note,
         )
 
-    def compile_lowered(self, module: bytes, *, seconds: float = 300.0) -> Compilation:
+    def compile_lowered(self, module: bytes, *, seconds: float = 300.0, simulate: bool | None = None) -> Compilation:
         """Compiles what :func:`lowered_for` gave."""
-        generation = self.target
-        note = f"programs for {generation.kind} cannot be simulated" if self.simulate else ""
+        generation, simulate = self.target, self.simulate if simulate is None else simulate
+        note = f"programs for {generation.kind} cannot be simulated" if simulate else ""
         begin = time.monotonic()
-        if self.simulate and generation.simulates:
+        if simulate and generation.simulates:
             found = self._asked(module, True, seconds)
             if found.stage not in ("died", "time"):
                 return found
@@ -340,6 +365,12 @@ class Compiler:
             return Compilation(generation, answer["failure"], answer["stage"], seconds=took)
         operations = tuple(Operation(**operation) for operation in answer.pop("operations"))
         return Compilation(generation, operations=operations, seconds=took, **answer)
+
+
+def _whole(operation: Operation, parts: Mapping[str, float]) -> Operation:
+    """An operation of which a part was simulated, with the cycles of the whole."""
+    part = parts.get(re.sub(r"(\.\d+)*$", "", operation.name), 1.0) if operation.kernel else 1.0
+    return operation if operation.cycles is None else replace(operation, cycles=round(operation.cycles * part))
 
 
 _FIELDS = tuple(Compilation.__dataclass_fields__)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from autopallas.tuning.choose import Choice
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
-__all__ = ["Evidence", "in_words", "ranked"]
+__all__ = ["SIMULATED_MARGIN", "Evidence", "in_words", "ranked"]
 
-_SIMULATED_MARGIN = 1.3
+SIMULATED_MARGIN = 1.3
 """A simulated gain counts only above this."""
 
 
@@ -53,7 +53,7 @@ class Evidence:
 
     @property
     def _sure_time(self) -> float:
-        return self.time / (_SIMULATED_MARGIN if self.kind == "simulated" else 1.0)
+        return self.time / (SIMULATED_MARGIN if self.kind == "simulated" else 1.0)
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.time:.2f}x the original's speed, {1 / self.memory:.2f}x its temporary memory"

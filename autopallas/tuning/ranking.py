@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autopallas.tuning.ahead_of_time import Compilation, Compiler
+from autopallas.tuning.evidence import SIMULATED_MARGIN
 from autopallas.tuning.search import Tried, candidates_of
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 from autopallas.tuning.trial import Trial
@@ -40,10 +41,11 @@ def ranked(
 ) -> Ranking:
     """Compiles the original and every candidate, and ranks those that compile.
 
-    A program is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Of one
-    that cannot be simulated a bound from arithmetic and traffic is known, below which it cannot come; where that is the
-    original, or a candidate, the evidence is "estimated".  Without any simulation the operation's first guess is taken.
-    So it is for kernels whose control flow follows data, which a simulation reads as zeros.
+    A program is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Of the
+    original a bound from arithmetic and traffic is known, below which it cannot come; only where that does not tell
+    that a candidate is faster, it is simulated too, if it can be.  A candidate that cannot be simulated has a bound as
+    well, and the evidence is "estimated".  Without any simulation the operation's first guess is taken.  So it is for
+    kernels whose control flow follows data, which a simulation reads as zeros.
 
     Args:
       match: the site.
@@ -56,19 +58,26 @@ def ranked(
     begin = time.monotonic()
     trial = Trial.abstract(match)
     say("the original")
-    original, reason = _compiled(compiler, trial.original(), trial, seconds)
+    original, reason = _compiled(compiler, trial.original(), trial, seconds, simulate=False)
     if original is None or original.failure is not None:
         return Ranking(None, None, (), f"the original cannot be compiled: {reason or _first_line(original)}")
     tried: list[Tried] = []
     candidates = candidates_of(match, implementation, first, compiler.target.device)
+    compiled: list[tuple[Any, Compilation | None, str]] = []
     for number, sizes in enumerate(candidates, 1):
         left = begin + seconds - time.monotonic()
         if left <= 0:
             tried.append(Tried(sizes.to_dict(), "budget", f"the budget of {seconds:g} seconds was used up"))
             continue
         say(f"candidate {number} of {len(candidates)}")
-        found, reason = _compiled(compiler, trial.kernel(implementation, sizes), trial, left)
-        tried.append(_tried(sizes, found, reason, original, compiler.version))
+        compiled.append((sizes, *_compiled(compiler, trial.kernel(implementation, sizes), trial, left)))
+    known = [found.estimated_seconds for _, found, _ in compiled if found is not None]
+    fastest_known = min((seconds for seconds in known if seconds is not None), default=None)
+    if fastest_known is not None and fastest_known * SIMULATED_MARGIN >= original.bound_seconds:
+        say("the original, simulated")
+        other, _ = _compiled(compiler, trial.original(), trial, seconds)
+        original = original if other is None or other.estimated_seconds is None else other
+    tried = [*(_tried(*one, original, compiler.version) for one in compiled), *tried]
     rows = [one.row for one in tried if one.row is not None]
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
@@ -81,10 +90,10 @@ def ranked(
 
 
 def _compiled(
-    compiler: Compiler, function: Callable[..., Any], trial: Trial, seconds: float
+    compiler: Compiler, function: Callable[..., Any], trial: Trial, seconds: float, simulate: bool | None = None
 ) -> tuple[Compilation | None, str]:
     try:
-        return compiler.compile(function, trial.arguments, seconds=seconds), ""
+        return compiler.compile(function, trial.arguments, seconds=seconds, simulate=simulate), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 
@@ -98,7 +107,7 @@ def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compila
         return Tried(sizes.to_dict(), "lower", reason)
     if found.failure is not None:
         return Tried(sizes.to_dict(), found.stage or "compile", found.failure)
-    simulated = found.estimated_seconds is not None and original.estimated_seconds is not None
+    simulated = found.estimated_seconds is not None
     own = found.bound_seconds if found.estimated_seconds is None else found.estimated_seconds
     base = original.bound_seconds if original.estimated_seconds is None else original.estimated_seconds
     row = Row(

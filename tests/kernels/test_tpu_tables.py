@@ -11,7 +11,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBloc
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
 from autopallas.kernels.grouped_matmul.visits import even_bounds, group_bounds
 from autopallas.kernels.interpret import mode
-from autopallas.kernels.tpu_tables import Table, simulated
+from autopallas.kernels.tpu_tables import Table, part_of, simulated
 from autopallas.tuning.ahead_of_time import lowered_for
 from autopallas.tuning.case import Case, match_of
 from autopallas.tuning.trial import Trial
@@ -87,3 +87,13 @@ def test_the_program_that_is_simulated_computes_the_same(case, sizes):
     assert not record.unknown
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_of_a_grid_whose_steps_are_alike_a_part_is_traced():
+    assert part_of("k", (64, 64, 4), 2) == (64, 64, 4), "not where it is run"
+    with simulated() as record:
+        assert part_of("short", (2, 4, 4), 2) == (2, 4, 4)
+        assert part_of("inner", (64, 8, 8), 2) == (1, 4, 8)
+        assert part_of("outer", (64, 8, 8), 1) == (1, 8, 8)
+        assert part_of("different", (64, 64), 0) == (64, 64)
+    assert record.parts == {"inner": 128.0, "outer": 64.0}

@@ -8,9 +8,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.kernels.tpu import call
 from autopallas.tuning import ahead_of_time
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Operation, compile_for, lowered_for
-from autopallas.tuning.tpu_compiler import operations
+from autopallas.tuning.tpu_compiler import Module
 
 needs_compiler = pytest.mark.skipif(ahead_of_time.missing() is not None, reason=str(ahead_of_time.missing()))
 
@@ -144,9 +145,64 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_what_loops_run_is_counted_as_often():
-    found = tuple(Operation(**operation) for operation in operations(MODULE))
+    found = tuple(Operation(**operation) for operation in Module(MODULE).operations())
     assert found == (Operation("kernel.1", True, 4096, 100, 12), Operation("fusion.2", False, 64, 7, 1))
     done = Compilation(GENERATIONS["tpu-v5e"], operations=found, bytes_accessed=819_000)
     assert done.cycles == 1207
     assert done.vmem_bytes == 4096
     assert done.estimated_seconds == pytest.approx(1e-6), "the memory is slower than 1207 cycles"
+
+
+TRAFFIC = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[8,128]) -> f32[8,128] {
+  ROOT %add.1 = f32[8,128]{1,0:T(8,128)} add(%p, %p)
+}
+
+%body (p: (s32[], bf16[256])) -> (s32[], bf16[256]) {
+  %p = (s32[], bf16[256]{0:T(256)}) parameter(0)
+  %get-tuple-element.1 = bf16[256]{0:T(256)} get-tuple-element(%p), index=1
+  %kernel.1 = bf16[256]{0:T(256)} custom-call(%get-tuple-element.1), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"9","bytes_accessed":"777"}}
+  ROOT %tuple = (s32[], bf16[256]{0:T(256)}) tuple(%p, %kernel.1)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %copy-start = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %slice-start.1 = ((f32[8,128]{1,0:T(8,128)}), f32[2,128]{1,0:T(2,128)}, s32[]{:S(2)}) slice-start(%x), slice={[0:2], [0:128]}
+  %slice-done.1 = f32[2,128]{1,0:T(2,128)} slice-done(%slice-start.1)
+  %copy-done = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %fusion.1 = (f32[8,128]{1,0:T(8,128)S(1)}, pred[8,128]{1,0:T(8,128)}) fusion(%copy-done, %x), kind=kLoop, calls=%fused
+  %get-tuple-element.2 = f32[8,128]{1,0:T(8,128)S(1)} get-tuple-element(%fusion.1), index=0
+  %while.1 = (s32[], bf16[256]{0}) while(%x), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"10"}}
+  ROOT %copy = f32[8,128]{1,0:T(8,128)} copy(%get-tuple-element.2)
+}
+"""  # noqa: E501
+
+
+def test_what_vmem_keeps_is_no_traffic():
+    # A copy reads an array of 4,096 bytes; a slice reads and writes 1,024; the fusion reads the array and writes a
+    # byte for each of 1,024 elements; its other operand and result are in VMEM.
+    fusion, loop, copy = 4096 + 1024, 10 * 777, 4096
+    assert Module(TRAFFIC).traffic() == 4096 + 2 * 1024 + fusion + loop + copy
+
+
+@needs_compiler
+def test_of_a_long_grid_a_part_is_simulated_and_the_whole_is_told():
+    def kernel(alike):
+        def body(x, out):
+            out[...] = jnp.exp(x[...])
+
+        block = pl.BlockSpec((256, 128), lambda i: (i, 0))
+        types = jax.ShapeDtypeStruct((256 * 96, 128), jnp.float32)
+        return lambda x: call(
+            body, name="long", grid=(96,), semantics=("parallel",), in_specs=[block], out_specs=block, out_shape=types,
+            cost=pl.CostEstimate(flops=1, bytes_accessed=1, transcendentals=1), alike=alike,
+        )(x)  # fmt: skip
+
+    with Compiler("tpu-v5e", simulate=True) as compiler:
+        types = (jax.ShapeDtypeStruct((256 * 96, 128), jnp.float32),)
+        whole, part = (compiler.compile(kernel(alike), types) for alike in (0, 1))
+    assert part.cycles == pytest.approx(whole.cycles, rel=0.05)
+    assert part.argument_bytes == whole.argument_bytes
+    assert whole.cycles > 96

@@ -61,15 +61,17 @@ def site(kernel: int, size: int = 512):
 
 
 class Fake:
-    """A compiler whose answers are given, one for each program."""
+    """A compiler whose answers are given: of the original, not simulated; of the candidates; of the original again."""
 
     version = "compiler 3"
 
     def __init__(self, name, *answers):
         self.target = GENERATIONS[name]
         self.answers = iter(answers)
+        self.asked = []
 
-    def compile(self, function, arguments, seconds):
+    def compile(self, function, arguments, seconds, simulate=None):
+        self.asked.append(simulate)
         answer = next(self.answers)
         if isinstance(answer, Exception):
             raise answer
@@ -87,7 +89,8 @@ def rank(compiler, seconds=60.0):
 
 def test_the_fewest_cycles_win_and_failures_are_recorded():
     failed = Compilation(GENERATIONS["tpu-v5e"], "RESOURCE_EXHAUSTED: vmem", "memory")
-    found = rank(Fake("tpu-v5e", compiled(9000, 100), compiled(4000, 10), failed, compiled(3000, 50)))
+    candidates = compiled(4000, 10), failed, compiled(3000, 50)
+    found = rank(Fake("tpu-v5e", compiled(None, 100), *candidates, compiled(9000, 100)))
     assert found.time.block_sizes["row_block"] == 512
     assert found.time.speedup == pytest.approx(3.0)
     assert found.time.evidence == "simulated"
@@ -102,7 +105,7 @@ def test_the_fewest_cycles_win_and_failures_are_recorded():
 
 def test_traffic_counts_where_it_is_slower_than_the_cycles():
     slow = compiled(10, 1, bytes_accessed=8_190_000)  # 10 microseconds at 819 GB/s
-    found = rank(Fake("tpu-v5e", compiled(30_000, 1), slow, compiled(1500, 1), compiled(1500, 1)))
+    found = rank(Fake("tpu-v5e", compiled(None, 1), slow, compiled(1500, 1), compiled(1500, 1), compiled(30_000, 1)))
     assert [t.row.kernel_us for t in found.tried] == pytest.approx([10.0, 1.0, 1.0])
     assert found.time.block_sizes["row_block"] == 256
 
@@ -115,9 +118,9 @@ def test_without_a_simulation_there_is_an_estimate_only():
 
 
 def test_what_is_not_simulated_gives_way_to_what_is():
-    programs = [compiled(cycles, 10, operations_counted=197_000_000) for cycles in (9000, 4000)]
+    programs = [compiled(cycles, 10, operations_counted=197_000_000) for cycles in (None, 4000)]
     programs += [compiled(None, 10, operations_counted=197_000_000, note="k follows data")] * 2
-    found = rank(Fake("tpu-v5e", *programs))
+    found = rank(Fake("tpu-v5e", *programs, compiled(9000, 10)))
     assert [t.cycles for t in found.tried] == [4000, None, None]
     assert "follows data" in found.tried[1].error
     assert (found.tried[1].row.evidence, found.tried[1].row.kernel_us) == ("estimated", 1.0)
@@ -126,9 +129,19 @@ def test_what_is_not_simulated_gives_way_to_what_is():
 
 def test_an_original_that_cannot_be_simulated_has_a_bound_and_candidates_are_ranked_all_the_same():
     original = compiled(None, 10, operations_counted=197_000_000)
-    found = rank(Fake("tpu-v5e", original, compiled(3000, 1), compiled(600, 1), compiled(900, 1)))
+    fake = Fake("tpu-v5e", original, compiled(3000, 1), compiled(1500, 1), compiled(1800, 1), original)
+    found = rank(fake)
     assert found.time.block_sizes["row_block"] == 256
-    assert (found.time.evidence, found.time.kernel_us, found.time.original_us) == ("estimated", 0.4, 1.0)
+    assert (found.time.evidence, found.time.kernel_us, found.time.original_us) == ("simulated", 1.0, 1.0)
+    assert fake.asked == [False, None, None, None, None]
+
+
+def test_an_original_is_not_simulated_where_its_bound_tells_that_a_candidate_is_faster():
+    original = compiled(None, 10, operations_counted=197_000_000)
+    fake = Fake("tpu-v5e", original, compiled(3000, 1), compiled(600, 1), compiled(900, 1))
+    found = rank(fake)
+    assert fake.asked == [False, None, None, None]
+    assert (found.time.evidence, found.time.kernel_us, found.time.original_us) == ("simulated", 0.4, 1.0)
 
 
 def test_what_cannot_be_lowered_or_has_no_turn_is_recorded():

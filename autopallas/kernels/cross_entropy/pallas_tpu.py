@@ -86,8 +86,8 @@ def forward(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Statistics and products.  Arguments and results as in ``xla.forward``."""
     if _lies_transposed(spec):
-        found, products = forward(replace(spec, vocabulary_major=True), block_sizes, x, w.T, sides)
-        return found, tuple(a.T if p.kind == "columns" else a for a, p in zip(products, spec.products, strict=True))
+        found, made = forward(replace(spec, vocabulary_major=True), block_sizes, x, w.T, sides)
+        return found, tuple(a.T if p.kind == "columns" else a for a, p in zip(made, spec.products, strict=True))
     operands = Operands.of(spec, x, w, sides)
     given = (x, w, tuple(sides))
     found = _statistics(spec, block_sizes, given, operands.labels) if spec.statistics else ()
@@ -222,6 +222,7 @@ def _statistics(spec: CrossEntropySpec, sizes: BlockSizes, given: Given, labels:
         out_specs=[pl.BlockSpec((reader.shape.rows, 1), lambda i, j: (i, 0)) for _ in needed],
         out_shape=results,
         cost=_cost(reader, given, results, rows, 1),
+        alike=2,
     )(x, w, *reader.sides.arrays)
     known = dict(zip(needed, found, strict=True))
     return tuple(known[s][:, 0] for s in spec.statistics)
@@ -293,6 +294,7 @@ def _contraction(
         out_shape=results,
         scratch_shapes=scratch,
         cost=_cost(reader, given, results, blocks[outside], dots),
+        alike=2,
     )(x, w, *reader.sides.arrays)
     return [
         (a.sum(0, keepdims=True) if t.kind == "side" and t.varies == (False, False) else a).astype(t.dtype)

@@ -252,6 +252,7 @@ def rows_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count
         out_shape=jax.ShapeDtypeStruct((rows, columns), spec.output_dtype),
         scratch_shapes=_rows_scratch(tile, steps),
         cost=_rows_cost(spec, rows, groups, passes),
+        alike=2,
     )
 
 
@@ -432,6 +433,7 @@ def weights_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, co
             + groups * k * n * itemsizes[2],
             transcendentals=0,
         ),
+        alike=2,
     )
 
 
