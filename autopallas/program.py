@@ -209,6 +209,14 @@ def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 _PLACEMENT = frozenset({"sharding", "out_sharding"})
 
 
+def _chosen(which: jax.Array, *cases: jax.Array) -> jax.Array:
+    return (which & cases[1]) | (~which & cases[0]) if len(cases) == 2 else cases[0]
+
+
+_LOGICAL: dict[str, Callable[..., jax.Array]] = {"select_n": _chosen, "max": jnp.logical_or, "min": jnp.logical_and}
+"""Of booleans, which Mosaic neither selects nor compares."""
+
+
 def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
     shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in arguments))
     operands = [jnp.broadcast_to(a, shape) for a in arguments]
@@ -216,6 +224,8 @@ def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
         return _custom(instruction, operands)
     if instruction.primitive.name == "add_any":  # of cotangents, which kernels need not know
         return jax.lax.add(*operands)
+    if all(x.dtype == jnp.bool_ for x in operands) and (logical := _LOGICAL.get(instruction.primitive.name)):
+        return logical(*operands)
     result: jax.Array = instruction.primitive.bind(*operands, **dict(instruction.params))
     return result
 

@@ -173,7 +173,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     rows: list[Row] = []
     for name in options.generations:
-        with Compiler(name, simulate=True) as compiler:
+        with Compiler(name, simulate=True, steps=None) as compiler:
             with compiler.target.device.targeted(), room_for_arrays():
                 chosen = list(candidates(options.op or ("attention", *_MATMULS), options.full))
             for candidate in chosen:

@@ -36,8 +36,6 @@ __all__ = [
 
 _MOST_WORDS = 64
 """Of 32 bits, that a table may take as constants of the program."""
-_STEPS = 32
-"""Of a grid, that are enough: what begins and ends a kernel is then a small part."""
 
 
 @dataclass(eq=False)
@@ -48,26 +46,29 @@ class Record:
       altered: kernels whose tables were replaced, and what was assumed of data.
       unknown: kernels with tables whose contents are not known.
       parts: by kernel, how many times the steps that were traced its grid has.
-      limit: bytes of vector memory that a kernel may ask for; None: what it asks for.
+      less: bytes of vector memory that a kernel asks for less than it does where it runs.
+      steps: how many steps of a grid are traced, where they are alike; None: all.
     """
 
     altered: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    limit: int | None = None
+    less: int = 0
+    steps: int | None = None
 
 
 _current = compat.trace_context(None)
 
 
 @contextmanager
-def simulated(limit: int | None = None) -> Iterator[Record]:
+def simulated(less: int = 0, steps: int | None = None) -> Iterator[Record]:
     """Kernels that are traced inside are for a simulation; they must not be run.
 
     Args:
-      limit: bytes of vector memory that each may ask for at most.
+      less: bytes of vector memory by which each asks for less than it does where it runs.
+      steps: how many steps of a grid to trace, where they are alike; None: all.
     """
-    record = Record(limit=limit)
+    record = Record(less=less, steps=steps)
     with _current(record):
         yield record
 
@@ -91,8 +92,7 @@ def unknown(kernel: str) -> None:
 
 def limit_of(asked: int | None) -> int | None:
     """Bytes of vector memory that a kernel asks for."""
-    record = _current.value
-    return asked if record is None or record.limit is None or asked is None else min(asked, record.limit)
+    return asked if _current.value is None or asked is None else asked - _current.value.less
 
 
 def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
@@ -103,15 +103,15 @@ def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
       grid: the extents, outermost first.
       alike: how many of the first dimensions have steps that all take the same time, but for those at the ends.
     """
-    extents = list(grid)
-    if _current.value is None or not all(isinstance(n, int) for n in extents):
+    extents, record = list(grid), _current.value
+    if record is None or record.steps is None or not all(isinstance(n, int) for n in extents):
         return tuple(extents)
     for axis in range(alike):
         others = math.prod(extents) // max(extents[axis], 1)
-        extents[axis] = min(extents[axis], max(1, -(-_STEPS // max(others, 1))))
+        extents[axis] = min(extents[axis], max(1, -(-record.steps // max(others, 1))))
     part = math.prod(grid) / max(math.prod(extents), 1)
     if part > 1:
-        _current.value.parts[kernel] = max(part, _current.value.parts.get(kernel, 1.0))
+        record.parts[kernel] = max(part, record.parts.get(kernel, 1.0))
     return tuple(extents)
 
 

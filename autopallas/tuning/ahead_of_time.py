@@ -248,8 +248,9 @@ def _generation(name: str | Generation) -> Generation:
     return GENERATIONS[name]
 
 
-_ROOM = 61_440 * 1024
-"""Bytes of vector memory that leave room for arrays beside a kernel, on every generation that can be simulated."""
+_LESS = (4 * 2**20, 36 * 2**20)
+"""Bytes of vector memory by which kernels ask for less, if a program cannot be simulated otherwise: what is simulated
+keeps arrays beside them, of which the compiler takes no account there."""
 
 
 @dataclass
@@ -259,10 +260,13 @@ class Compiler:
     Attributes:
       generation: or its name.
       simulate: whether schedules are simulated.  A program on which the simulation fails is compiled without.
+      steps: how many steps of a kernel's grid are simulated, where they are alike; the cycles told are those of all, and
+        what begins and ends a kernel counts as often as the part.  None: all steps.
     """
 
     generation: str | Generation
     simulate: bool = False
+    steps: int | None = 8
     _children: dict[bool, Child] = field(default_factory=dict)
 
     @property
@@ -308,7 +312,7 @@ class Compiler:
         def left() -> float:
             return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
 
-        with simulated() as record:
+        with simulated(steps=self.steps) as record:
             module = lowered_for(function, arguments, self.target)
         if not (record.altered or record.parts or record.unknown):
             found = self.compile_lowered(module, seconds=seconds)
@@ -320,11 +324,11 @@ class Compiler:
         if record.unknown:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
         other = self.compile_lowered(module, seconds=left())
-        if other.stage == "memory":
-            # A simulated program keeps arrays in vector memory beside what kernels ask for.
-            with simulated(limit=_ROOM) as record:
-                module = lowered_for(function, arguments, self.target)
-            other = self.compile_lowered(module, seconds=left())
+        for less in _LESS:
+            if other.stage == "memory":
+                with simulated(less, self.steps) as record:
+                    module = lowered_for(function, arguments, self.target)
+                other = self.compile_lowered(module, seconds=left())
         if other.failure is not None:
             return replace(found, note=f"what would be simulated does not compile: {other.failure}")
         return replace(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from autopallas.kernels import tpu
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.interpret import interpretation, mode, refusal
 from autopallas.kernels.programs import traced
-from autopallas.program import Score
+from autopallas.program import Score, Side
 
 CPU, V5E = Device("cpu", "cpu"), Device("tpu", "TPU v5 lite")
 F32 = np.dtype(np.float32)
@@ -104,3 +106,21 @@ def test_a_call_asks_for_the_memory_of_its_generation(kind, limit):
     assert "doubled" in text
     assert ("scoped_memory" in text) == (limit is not None)
     assert limit is None or limit in text
+
+
+def test_programs_select_no_booleans():
+    """Mosaic has neither selections nor comparisons of them."""
+    spellings = {
+        "where": (lambda a, b, c: jnp.where(a, b, c), lambda a, b, c: b if a else c),
+        "maximum": (lambda a, b, c: jnp.maximum(a, b) & c, lambda a, b, c: (a or b) and c),
+        "minimum": (lambda a, b, c: jnp.minimum(a, b) | c, lambda a, b, c: (a and b) or c),
+    }
+    flags = np.array(list(itertools.product([False, True], repeat=3))).T[:, :, None]
+    for name, (function, wanted) in spellings.items():
+        boolean = np.dtype(bool)
+        program = traced(function, *(Side(n, boolean) for n in range(3)))
+        sides = [jnp.asarray(x) for x in flags]
+        found = program.evaluate(None, None, None, sides)
+        assert found[:, 0].tolist() == [wanted(*values) for values in flags[:, :, 0].T.tolist()], name
+        lowered = str(jax.make_jaxpr(lambda *x, p=program: p.evaluate(None, None, None, x))(*sides))
+        assert not any(word in lowered for word in ("select_n", "max ", "min ")), name

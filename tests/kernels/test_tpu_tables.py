@@ -91,9 +91,11 @@ def test_the_program_that_is_simulated_computes_the_same(case, sizes):
 
 def test_of_a_grid_whose_steps_are_alike_a_part_is_traced():
     assert part_of("k", (64, 64, 4), 2) == (64, 64, 4), "not where it is run"
-    with simulated() as record:
-        assert part_of("short", (2, 4, 4), 2) == (2, 4, 4)
-        assert part_of("inner", (64, 8, 8), 2) == (1, 4, 8)
+    with simulated():
+        assert part_of("k", (64, 64, 4), 2) == (64, 64, 4), "nor unless it is asked for"
+    with simulated(steps=8) as record:
+        assert part_of("short", (2, 2, 2), 2) == (2, 2, 2)
+        assert part_of("inner", (64, 8, 2), 2) == (1, 4, 2)
         assert part_of("outer", (64, 8, 8), 1) == (1, 8, 8)
         assert part_of("different", (64, 64), 0) == (64, 64)
     assert record.parts == {"inner": 128.0, "outer": 64.0}

@@ -203,6 +203,7 @@ def test_of_a_long_grid_a_part_is_simulated_and_the_whole_is_told():
     with Compiler("tpu-v5e", simulate=True) as compiler:
         types = (jax.ShapeDtypeStruct((256 * 96, 128), jnp.float32),)
         whole, part = (compiler.compile(kernel(alike), types) for alike in (0, 1))
-    assert part.cycles == pytest.approx(whole.cycles, rel=0.05)
+    # What begins and ends the kernel counts as often as the part.
+    assert whole.cycles <= part.cycles <= 1.2 * whole.cycles
     assert part.argument_bytes == whole.argument_bytes
     assert whole.cycles > 96

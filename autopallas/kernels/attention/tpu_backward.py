@@ -274,7 +274,7 @@ def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: S
             times=live,
             arrays=[*(b.type for b, _ in operands), *(o.block.type for o in outputs)],
         ),
-        alike=len(grid.outer),
+        alike=grid.alike,
         prefetched=0 if grid.tables is None else 3,
     )(*as_operands(grid.tables), *(x for _, x in operands))
     return found

@@ -219,7 +219,7 @@ def _call(
         out_shape=[b.type for b in outputs],
         scratch_shapes=scratch,
         cost=price,
-        alike=len(grid.outer),
+        alike=grid.alike,
         prefetched=0 if grid.tables is None else 3,
     )(*as_operands(grid.tables), *(x for _, x in inputs))
     return found

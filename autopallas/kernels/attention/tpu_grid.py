@@ -196,6 +196,12 @@ class Grid:
         inner: list[Dimension] = [(a, self.geometry.extent(a), "arbitrary") for a in self.inner]
         return (*outer, *self._tiles, *inner)
 
+    @property
+    def alike(self) -> int:
+        """How many of the first dimensions have steps that all take as long: also the first one of tiles that are not
+        listed."""
+        return len(self.outer) + (self.tables is None)
+
     def _at(self, ids: Sequence[Any], tables: Sequence[Any]) -> dict[str, Any]:
         """What the program ids and the list say of each axis, rows and columns included."""
         at = {name: i for (name, _, _), i in zip(self.dimensions, ids, strict=True)}
