@@ -108,7 +108,9 @@ class Pull:
             return tuple(tile._replace(score=score, sides=tuple(merged)).value(program) for program in programs)
 
         # Sides are broadcast first: what each entry of the tile contributes is summed later, in the accumulation dtype.
-        sides = tuple(jnp.broadcast_to(tile.sides[n], tile.score.shape) for n in floating)
+        # Where programs read a side widened, it is so before that: else each contribution would be rounded.
+        wide = [tile.sides[n].astype(_widened(programs, n, tile.sides[n].dtype)) for n in floating]
+        sides = tuple(jnp.broadcast_to(side, tile.score.shape) for side in wide)
         found, vjp = jax.vjp(values, tile.score, sides)
         dscore, dsides = vjp(tuple(self._cotangent(p, v, tile, rows) for p, v in zip(programs, found, strict=True)))
         return dscore, dsides
@@ -157,3 +159,19 @@ class Pull:
                     parts.append(jnp.where(label == tile.key, cotangent, 0))
         total: Array = reduce(jnp.add, parts)
         return jnp.broadcast_to(total, value.shape).astype(value.dtype)
+
+
+def _widened(programs: Sequence[Program], number: int, dtype: Any) -> Any:
+    """The float dtype to which all programs that read a side convert it first; its own dtype where they do not."""
+    found = set()
+    for program in programs:
+        places = {i for i, given in enumerate(program.inputs) if isinstance(given, Side) and given.position == number}
+        if program.result in places:
+            return dtype
+        readers = [i for i in program.instructions if places.intersection(i.arguments)]
+        if any(i.primitive.name != "convert_element_type" for i in readers):
+            return dtype
+        found |= {i.dtype for i in readers}
+    (wide,) = found if len(found) == 1 else (dtype,)
+    exact = jnp.issubdtype(wide, jnp.floating) and jnp.promote_types(wide, dtype) == wide
+    return wide if exact else dtype

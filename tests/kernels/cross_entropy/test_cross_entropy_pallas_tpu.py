@@ -98,7 +98,12 @@ def test_the_simulated_tpu_finds_no_fault(name, monkeypatch):
         found = computed(OPERATION.implementation("pallas_tpu"), sizes, case, spec, operands)
     wanted = oracle(case, F32, None, F32)
     for key, value in wanted.items():
-        assert errors(found[key], value)[0] <= 5e-5, key
+        # The gradient of a bfloat16 side input is in bfloat16: no number of this dtype need be as near to the oracle as
+        # 5e-5 of the largest one.  But it is rounded only once, so half of its last place is added, not more.
+        dtype = operands[2][int(key[5:])].dtype if key.startswith("dside") else F32
+        rounded_once = np.abs(value) * float(jnp.finfo(dtype).eps) / 2 if dtype != F32 else 0
+        beyond = np.sign(found[key] - value) * np.maximum(np.abs(found[key] - value) - rounded_once, 0)
+        assert errors(value + beyond, value)[0] <= 5e-5, key
 
 
 # ---------------------------------------------------------------------- before a compile
