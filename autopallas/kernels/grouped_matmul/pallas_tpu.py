@@ -97,11 +97,31 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, seco
         return kernel(spec, block_sizes, first, second, start, end)
 
     def streamed(first: Array, second: Array) -> Array:
-        return xla.forward(spec, block_sizes.fitted(spec), first, second, group_sizes)
+        sizes = block_sizes.fitted(spec)
+        product = xla.forward(spec.product, sizes, first, second, group_sizes)
+        return _finished_in_place(spec, product, sizes.row_block)
 
     # Negative sizes make groups overlap, and results sums over them, for which visits have no order.
     result: Array = lax.cond(apart, tiled, streamed, first, second)
     return result
+
+
+def _finished_in_place(spec: GroupedMatmulSpec, product: Array, block: int) -> Array:
+    """The epilogue of the product, some rows at a time.
+
+    Of all rows at once the TPU's compiler makes a second array where a device has two cores; and it sets memory aside
+    for both, whether or not this branch is taken.
+    """
+    if spec.epilogue is None or spec.output_dtype != spec.result_dtype:
+        return spec.finished(product)
+    count, rest = divmod(spec.rows, block)
+
+    def part(start: Any, size: int, out: Array) -> Array:
+        done = spec.finished(lax.dynamic_slice_in_dim(out, start, size, axis=1))
+        return lax.dynamic_update_slice_in_dim(out, done, start, axis=1)
+
+    product = lax.fori_loop(0, count, lambda i, out: part(i * block, block, out), product)
+    return part(count * block, rest, product) if rest else product
 
 
 def _computable(epilogue: Program) -> bool:

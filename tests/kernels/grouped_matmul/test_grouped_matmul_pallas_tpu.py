@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from test_grouped_matmul_implementations import (
     everything,
     operands,
     spec_of,
+    truth,
     truths,
 )
 from test_grouped_matmul_implementations import error as error_of
@@ -31,7 +33,9 @@ from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
 from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.kernels.programs import traced
 from autopallas.kernels.tpu import GENERATIONS
+from autopallas.program import Score
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-tpu` runs what `make test` has no time for."""
@@ -73,6 +77,18 @@ class TestPallasTpu(GroupedMatmulImplementation):
         block, shape, group_sizes = WIDE[name]
         for use in USES if EVERYTHING else USES[:1]:  # the gradients are the other two
             self.check(module, spec_of(use, dtype, **shape), group_sizes, sizes=block)
+
+    @pytest.mark.parametrize("block", [8, 15])
+    def test_an_epilogue_of_sums_over_groups_that_overlap(self, module, block):
+        """It is computed some rows at a time, and of each row once."""
+        program = traced(jax.nn.sigmoid, Score(np.dtype(np.float32)))
+        spec = spec_of("forward", batch=2, epilogue=program)
+        first, second, _ = operands(spec)
+        group_sizes = [SIZES["negative, so that groups overlap"], SIZES["uneven"]]
+        found = jax.jit(partial(module.forward, spec, BlockSizes(block)))(first, second, jnp.asarray(group_sizes))
+        for example, sizes in enumerate(group_sizes):
+            product = truth("forward", first[example], second[example], sizes)
+            assert error_of(found[example], 1 / (1 + np.exp(-product))) < 1e-5
 
     @pytest.mark.parametrize("first, second", [("bfloat16", "float32"), ("float32", "bfloat16")])
     def test_mixed_operands_are_multiplied_in_the_wider_dtype(self, module, first, second):
