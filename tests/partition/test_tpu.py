@@ -45,6 +45,15 @@ for name, (function, types) in programs.items():
 print(json.dumps(found))
 """
 
+TOKENS = 8 * 256 // 4  # of one device
+WIDER = {"loss": 2 * 16 * TOKENS}
+"""Bits that are sent beyond those of the original.
+
+Of a divided vocabulary both programs send three numbers per token: the greatest logit, the sum of exponentials and the
+logit of the label.  The TPU's compiler rounds each device's part of the original's sums to bfloat16 and adds them.
+Parts of the kernels' are added in float32, and the sum is rounded where the program says so.
+"""
+
 
 @pytest.mark.skipif(ahead_of_time.missing() is not None, reason=str(ahead_of_time.missing()))
 def test_kernels_on_tpus_are_divided_like_the_original():
@@ -54,4 +63,5 @@ def test_kernels_on_tpus_are_divided_like_the_original():
     for name, outcome in json.loads(done.stdout.splitlines()[-1]).items():
         assert outcome["kernels"], name
         for kind, count in outcome["rewritten"].items():
-            assert count <= outcome["original"].get(kind, 0), (name, outcome)
+            more = WIDER.get(name, 0) if kind == "bits" else 0
+            assert count <= outcome["original"].get(kind, 0) + more, (name, outcome)

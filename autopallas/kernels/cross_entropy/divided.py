@@ -19,7 +19,7 @@ from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
-from autopallas.program import Index, Input, Program, Side
+from autopallas.program import Index, Input, Program, Score, Side
 
 __all__ = ["DividedCrossEntropySite"]
 
@@ -163,7 +163,9 @@ class _Kernel:
         needed = required(wanted)
         here, given = self._here(replace(spec, statistics=needed, finish=(), products=()), sides)
         own = dict(zip(needed, self.part.forward(here, block_sizes, x, w, given)[0], strict=True))
-        whole = dict(self._together([s for s in needed if s.kind == "max"], own, lax.pmax))
+        maxima = {s: _exact(s, value) for s, value in own.items() if s.kind == "max"}
+        greatest = self._together(list(maxima), maxima, lax.pmax)
+        whole = {s: value.astype(own[s].dtype) for s, value in greatest.items()}
         sums, places = {}, {}
         for statistic, part in own.items():
             if statistic.kind == "max":
@@ -191,3 +193,9 @@ class _Kernel:
             return {}
         found = reduce(jnp.stack([parts[s] for s in chosen]), self.across)
         return dict(zip(chosen, found, strict=True))
+
+
+def _exact(maximum: Statistic, value: Array) -> Array:
+    """A maximum in the dtype in which it is sent: that of logits holds the greatest of them exactly."""
+    given = [*maximum.program.inputs, *maximum.program.instructions][maximum.program.result]
+    return value.astype(given.dtype) if isinstance(given, Score) else value
