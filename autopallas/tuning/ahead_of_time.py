@@ -260,8 +260,8 @@ class Compiler:
     Attributes:
       generation: or its name.
       simulate: whether schedules are simulated.  A program on which the simulation fails is compiled without.
-      steps: how many steps of a kernel's grid are simulated, where they are alike; the cycles told are those of all, and
-        what begins and ends a kernel counts as often as the part.  None: all steps.
+      steps: how many steps of a kernel's grid are simulated, where they are alike; the cycles told are those of all,
+        and what begins and ends a kernel counts as often as the part.  None: all steps.
     """
 
     generation: str | Generation
