@@ -75,15 +75,18 @@ def ranked(
     fastest_known = min((seconds for seconds in known if seconds is not None), default=None)
     if fastest_known is not None and fastest_known * SIMULATED_MARGIN >= original.bound_seconds:
         say("the original, simulated")
-        other, _ = _compiled(compiler, trial.original(), trial, seconds)
+        left = max(begin + seconds - time.monotonic(), seconds / 3)
+        other, _ = _compiled(compiler, trial.original(), trial, left)
         original = original if other is None or other.estimated_seconds is None else other
     tried = [*(_tried(*one, original, compiler.version) for one in compiled), *tried]
     rows = [one.row for one in tried if one.row is not None]
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
         return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
-    simulated = [one.row for one in tried if one.row is not None and one.cycles is not None]
-    fastest = min(simulated, key=lambda row: row.kernel_us) if simulated else rows[0]
+    # Where traffic is the slower for several, fewer cycles are the better chance.
+    ordered = sorted((one.row.kernel_us, one.cycles, n) for n, one in enumerate(tried) if one.row and one.cycles)
+    simulated = [row for _, _, n in ordered if (row := tried[n].row) is not None]
+    fastest = (simulated or rows)[0]
     bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
     return Ranking(fastest, least if least.kernel_bytes < fastest.kernel_bytes else None, tuple(tried))

@@ -108,6 +108,9 @@ def test_traffic_counts_where_it_is_slower_than_the_cycles():
     found = rank(Fake("tpu-v5e", compiled(None, 1), slow, compiled(1500, 1), compiled(1500, 1), compiled(30_000, 1)))
     assert [t.row.kernel_us for t in found.tried] == pytest.approx([10.0, 1.0, 1.0])
     assert found.time.block_sizes["row_block"] == 256
+    equal = [compiled(cycles, 1, bytes_accessed=8_190_000) for cycles in (900, 1000, 800)]
+    found = rank(Fake("tpu-v5e", compiled(None, 1), *equal, compiled(30_000, 1)))
+    assert found.time.block_sizes["row_block"] == 512, "the fewest cycles of those that wait for memory"
 
 
 def test_without_a_simulation_there_is_an_estimate_only():

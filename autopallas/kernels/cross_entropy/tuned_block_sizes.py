@@ -234,10 +234,24 @@ _ROWS_NVIDIA_H100: dict[Key, Row] = {
     ),
 }
 
+_ROWS_TPU_V5E: dict[Key, Row] = {
+    ("pallas_tpu", "forward", "bfloat16", "N8192 V128000", "plain"): Row(
+        BlockSizes(512, 1024),
+        50490.0,
+        44680.0,
+        1209856,
+        6442644992,
+        "simulated",
+        "2026-11-21",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
+    ),
+}
+
 TABLE: Table = MappingProxyType(
     {
         "cpu": MappingProxyType(_ROWS),
         "NVIDIA H100": MappingProxyType(_ROWS_NVIDIA_H100),
+        "TPU v5e": MappingProxyType(_ROWS_TPU_V5E),
     }
 )
 

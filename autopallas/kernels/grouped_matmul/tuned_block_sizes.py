@@ -540,10 +540,37 @@ _ROWS_NVIDIA_H100: dict[Key, Row] = {
     ),
 }
 
+_ROWS_TPU_V6E: dict[Key, Row] = {
+    ("pallas_tpu", "forward", "bfloat16", "G8 M/G256", "large"): Row(
+        BlockSizes(1024, 0, 0), 350.4, 473.6, 684544, 64992, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+    ),
+    ("pallas_tpu", "forward", "bfloat16", "G64 M/G64", "large"): Row(
+        BlockSizes(128, 0, 0), 1391.0, 1391.0, 684544, 64992, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+    ),
+}
+
+_ROWS_TPU_V5E: dict[Key, Row] = {
+    ("pallas_tpu", "forward", "bfloat16", "G8 M/G256", "large"): Row(
+        BlockSizes(1024, 0, 0),
+        1479.0,
+        1395.0,
+        677888,
+        64512,
+        "simulated",
+        "2026-11-21",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
+    ),
+    ("pallas_tpu", "forward", "bfloat16", "G64 M/G64", "large"): Row(
+        BlockSizes(128, 0, 0), 2786.0, 2786.0, 677888, 64512, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+    ),
+}
+
 TABLE: Table = MappingProxyType(
     {
         "cpu": MappingProxyType(_ROWS),
         "NVIDIA H100": MappingProxyType(_ROWS_NVIDIA_H100),
+        "TPU v6e": MappingProxyType(_ROWS_TPU_V6E),
+        "TPU v5e": MappingProxyType(_ROWS_TPU_V5E),
     }
 )
 
