@@ -18,6 +18,9 @@ from autopallas.tuning.trial import Trial
 
 __all__ = ["Ranking", "ranked"]
 
+_LESS_MEMORY = 0.95
+"""Of the fastest candidate's, that another must need at most to be worth a row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
@@ -89,7 +92,8 @@ def ranked(
     fastest = (simulated or rows)[0]
     bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
-    return Ranking(fastest, least if least.kernel_bytes < fastest.kernel_bytes else None, tuple(tried))
+    lean = least.kernel_bytes < _LESS_MEMORY * fastest.kernel_bytes
+    return Ranking(fastest, least if lean else None, tuple(tried))
 
 
 def _compiled(

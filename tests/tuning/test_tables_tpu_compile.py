@@ -10,7 +10,7 @@ from test_tables import TUNED
 
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
 from autopallas.tuning.case import cases_of, match_of
-from autopallas.tuning.table import table_device
+from autopallas.tuning.table import LEAST_MEMORY, table_device
 from autopallas.tuning.trial import Trial
 
 pytestmark = pytest.mark.skipif(
@@ -27,9 +27,13 @@ def test_rows_for_tpus_compile(op, target):
     with Compiler(target) as compiler:
         for case in cases_of(op).table_grid("tpu") if left else ():
             match = match_of(case)
-            for key in [k for k in left if k == tables.table_key(match.spec, k[0], match.direction)]:
+            for key in [k for k in left if _fast(k) == tables.table_key(match.spec, k[0], match.direction)]:
                 trial = Trial.abstract(match)
                 with generation.device.targeted():
                     found = compiler.compile(trial.kernel(key[0], left.pop(key).block_sizes), trial.arguments)
                 assert found.failure is None, key
     assert not left, "rows of no case of the table"
+
+
+def _fast(key):
+    return (*key[:4], key[4].removesuffix(LEAST_MEMORY))

@@ -8,6 +8,9 @@ Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu
 machine without one: bytes by the compiler's account, times from the matrix products at 800 TFLOP/s and the memory at 3
 TB/s, whichever takes longer.  A train step multiplies four times, the original three times: of its passes over the
 logits nothing is counted.  They replace nothing; they start a measurement.
+
+Rows of TPUs were simulated by ``autopallas tune cross_entropy --target tpu-v6e --table``; the original's time is a
+bound where it could not be simulated, of its products at the nominal peak.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu
 machine without one: bytes by the compiler's account, times from the arithmetic at 800 TFLOP/s and the memory at 3 TB/s,
 whichever takes longer, of which the original does as many times more as there are groups.  They replace nothing; they
 start a measurement.
+
+Rows of TPUs were simulated by ``autopallas tune grouped_matmul --target tpu-v6e --table``, the groups of equal sizes.
 """
 
 from __future__ import annotations
