@@ -96,11 +96,12 @@ def candidates(spec: AttentionSpec, generation: Generation) -> tuple[BlockSizes,
     return tuple(dict.fromkeys(s for s in sizes if _fits(spec, s, generation)))
 
 
-def default(spec: AttentionSpec, generation: Generation) -> BlockSizes:
-    """The first candidate; large blocks, for each step of the grid costs time of its own."""
-    fit = (sizes for sizes in candidates(spec, generation) if _fits(spec, sizes, generation, certain=True))
+def default(spec: AttentionSpec, generation: Generation, known: BlockSizes | None = None) -> BlockSizes:
+    """What is known of such an attention, else the first candidate, that certainly fits; large blocks, for each step of
+    the grid costs time of its own."""
+    sizes = (*(() if known is None else (known.fitted(spec),)), *candidates(spec, generation))
     return (
-        next(fit, None)
+        next((s for s in sizes if _fits(spec, s, generation, certain=True)), None)
         or fitting(spec, BlockSizes(128, 128).fitted(spec), generation)
         or BlockSizes(16, 128).fitted(spec)
     )

@@ -722,10 +722,10 @@ def infer_block_sizes(
     found, name = find(spec, device, implementation, direction, objective), implementation or OPERATION.usual(device)
     sizes = None if found is None else found.row.block_sizes
     assert sizes is None or isinstance(sizes, BlockSizes)
-    if sizes is None and name == "pallas_tpu":
+    if name == "pallas_tpu":
         from autopallas.kernels.attention import tpu_block_sizes
 
-        return tpu_block_sizes.default(spec, generation(device))
+        return tpu_block_sizes.default(spec, generation(device), sizes)
     if name == "pallas_gpu":
         from autopallas.kernels.attention import gpu_block_sizes
 

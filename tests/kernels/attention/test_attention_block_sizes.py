@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import Case
 
-from autopallas.kernels.attention import OPERATION
+from autopallas.kernels.attention import OPERATION, tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
 from autopallas.kernels.implementation import IMPLEMENTATIONS, Device
+from autopallas.kernels.tpu import generation
 from autopallas.tuning.table import Bucket, Row, bucket_of, lookup
 
 CPU = Device("cpu", "cpu")
@@ -108,6 +112,19 @@ def test_the_cpu_has_rows_for_causal_float32():
             found = find(spec_of(length, length, live=causal()), CPU, "xla", direction)
             assert found is not None
             assert found.source == "table"
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+def test_what_a_tpus_table_knows_of_other_heads_is_taken_where_it_fits(kind):
+    device, bfloat16 = Device("tpu", kind), np.dtype(jnp.bfloat16)
+    dtypes = dict.fromkeys(("query_dtype", "key_dtype", "value_dtype", "result_dtype"), bfloat16)
+    for size in (128, 4096):
+        spec = replace(spec_of(2048, 2048), head_size=size, value_head_size=size, **dtypes)
+        found = find(spec, device, "pallas_tpu")
+        sizes = infer_block_sizes(spec, device, "pallas_tpu")
+        needed = max(tpu_block_sizes.vmem_bytes(spec, sizes, generation(device)).values())
+        assert needed <= generation(device).budget
+        assert (sizes == found.row.block_sizes) == (size == 128)
 
 
 def test_implementations_that_do_not_exist_are_unsupported():
