@@ -9,7 +9,7 @@ WORKERS ?= auto
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -40,7 +40,11 @@ fuzz: $(VENV)/.installed  ## Runs 2,000 random programs against their originals 
 	FUZZ_PROGRAMS=2000 $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/recognition/test_random_programs.py $(ARGS)
 
-check-tpu: $(VENV)/.installed  ## Compiles the TPU kernels for every generation, without a TPU; 700 MB are installed once
+check-tpu:  ## Compiles the TPU kernels for every generation, without a TPU, with current JAX; 700 MB are installed once
+	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$(.ci/find-python 3.12+)" || exit 1; \
+	$(MAKE) --no-print-directory VENV=.venv-3.12 PYTHON="$$python" check-tpu-line
+
+check-tpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
 	  tests/kernels tests/partition/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
