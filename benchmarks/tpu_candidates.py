@@ -32,7 +32,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.programs import traced
 from autopallas.kernels.tpu import generation
-from autopallas.kernels.tpu_tables import Table
+from autopallas.kernels.tpu_tables import Table, limit_of, simulated
 from autopallas.program import Index, Score, Side
 
 __all__ = ["Candidate", "attentions", "grouped", "losses", "matmul"]
@@ -211,7 +211,9 @@ def _megablox(spec: GroupedMatmulSpec, blocks: tuple[int, ...]) -> Callable[...,
         return last() if one_step else lax.cond(condition, last, other)
 
     one_step = blocks[1] == (spec.columns if use == "dlhs" else spec.contracting)
-    limit = generation(Device.current()).limit
+    own = generation(Device.current())
+    with simulated():
+        limit = limit_of(own.limit, own.vmem)
     pallas = _With(pl, BlockSpec=block, pallas_call=pallas_call)
     parameters = partial(pltpu.CompilerParams, vmem_limit_bytes=limit)
     mosaic = _With(pltpu, CompilerParams=parameters, PrefetchScalarGridSpec=grid_spec)

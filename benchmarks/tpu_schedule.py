@@ -12,15 +12,18 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from jax.experimental import pallas as pl
+
 from autopallas import compat
 from autopallas.kernels import tpu
+from autopallas.kernels.tpu_tables import in_main_memory, limit_of, simulated
 from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Generation, missing
 from autopallas.tuning.table import table_device
 from benchmarks.tpu_candidates import Candidate, attentions, grouped, losses
@@ -30,7 +33,6 @@ MOST = 1.05
 """Times the cycles of JAX's own at its best block sizes."""
 LEAST = 0.60
 """Of the matrix units' peak, for a kernel that matmuls bound."""
-_LIMIT = 61_440 * tpu.KIB
 _MATMULS = ("grouped_matmul", "cross_entropy")
 """Attention is bound by them on v5e, and by exponentials and row sums where matrix units are wider."""
 
@@ -51,15 +53,21 @@ def candidates(operations: Sequence[str], full: bool = False) -> Iterator[Candid
         yield from losses(1024, 2048, 4096, full)
 
 
-def room_for_arrays() -> AbstractContextManager[Any]:
-    """Kernels ask for less vector memory than they do where they run: in a simulation XLA keeps arrays beside them."""
-    limited = [g if g.limit is None else replace(g, limit=min(g.limit, _LIMIT)) for g in tpu.GENERATIONS]
-    return mock.patch.object(tpu, "GENERATIONS", tuple(limited))
+def arrays_in_main_memory() -> AbstractContextManager[Any]:
+    """The arrays of JAX's kernels lie there in a simulation, as those of ours do."""
+    pallas_call = pl.pallas_call
+
+    def placed(kernel: Any, out_shape: Any, *, grid_spec: Any = None, **named: Any) -> Any:
+        call = partial(pallas_call, kernel, grid_spec=grid_spec, **named)
+        return in_main_memory(call, out_shape, getattr(grid_spec, "num_scalar_prefetch", 0))
+
+    return mock.patch.object(pl, "pallas_call", placed)
 
 
 def rows_of(compiler: Compiler, candidate: Candidate) -> Iterator[Row]:
     """One row per part of a candidate."""
-    with compiler.target.device.targeted(), room_for_arrays():
+    placed = nullcontext() if candidate.name == "ours" else arrays_in_main_memory()
+    with compiler.target.device.targeted(), placed:
         found = compiler.compile(candidate.function, candidate.arguments)
     for part, work in candidate.work.items():
         direction = f"{candidate.direction}: {part}" if len(candidate.work) > 1 else candidate.direction
@@ -67,8 +75,9 @@ def rows_of(compiler: Compiler, candidate: Candidate) -> Iterator[Row]:
 
 
 def _described(generation: Generation, candidate: Candidate) -> Row:
-    with room_for_arrays():
-        own = tpu.generation(generation.device)
+    own = tpu.generation(generation.device)
+    with simulated():
+        limit = limit_of(own.limit, own.vmem)
     return {
         "kernel": candidate.kernel,
         "shape": candidate.shape,
@@ -77,7 +86,7 @@ def _described(generation: Generation, candidate: Candidate) -> Row:
         "device": table_device(generation.device),
         "evidence": "simulated",
         "block_sizes": candidate.block_sizes,
-        "scoped_vmem_limit": own.limit if candidate.name in ("ours", "megablox") else None,
+        "scoped_vmem_limit": limit if candidate.name in ("ours", "megablox") else None,
         "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
         "versions": {**compat.versions(), "libtpu": metadata.version("libtpu")},
         "date": datetime.date.today().isoformat(),
@@ -174,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     rows: list[Row] = []
     for name in options.generations:
         with Compiler(name, simulate=True, steps=None) as compiler:
-            with compiler.target.device.targeted(), room_for_arrays():
+            with compiler.target.device.targeted():
                 chosen = list(candidates(options.op or ("attention", *_MATMULS), options.full))
             for candidate in chosen:
                 for row in rows_of(compiler, candidate):

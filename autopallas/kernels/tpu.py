@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas.kernels.implementation import Device, Unsupported
 from autopallas.kernels.interpret import interpretation, refusal
-from autopallas.kernels.tpu_tables import limit_of, part_of, tables_of
+from autopallas.kernels.tpu_tables import in_main_memory, limit_of, part_of, tables_of
 from autopallas.program import Program
 
 __all__ = [
@@ -218,6 +218,7 @@ def call(
 
     def made(tables: Sequence[Any] | None) -> Callable[..., Any]:
         """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
+        own = generation(Device.current())
         body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
         extents = tuple(grid)
         if tables is not None:
@@ -226,9 +227,9 @@ def call(
             aliased = {source - prefetched: target for source, target in aliased.items()}
         if not scalars:
             extents = part_of(name, extents, alike)
-        return pl.pallas_call(
+        placed = partial(
+            pl.pallas_call,
             body,
-            out_shape,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=scalars,
                 grid=extents,
@@ -238,12 +239,13 @@ def call(
             ),
             input_output_aliases=dict(aliased),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=tuple(semantics), vmem_limit_bytes=limit_of(generation(Device.current()).limit)
+                dimension_semantics=tuple(semantics), vmem_limit_bytes=limit_of(own.limit, own.vmem)
             ),
             interpret=interpretation(),
             cost_estimate=cost,
             name=name,
         )
+        return in_main_memory(placed, out_shape, scalars)
 
     def run(*operands: Any) -> Any:
         if not interpretation():

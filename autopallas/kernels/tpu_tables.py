@@ -3,13 +3,13 @@
 Inside ``with simulated() as record`` a kernel is traced with arithmetic in the place of each table of scalars whose
 contents are known, so that the simulated schedule visits the same tiles as the kernel does.  What only the run time
 knows may be assumed there, such as groups of equal sizes, and the record says so.  Of a grid whose steps are alike a
-part is run.
+part is run.  What kernels read and write lies in main memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ __all__ = [
     "Table",
     "assume",
     "concrete",
+    "in_main_memory",
     "is_simulated",
     "limit_of",
     "part_of",
@@ -43,17 +44,17 @@ class Record:
     """What the kernels that were traced follow.
 
     Attributes:
+      kernels: how many were traced.
       altered: kernels whose tables were replaced, and what was assumed of data.
       unknown: kernels with tables whose contents are not known.
       parts: by kernel, how many times the steps that were traced its grid has.
-      less: bytes of vector memory that a kernel asks for less than it does where it runs.
       steps: how many steps of a grid are traced, where they are alike; None: all.
     """
 
+    kernels: int = 0
     altered: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    less: int = 0
     steps: int | None = None
 
 
@@ -61,14 +62,13 @@ _current = compat.trace_context(None)
 
 
 @contextmanager
-def simulated(less: int = 0, steps: int | None = None) -> Iterator[Record]:
+def simulated(steps: int | None = None) -> Iterator[Record]:
     """Kernels that are traced inside are for a simulation; they must not be run.
 
     Args:
-      less: bytes of vector memory by which each asks for less than it does where it runs.
       steps: how many steps of a grid to trace, where they are alike; None: all.
     """
-    record = Record(less=less, steps=steps)
+    record = Record(steps=steps)
     with _current(record):
         yield record
 
@@ -90,9 +90,37 @@ def unknown(kernel: str) -> None:
         _current.value.unknown.append(kernel)
 
 
-def limit_of(asked: int | None) -> int | None:
-    """Bytes of vector memory that a kernel asks for."""
-    return asked if _current.value is None or asked is None else asked - _current.value.less
+def limit_of(asked: int | None, vmem: int) -> int | None:
+    """Bytes of vector memory that a kernel asks for, of those that there are; in a simulation less than half of them.
+
+    A compiler that simulates sets aside what is asked for beside what the kernel takes, and some for its own arrays.
+    """
+    return asked if _current.value is None or asked is None else min(asked, vmem // 2 - vmem // 32)
+
+
+def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Callable[..., Any]:
+    """A kernel as it is made for results of some shapes; in a simulation its arrays lie in main memory.
+
+    Left to itself, a compiler that simulates keeps arrays in vector memory until kernels have no room there.
+
+    Args:
+      call: makes the kernel, of the shapes and dtypes of its results.
+      shapes: these.
+      scalars: how many leading operands are tables, and stay where they are.
+    """
+    if _current.value is None:
+        made: Callable[..., Any] = call(shapes)
+        return made
+    from jax.experimental.pallas import tpu as pltpu
+
+    _current.value.kernels += 1
+    kernel = call(jax.tree.map(lambda one: pltpu.HBM(one.shape, one.dtype), shapes))
+
+    def placed(*operands: Any) -> Any:
+        arrays = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands[scalars:])
+        return kernel(*operands[:scalars], *arrays)
+
+    return placed
 
 
 def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:

@@ -248,11 +248,6 @@ def _generation(name: str | Generation) -> Generation:
     return GENERATIONS[name]
 
 
-_LESS = (4 * 2**20, 36 * 2**20)
-"""Bytes of vector memory by which kernels ask for less, if a program cannot be simulated otherwise: what is simulated
-keeps arrays beside them, of which the compiler takes no account there."""
-
-
 @dataclass
 class Compiler:
     """The TPU's compiler in a child process, for many programs of one generation: ``with Compiler(...) as compiler``.
@@ -300,9 +295,9 @@ class Compiler:
         seconds: float = 300.0,
         simulate: bool | None = None,
     ) -> Compilation:
-        """As :func:`compile_for`.  Where kernels follow tables, or have many steps, what is simulated is a program that
-        computes the tables and runs some of the steps (:mod:`autopallas.kernels.tpu_tables`); memory is that of the
-        function.  ``simulate`` says otherwise than the compiler's own."""
+        """As :func:`compile_for`.  Of a function with kernels what is simulated is a program that computes their tables
+        and runs some of their steps (:mod:`autopallas.kernels.tpu_tables`); memory is that of the function.
+        ``simulate`` says otherwise than the compiler's own."""
         if simulate is False or not (self.simulate and self.target.simulates):
             return self.compile_lowered(
                 lowered_for(function, arguments, self.target), seconds=seconds, simulate=simulate
@@ -314,21 +309,14 @@ class Compiler:
 
         with simulated(steps=self.steps) as record:
             module = lowered_for(function, arguments, self.target)
-        if not (record.altered or record.parts or record.unknown):
-            found = self.compile_lowered(module, seconds=seconds)
-            if found.stage != "memory":
-                return found
+        if not (record.kernels or record.altered or record.unknown):
+            return self.compile_lowered(module, seconds=seconds)
         found = self._asked(lowered_for(function, arguments, self.target), False, seconds)
         if found.failure is not None:
             return found
         if record.unknown:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
         other = self.compile_lowered(module, seconds=left())
-        for less in _LESS:
-            if other.stage == "memory":
-                with simulated(less, self.steps) as record:
-                    module = lowered_for(function, arguments, self.target)
-                other = self.compile_lowered(module, seconds=left())
         if other.failure is not None:
             return replace(found, note=f"what would be simulated does not compile: {other.failure}")
         return replace(

@@ -207,3 +207,29 @@ def test_of_a_long_grid_a_part_is_simulated_and_the_whole_is_told():
     assert whole.cycles <= part.cycles <= 1.2 * whole.cycles
     assert part.argument_bytes == whole.argument_bytes
     assert whole.cycles > 96
+
+
+@needs_compiler
+def test_large_arrays_and_blocks_leave_room_for_the_simulation():
+    def body(x, y, out, room):
+        room[...] = jnp.exp(x[...])
+        out[...] = room[...] + y[...]
+
+    rows, columns = 1024, 1536  # 42 MiB of vector memory for blocks and scratch
+    large = jax.ShapeDtypeStruct((8 * rows, columns), jnp.float32)  # 48 MiB
+    block = pl.BlockSpec((rows, columns), lambda i: (i, 0))
+    kernel = call(
+        body, name="large", grid=(8,), semantics=("parallel",), in_specs=[block, block], out_specs=block,
+        out_shape=large, cost=pl.CostEstimate(flops=1, bytes_accessed=1, transcendentals=1), alike=1,
+        scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
+    )  # fmt: skip
+
+    def chain(x):
+        y = kernel(x, x)
+        z = kernel(x, y)
+        return kernel(y, z), z
+
+    with Compiler("tpu-v5e", simulate=True) as compiler:
+        found = compiler.compile(chain, (large,))
+    assert (found.failure, found.note) == (None, "")
+    assert found.cycles

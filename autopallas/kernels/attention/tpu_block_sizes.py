@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,27 @@ __all__ = ["candidates", "default", "fitting", "vmem_bytes"]
 
 F32 = np.dtype(np.float32)
 
-_FORWARD_TILES = 1.05
-"""Tiles of float32 that the compiler keeps in vector memory beside blocks and scratch, as its account shows."""
-_OLD_BACKWARD_TILES = {"query": 1.15, "key_value": 1.3}
-_BACKWARD_TILES = {"query": 0.6, "key_value": 0.75}
-_TILE_IN_REGISTERS = 1 * MIB
-"""From v5 on, a backward's tile up to this size needs no room of its own."""
+
+class _Kept(NamedTuple):
+    """What the compiler keeps in vector memory beside blocks and accumulators, fitted to its account.
+
+    Attributes:
+      numbers: numbers of each query, each of them across all lanes.
+      tiles: tiles of float32, without the part that is in registers.
+      registers: bytes of a tile that are.
+    """
+
+    numbers: float
+    tiles: float
+    registers: int = 1 * MIB
+
+
+_KEPT = {
+    "forward": {"v4": _Kept(5.5, 0.75, 0), "later": _Kept(5.0, 0.75)},
+    "query": {"v4": _Kept(3.5, 0.95, 0), "later": _Kept(2.25, 0.55), "v7x": _Kept(1.0, 0.5)},
+    "key_value": {"v4": _Kept(0.0, 1.15, 0), "later": _Kept(0.0, 0.75)},
+}
+"""By kernel and generation, of head size 128 and tiles of 512 x 512, 1024 x 1024 and 512 x 2048."""
 
 _UNCERTAINTY = 1.25
 """How far the compiler's account may be from the estimate; nothing that may fit is left out."""
@@ -34,8 +50,7 @@ _PREFERRED = ((1024, 1024), (512, 2048), (1024, 2048), (512, 1024), (512, 512), 
 def vmem_bytes(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> dict[str, int]:
     """An estimate of the vector memory of each kernel: "forward", "query", "key_value".
 
-    Blocks of inputs and outputs are there twice, scratch once; what the compiler keeps of a tile is fitted to its
-    account for v4, v5e, v5p and v6e.
+    Blocks of inputs and outputs are there twice, accumulators once; the rest is fitted to the compiler's account.
     """
     shape = geometry(spec, block_sizes)
     tile = block_bytes((shape.query_block, shape.key_block), F32)
@@ -52,19 +67,15 @@ def vmem_bytes(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generat
     def scratch(block: Block) -> int:
         return block_bytes(block.tile, F32)
 
-    forward = _twice([query, key, value, *sides, *sink, result, rows])
-    forward += (2 + keeps) * numbers + scratch(result) + int(_FORWARD_TILES * tile)
     read = [query, key, value, result, rows, rows, *sides]
     found = {
-        "forward": forward,
-        "query": _twice([*read, query]) + scratch(query) + 2 * numbers,
+        "forward": _twice([query, key, value, *sides, *sink, result, rows]) + scratch(result) + keeps * numbers,
+        "query": _twice([*read, query]) + scratch(query),
         "key_value": _twice([*read, key, value]) + scratch(key) + scratch(value),
     }
-    for name in ("query", "key_value"):
-        if generation.name in ("v4", "any"):
-            found[name] += int(_OLD_BACKWARD_TILES[name] * tile)
-        else:
-            found[name] += int(_BACKWARD_TILES[name] * max(0, tile - _TILE_IN_REGISTERS))
+    for name in found:
+        kept = _KEPT[name].get("v4" if generation.name == "any" else generation.name, _KEPT[name]["later"])
+        found[name] += int(kept.numbers * numbers + kept.tiles * max(0, tile - kept.registers))
     return found
 
 
