@@ -40,8 +40,11 @@ def forward(
     def value(program: Program, *extra: Array) -> Array:
         return jnp.broadcast_to(program.evaluate(z, query, key, (*sides, *extra)), z.shape)
 
+    # Once for all its statistics, so that what goes back to 16-bit sides is rounded once.
+    values = {p: value(p).astype(spec.accumulation_dtype) for p in dict.fromkeys(s.program for s in spec.statistics)}
+
     def statistic(of: Statistic) -> Array:
-        p = value(of.program).astype(spec.accumulation_dtype)
+        p = values[of.program]
         greatest = jnp.max(p, axis=1, keepdims=True)
         match of.kind:
             case "max":
