@@ -117,7 +117,7 @@ def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Calla
     kernel = call(jax.tree.map(lambda one: pltpu.HBM(one.shape, one.dtype), shapes))
 
     def placed(*operands: Any) -> Any:
-        arrays = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands[scalars:])
+        arrays = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), operands[scalars:])
         return kernel(*operands[:scalars], *arrays)
 
     return placed

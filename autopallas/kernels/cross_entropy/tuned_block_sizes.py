@@ -240,12 +240,45 @@ _ROWS_NVIDIA_H100: dict[Key, Row] = {
 _ROWS_TPU_V5E: dict[Key, Row] = {
     ("pallas_tpu", "forward", "bfloat16", "N8192 V128000", "plain"): Row(
         BlockSizes(512, 1024),
-        50490.0,
+        50770.0,
         44680.0,
         1209856,
         6442644992,
         "simulated",
-        "2026-11-21",
+        "2026-11-22",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
+    ),
+    ("pallas_tpu", "forward+backward", "bfloat16", "N8192 V128000", "plain"): Row(
+        BlockSizes(512, 1024),
+        257400.0,
+        134100.0,
+        1082775552,
+        6442709504,
+        "simulated",
+        "2026-11-22",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
+    ),
+}
+
+_ROWS_TPU_V6E: dict[Key, Row] = {
+    ("pallas_tpu", "forward", "bfloat16", "N8192 V128000", "plain"): Row(
+        BlockSizes(2048, 2048),
+        12700.0,
+        9588.0,
+        1212256,
+        6442827488,
+        "simulated",
+        "2026-11-22",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
+    ),
+    ("pallas_tpu", "forward+backward", "bfloat16", "N8192 V128000", "plain"): Row(
+        BlockSizes(512, 1024),
+        66660.0,
+        28770.0,
+        1082523264,
+        6442892960,
+        "simulated",
+        "2026-11-22",
         "jax 0.12.0.1, libtpu 0.0.50.1",
     ),
 }
@@ -255,6 +288,7 @@ TABLE: Table = MappingProxyType(
         "cpu": MappingProxyType(_ROWS),
         "NVIDIA H100": MappingProxyType(_ROWS_NVIDIA_H100),
         "TPU v5e": MappingProxyType(_ROWS_TPU_V5E),
+        "TPU v6e": MappingProxyType(_ROWS_TPU_V6E),
     }
 )
 

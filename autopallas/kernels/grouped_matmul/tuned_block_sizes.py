@@ -544,10 +544,20 @@ _ROWS_NVIDIA_H100: dict[Key, Row] = {
 
 _ROWS_TPU_V6E: dict[Key, Row] = {
     ("pallas_tpu", "forward", "bfloat16", "G8 M/G256", "large"): Row(
-        BlockSizes(1024, 0, 0), 350.4, 473.6, 684544, 64992, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+        BlockSizes(1024, 0, 0), 350.4, 473.6, 684544, 64992, "simulated", "2026-11-22", "jax 0.12.0.1, libtpu 0.0.50.1"
     ),
     ("pallas_tpu", "forward", "bfloat16", "G64 M/G64", "large"): Row(
         BlockSizes(128, 0, 0), 1391.0, 1391.0, 684544, 64992, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+    ),
+    ("pallas_tpu", "forward+backward", "bfloat16", "G8 M/G256", "large"): Row(
+        BlockSizes(1024, 0, 0),
+        1167.0,
+        1146.0,
+        1698688,
+        268696864,
+        "simulated",
+        "2026-11-22",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
     ),
 }
 
@@ -559,11 +569,21 @@ _ROWS_TPU_V5E: dict[Key, Row] = {
         677888,
         64512,
         "simulated",
-        "2026-11-21",
+        "2026-11-22",
         "jax 0.12.0.1, libtpu 0.0.50.1",
     ),
     ("pallas_tpu", "forward", "bfloat16", "G64 M/G64", "large"): Row(
         BlockSizes(128, 0, 0), 2786.0, 2786.0, 677888, 64512, "simulated", "2026-11-21", "jax 0.12.0.1, libtpu 0.0.50.1"
+    ),
+    ("pallas_tpu", "forward+backward", "bfloat16", "G8 M/G256", "large"): Row(
+        BlockSizes(1024, 0, 0),
+        4641.0,
+        4186.0,
+        1839104,
+        268693504,
+        "simulated",
+        "2026-11-22",
+        "jax 0.12.0.1, libtpu 0.0.50.1",
     ),
 }
 
