@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,7 +31,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.programs import traced
 from autopallas.kernels.tpu import generation
-from autopallas.kernels.tpu_tables import Table, limit_of, simulated
+from autopallas.kernels.tpu_tables import Table, limit_of
 from autopallas.program import Index, Score, Side
 
 __all__ = ["Candidate", "attentions", "grouped", "losses", "matmul"]
@@ -211,11 +210,12 @@ def _megablox(spec: GroupedMatmulSpec, blocks: tuple[int, ...]) -> Callable[...,
         return last() if one_step else lax.cond(condition, last, other)
 
     one_step = blocks[1] == (spec.columns if use == "dlhs" else spec.contracting)
-    own = generation(Device.current())
-    with simulated():
-        limit = limit_of(own.limit, own.vmem)
+    asked = generation(Device.current()).limit
     pallas = _With(pl, BlockSpec=block, pallas_call=pallas_call)
-    parameters = partial(pltpu.CompilerParams, vmem_limit_bytes=limit)
+
+    def parameters(**named: Any) -> Any:
+        return pltpu.CompilerParams(vmem_limit_bytes=limit_of(asked), **named)
+
     mosaic = _With(pltpu, CompilerParams=parameters, PrefetchScalarGridSpec=grid_spec)
 
     def run(a: Any, b: Any) -> Any:

@@ -218,7 +218,6 @@ def call(
 
     def made(tables: Sequence[Any] | None) -> Callable[..., Any]:
         """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
-        own = generation(Device.current())
         body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
         extents = tuple(grid)
         if tables is not None:
@@ -239,7 +238,7 @@ def call(
             ),
             input_output_aliases=dict(aliased),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=tuple(semantics), vmem_limit_bytes=limit_of(own.limit, own.vmem)
+                dimension_semantics=tuple(semantics), vmem_limit_bytes=limit_of(generation(Device.current()).limit)
             ),
             interpret=interpretation(),
             cost_estimate=cost,

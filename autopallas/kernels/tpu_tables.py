@@ -49,6 +49,7 @@ class Record:
       unknown: kernels with tables whose contents are not known.
       parts: by kernel, how many times the steps that were traced its grid has.
       steps: how many steps of a grid are traced, where they are alike; None: all.
+      most: bytes of vector memory that a kernel asks for at most; None: as where it runs.
     """
 
     kernels: int = 0
@@ -56,19 +57,21 @@ class Record:
     unknown: list[str] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     steps: int | None = None
+    most: int | None = None
 
 
 _current = compat.trace_context(None)
 
 
 @contextmanager
-def simulated(steps: int | None = None) -> Iterator[Record]:
+def simulated(steps: int | None = None, most: int | None = None) -> Iterator[Record]:
     """Kernels that are traced inside are for a simulation; they must not be run.
 
     Args:
       steps: how many steps of a grid to trace, where they are alike; None: all.
+      most: bytes of vector memory that a kernel may ask for; None: as where it runs.
     """
-    record = Record(steps=steps)
+    record = Record(steps=steps, most=most)
     with _current(record):
         yield record
 
@@ -90,12 +93,10 @@ def unknown(kernel: str) -> None:
         _current.value.unknown.append(kernel)
 
 
-def limit_of(asked: int | None, vmem: int) -> int | None:
-    """Bytes of vector memory that a kernel asks for, of those that there are; in a simulation less than half of them.
-
-    A compiler that simulates sets aside what is asked for beside what the kernel takes, and some for its own arrays.
-    """
-    return asked if _current.value is None or asked is None else min(asked, vmem // 2 - vmem // 32)
+def limit_of(asked: int | None) -> int | None:
+    """Bytes of vector memory that a kernel asks for."""
+    most = None if _current.value is None else _current.value.most
+    return asked if asked is None or most is None else min(asked, most)
 
 
 def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Callable[..., Any]:

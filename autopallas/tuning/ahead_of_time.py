@@ -28,6 +28,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
+from autopallas.kernels import tpu
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.interpret import settled
 from autopallas.kernels.tpu_tables import simulated
@@ -316,6 +317,8 @@ class Compiler:
             return found
         if record.unknown:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
+        with simulated(self.steps, self._most(found)) as record:
+            module = lowered_for(function, arguments, self.target)
         other = self.compile_lowered(module, seconds=left())
         if other.failure is not None:
             return replace(found, note=f"what would be simulated does not compile: {other.failure}")
@@ -327,6 +330,15 @@ class Compiler:
             seconds=found.seconds + other.seconds,
             note=other.note,
         )
+
+    def _most(self, found: Compilation) -> int:
+        """Bytes of vector memory that kernels may ask for where they are simulated.
+
+        The simulation sets aside what they ask for beside what they take: so little more than that, and less than half.
+        """
+        taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
+        vmem = tpu.generation(self.target.device).vmem
+        return min(taken + taken // 4 + tpu.MIB, vmem // 2 - vmem // 32)
 
     def compile_lowered(self, module: bytes, *, seconds: float = 300.0, simulate: bool | None = None) -> Compilation:
         """Compiles what :func:`lowered_for` gave."""
