@@ -308,7 +308,9 @@ class Compiler:
         def left() -> float:
             return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
 
-        with simulated(steps=self.steps) as record:
+        # A simulation sets aside what kernels ask for beside what they take.
+        vmem = tpu.generation(self.target.device).vmem
+        with simulated(self.steps, vmem // 2 - vmem // 32) as record:
             module = lowered_for(function, arguments, self.target)
         if not (record.kernels or record.altered or record.unknown):
             return self.compile_lowered(module, seconds=seconds)
@@ -317,9 +319,12 @@ class Compiler:
             return found
         if record.unknown:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
-        with simulated(self.steps, self._most(found)) as record:
-            module = lowered_for(function, arguments, self.target)
         other = self.compile_lowered(module, seconds=left())
+        if other.stage == "memory":
+            taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
+            with simulated(self.steps, taken + taken // 4) as record:
+                module = lowered_for(function, arguments, self.target)
+            other = self.compile_lowered(module, seconds=left())
         if other.failure is not None:
             return replace(found, note=f"what would be simulated does not compile: {other.failure}")
         return replace(
@@ -330,15 +335,6 @@ class Compiler:
             seconds=found.seconds + other.seconds,
             note=other.note,
         )
-
-    def _most(self, found: Compilation) -> int:
-        """Bytes of vector memory that kernels may ask for where they are simulated.
-
-        The simulation sets aside what they ask for beside what they take: so little more than that, and less than half.
-        """
-        taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
-        vmem = tpu.generation(self.target.device).vmem
-        return min(taken + taken // 4 + tpu.MIB, vmem // 2 - vmem // 32)
 
     def compile_lowered(self, module: bytes, *, seconds: float = 300.0, simulate: bool | None = None) -> Compilation:
         """Compiles what :func:`lowered_for` gave."""

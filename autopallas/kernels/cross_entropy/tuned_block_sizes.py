@@ -271,16 +271,6 @@ _ROWS_TPU_V6E: dict[Key, Row] = {
         "2026-11-22",
         "jax 0.12.0.1, libtpu 0.0.50.1",
     ),
-    ("pallas_tpu", "forward+backward", "bfloat16", "N8192 V128000", "plain"): Row(
-        BlockSizes(512, 1024),
-        66660.0,
-        28770.0,
-        1082523264,
-        6442892960,
-        "simulated",
-        "2026-11-22",
-        "jax 0.12.0.1, libtpu 0.0.50.1",
-    ),
 }
 
 TABLE: Table = MappingProxyType(
