@@ -226,7 +226,7 @@ def call(
             aliased = {source - prefetched: target for source, target in aliased.items()}
         if not scalars:
             extents = part_of(name, extents, alike)
-        placed = partial(
+        of_shapes = partial(
             pl.pallas_call,
             body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -244,7 +244,7 @@ def call(
             cost_estimate=cost,
             name=name,
         )
-        return in_main_memory(placed, out_shape, scalars)
+        return in_main_memory(of_shapes, out_shape, scalars)
 
     def run(*operands: Any) -> Any:
         if not interpretation():

@@ -308,7 +308,7 @@ class Compiler:
         def left() -> float:
             return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
 
-        # A simulation sets aside what kernels ask for beside what they take.
+        # A simulation sets aside what kernels ask for beside what they take: less than half each.
         vmem = tpu.generation(self.target.device).vmem
         with simulated(self.steps, vmem // 2 - vmem // 32) as record:
             module = lowered_for(function, arguments, self.target)
@@ -321,6 +321,7 @@ class Compiler:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
         other = self.compile_lowered(module, seconds=left())
         if other.stage == "memory":
+            # In main memory arrays need blocks that they did not need before, so a quarter more.
             taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
             with simulated(self.steps, taken + taken // 4) as record:
                 module = lowered_for(function, arguments, self.target)
