@@ -22,10 +22,11 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, settle
+from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
 from autopallas.patterns.row_factor import RowFactor, row_factor
-from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term, keeps_value
+from autopallas.patterns.softmax import UNSHIFTED, Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -261,15 +262,16 @@ class _Attempt:
 
     def _division_after(self, value: int) -> tuple[int, list[tuple[int, int | None]]] | None:
         """The division or product that first uses the second contraction: (its value, [(sign, operand)] down to it)."""
+        graph = self.graph
         steps: list[tuple[int, int | None]] = []
         for _ in range(12):
-            users = self.graph.users[value]
+            users = graph.users[value]
             if not users:
                 return None
             user = users[0]  # others, such as the backward, are escapes until they are explained
             if user.name in _LAYOUT:
                 value = user.outputs[0]
-            elif user.name == "convert_element_type" and keeps_value(self.graph, user):
+            elif user.name == "convert_element_type" and rounds(graph.dtype(value), graph.dtype(user.outputs[0])):
                 value = user.outputs[0]
                 steps.append((0, None))
             elif user.name == "div" and user.inputs[0] == value:
@@ -328,6 +330,8 @@ class _Attempt:
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)
+        if softmax.unshifted and not self.assume_finite:
+            raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
         draft = AttentionDraft(
             softmax=softmax,
             second=node,

@@ -38,6 +38,7 @@ class Proved:
       root: the number of its result.
       score: the number of its scores.
       keys: how many there are.
+      assumptions: what the proof takes for granted of the scores.
     """
 
     site: AttentionSite
@@ -45,6 +46,7 @@ class Proved:
     root: int
     score: int
     keys: int
+    assumptions: tuple[str, ...] = ()
 
     def at(self, image: Mapping[int, int]) -> Proved:
         """The same, said of corresponding values."""
@@ -81,6 +83,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
         original=jaxpr_of(graph, nodes, operands, [root]),
         body=body,
         location=compat.location(second.equation),
+        assumptions=proved.assumptions,
     )
 
 
@@ -111,7 +114,7 @@ class AttentionDraft(ProvedAttention):
     def proved(self) -> Proved:
         site, carrier = self.assembled
         keys = self.space.extent(self.key_axis)
-        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys)
+        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys, self.assumptions)
 
     # ------------------------------------------------------------------ the backward
 
@@ -246,6 +249,7 @@ class AttentionDraft(ProvedAttention):
             body=self.body,
             homes=self.homes,
             location=self.location,
+            assumptions=self.assumptions,
             backwards=tuple(
                 BackwardMatch(
                     body,

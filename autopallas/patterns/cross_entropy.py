@@ -24,6 +24,7 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.softmax import UNSHIFTED
 
 __all__ = ["find"]
 
@@ -53,7 +54,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         if not region.anchored:
             continue
         try:
-            matches.append(_match(graph, region))
+            matches.append(_match(graph, region, assume_finite))
             taken |= inside
         except Mismatch as mismatch:
             if region.labelled:
@@ -120,8 +121,10 @@ def _with_scatters(graph: Graph, alive: Set[int], inside: set[int], ends: dict[i
                 ends |= own_ends
 
 
-def _match(graph: Graph, region: Region) -> Match:
+def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
     region.read()
+    if region.algebra.unshifted and not assume_finite:
+        raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
     first, *then = passes(region)
     given = {number for p in (first, *then) for number in p.results}
     left = region.inside & surviving(graph, given)
@@ -138,6 +141,7 @@ def _match(graph: Graph, region: Region) -> Match:
         body=first.body,
         location=region.location,
         then=tuple(then),
+        assumptions=(UNSHIFTED,) if region.algebra.unshifted else (),
     )
 
 

@@ -39,7 +39,7 @@ def _describe(match: Any, decision: Any) -> Site:
         block_sizes_from=decision.block_sizes_from,
         measured=None if decision.evidence is None else _row(decision.evidence),
         attempts=decision.attempts,
-        assumptions=spec.assumptions(),
+        assumptions=(*match.assumptions, *spec.assumptions()),
         spec=_spec(spec, sizes),
         spec_line=str(spec),
         encoded=encoded(match),
