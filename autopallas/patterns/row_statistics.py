@@ -127,13 +127,10 @@ class RowStatistics(Softmax):
         dtype, operands = self.scope.dtype(ref), self.space.operands(ref)
         if rounds(dtype, dtype):
             return
-        cast = operands is not None and self.scope.name(ref) == "convert_element_type"
+        counts = bool(operands) and self.scope.name(ref) == "convert_element_type"
+        counts = counts and self.scope.dtype((operands or [ref])[0]) == _BOOLEAN
         most = self.space.extent(self.axis)
-        if (
-            not cast
-            or self.scope.dtype(operands[0]) != _BOOLEAN
-            or not all(counts_exactly(d, most) for d in (dtype, self.wide))
-        ):
+        if not counts or not all(counts_exactly(d, most) for d in (dtype, self.wide)):
             raise Mismatch(f"whole numbers ({dtype}) that are computed from the logits are summed")
 
     def argmax(self, tile: Ref) -> Expression:

@@ -77,11 +77,16 @@ def test_a_cast_to_float64_after_a_row_and_back():
 
 # ---------------------------------------------------------------------- casts of numbers of the row
 
+
+def total(weights):
+    return weights.sum(-1, keepdims=True)
+
+
 ROUNDED_ROWS = {
-    "maximum of the numerator alone": lambda s, m, b: (jnp.exp(s - m), jnp.exp(s - b)),
-    "maximum of the denominator alone": lambda s, m, b: (jnp.exp(s - b), jnp.exp(s - m)),
-    "floor that acts": lambda s, m, b: (jnp.exp(s - b), jnp.maximum(jnp.exp(s - b).sum(-1, keepdims=True), 0.999)),
-    "factor": lambda s, m, b: (jnp.exp(s) * jnp.exp(-m), jnp.exp(s) * jnp.exp(-b)),
+    "maximum of the numerator alone": lambda s, m, b: (jnp.exp(s - m), total(jnp.exp(s - b))),
+    "maximum of the denominator alone": lambda s, m, b: (jnp.exp(s - b), total(jnp.exp(s - m))),
+    "floor that acts": lambda s, m, b: (jnp.exp(s - b), jnp.maximum(total(jnp.exp(s - b)), 0.999)),
+    "factor": lambda s, m, b: (jnp.exp(s) * jnp.exp(-m), total(jnp.exp(s) * jnp.exp(-b))),
 }
 
 
@@ -91,8 +96,8 @@ def test_a_rounded_number_of_the_row_is_not_the_number(name, dtype):
     def attend(q, k, v):
         s = q @ k.mT * 6
         m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
-        weights, summed = ROUNDED_ROWS[name](s, m, rounded(m, dtype))
-        return (weights / summed.sum(-1, keepdims=True)) @ v
+        weights, denominator = ROUNDED_ROWS[name](s, m, rounded(m, dtype))
+        return (weights / denominator) @ v
 
     args = bhtd(ODD, f32)
     given, expected = (compiled(with_gradients(f, args))(*args) for f in (optimized_like_a_user(attend), attend))
