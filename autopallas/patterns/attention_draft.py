@@ -234,7 +234,10 @@ class AttentionDraft(ProvedAttention):
         site, carrier = self.assemble(
             {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
         )
-        positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
+        carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
+        if any(number not in carried for number in sides):
+            raise Mismatch("a side input with a gradient is not read by the site as it is read by the backward")
+        positions = {use: carried[pins[use]] for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
         original = self._original(forward, roles, carrier)
         operands = tuple(carrier.operands)

@@ -321,7 +321,7 @@ class Softmax:
         for term in row:
             if term.kind == "logsumexp" and term.coefficient < 0:
                 return True
-            if term.kind == "value" and term.coefficient == -1 and self._is_maximum(term.expression, values, rounds):
+            if term.kind == "value" and term.coefficient == -1 and self._is_maximum(term.expression, values, about=True):
                 return True
         return False
 
@@ -437,18 +437,17 @@ class Softmax:
                     return terms
         return None
 
-    def _is_maximum(
-        self, row: Ref, argument: Expression, cast: Callable[[np.dtype[Any], np.dtype[Any]], bool] = widens
-    ) -> bool:
-        """Whether a value of the row is the greatest of some values over the keys, but for a ``cast`` of one kind."""
-        dtype = self.scope.graph.dtype
+    def _is_maximum(self, row: Ref, argument: Expression, about: bool = False) -> bool:
+        """Whether a value of the row is the greatest of some values over the keys; ``about``: but for rounding, and
+        for rows where that is infinite and 0 is taken instead."""
+        keeps = self._rounds if about else self._widens
         row = self.space.canonical(row)
         for _ in range(_DEEPEST):
             name, operands = self.scope.name(row), self.space.operands(row) or []
             kept = [o for o in operands if name != "max" or self.scope.number(o) != -math.inf]
-            if name == "select_n" and len(operands) == 3 and self.scope.name(operands[0]) == "is_finite":
-                kept = operands[2:]  # a maximum that is infinite counts as 0
-            elif name == "convert_element_type" and not cast(dtype(operands[0].value), dtype(row.value)):
+            if about and name == "select_n" and len(operands) == 3 and self.scope.name(operands[0]) == "is_finite":
+                kept = operands[2:]
+            elif name == "convert_element_type" and not keeps(row, operands[0]):
                 return False
             elif name not in ("stop_gradient", "convert_element_type", "max") or len(kept) != 1:
                 break

@@ -105,6 +105,19 @@ def test_a_rounded_number_of_the_row_is_not_the_number(name, dtype):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)  # sums of a few float32 numbers in another order
 
 
+def test_a_floor_that_acts_in_rows_without_keys_is_kept():
+    """There the maximum is -inf, 0 is subtracted instead, the sum is 0, and the floor makes 0 of what were 0 / 0."""
+
+    def attend(q, k, v):
+        s = jnp.where(jnp.arange(k.shape[-2]) < jnp.arange(q.shape[-2])[:, None], q @ k.mT, -jnp.inf)
+        m = s.max(-1, keepdims=True)
+        p = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0))
+        return (p / jnp.maximum(total(p), 1e-9)) @ v
+
+    compared = compare(attend, bhtd(ODD, f32))
+    assert compared.complaints == []
+
+
 def test_equal_casts_of_a_number_of_the_row_cancel():
     def attend(q, k, v):
         s = q @ k.mT * 6
