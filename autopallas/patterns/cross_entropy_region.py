@@ -390,10 +390,10 @@ class Region:
     def _substituted(self, expression: Expression, level: int) -> Expression:
         """With results of the same pass replaced by their own functions of statistics."""
 
-        def step(ref: Ref) -> tuple[Expression, bool]:
-            ref = self.space.canonical(ref)
+        def step(value: Ref) -> tuple[Expression, bool]:
+            ref = self.space.canonical(value)
             if self.level_of(ref.value) < level:
-                return ref, False
+                return value, False
             return self._one_step(ref), self._result_of(ref) is None
 
         return self._replaced(expression, step)
@@ -405,9 +405,9 @@ class Region:
           Mismatch: it is not one, or a statistic needs a pass of its own.
         """
 
-        def step(ref: Ref) -> tuple[Expression, bool]:
-            ref = self.space.canonical(ref)
-            return (self._one_step(ref), True) if self.level_of(ref.value) > 0 else (ref, False)
+        def step(value: Ref) -> tuple[Expression, bool]:
+            ref = self.space.canonical(value)
+            return (self._one_step(ref), True) if self.level_of(ref.value) > 0 else (value, False)
 
         found = self._replaced(expression, step)
         for computed in _statistics(found):

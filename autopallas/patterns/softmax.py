@@ -321,8 +321,9 @@ class Softmax:
         for term in row:
             if term.kind == "logsumexp" and term.coefficient < 0:
                 return True
-            if term.kind == "value" and term.coefficient == -1 and self._is_maximum(term.expression, values, about=True):
-                return True
+            if term.kind == "value" and term.coefficient == -1:
+                if self._is_maximum(term.expression, values, about=True):
+                    return True
         return False
 
     def _is_row(self, ref: Ref) -> bool:
