@@ -52,6 +52,7 @@ class Case:
     def spec(self, dtype: Any = F32, **changes: Any) -> AttentionSpec:
         dtype = np.dtype(dtype)
         score = self.score if self.score is not None else traced(lambda s: s * np.float32(0.3), SCORE)
+        changes = {"weights_dtype": dtype} | changes
         return AttentionSpec(
             self.batch, self.key_heads, self.groups, self.query_length, self.key_length, self.head_size,
             self.value_head_size, dtype, dtype, dtype, F32, dtype, score, sides=self.sides,
@@ -227,7 +228,7 @@ def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
         spec, query_dtype=double, key_dtype=double, value_dtype=double, score_dtype=double, result_dtype=double,
         score=promoted(spec.score), inner_weights=weights(spec.inner_weights), weights=weights(spec.weights),
         sides=tuple(replace(s, dtype=double) if s.differentiable else s for s in spec.sides),
-        live=None if spec.live is None else promoted(spec.live),
+        live=None if spec.live is None else promoted(spec.live), weights_dtype=double, score_gradient_dtype=None,
         statistics=None
         if spec.statistics is None
         else tuple(weights(s) if isinstance(s, tuple) else promoted(s) for s in spec.statistics),
