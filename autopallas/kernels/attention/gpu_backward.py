@@ -63,8 +63,8 @@ def backward(
     dout: Array,
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Gradients of the forward's first result; see ``pallas_gpu.backward``."""
-    # What wgmma multiplies with the cotangent has 16 bits: one that the original does not round is the sum of two, which
-    # lie side by side, each above values of its own.
+    # What wgmma multiplies with has 16 bits: a cotangent that the original does not round is the sum of two, which lie
+    # side by side, and so do the values for them.
     split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
     if split and head_size_of(2 * spec.value_head_size) is None:
         return xla.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)

@@ -148,8 +148,8 @@ _NOTHING = frozenset(
 
 @cache
 def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, Elements]:
-    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; the "height" of "x", where there
-    are inner ones; and whether a key is "kept"."""
+    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; with inner ones the "height" of
+    "x"; and whether a key is "kept"."""
 
     def here(sides: Sequence[Array], query: Array, key: Array) -> Tile:
         return Tile(query, key, tuple(sides))

@@ -282,10 +282,7 @@ def _softmax(
         maximum = jnp.maximum(running.maximum, jnp.max(reached, axis=1))
         # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
         finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-        if "inner" in elements:
-            e = halves(x, across(finite))
-        else:
-            e = jnp.exp2((x - across(finite)) * np.float32(LOG2E))
+        e = halves(x, across(finite)) if "inner" in elements else jnp.exp2((x - across(finite)) * np.float32(LOG2E))
     shrink = jnp.exp2((running.maximum - finite) * np.float32(LOG2E))
 
     def weighted(name: str, e: Any) -> Any:

@@ -265,7 +265,8 @@ def _step(
         p = jnp.where(valid, p, 0.0)
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
     accumulator = carry.accumulator * widened(shrink, v.shape[1])
-    accumulator = accumulator + contract(narrowed(p, spec.reads_weights, v, spec.value_precision, bounded), v, (1, 0), spec.value_precision)
+    p = narrowed(p, spec.reads_weights, v, spec.value_precision, bounded)
+    accumulator = accumulator + contract(p, v, (1, 0), spec.value_precision)
     kept = carry.kept
     if kept is not None:
         kept = jnp.maximum(kept, _any(programs, here, p.shape, valid))
