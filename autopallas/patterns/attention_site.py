@@ -199,6 +199,7 @@ class ProvedAttention:
             live=live_program,
             score_precision=precision_of(graph, first),
             value_precision=precision_of(graph, self.second),
+            weights_dtype=graph.dtype(self.second.inputs[self.side]),
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
