@@ -65,8 +65,6 @@ def _row(row: Any) -> dict[str, Any]:
         "evidence": row.evidence,
         "date": row.date,
         "versions": row.versions,
-        "batch": row.batch,
-        "extensions": row.extensions,
     }
 
 

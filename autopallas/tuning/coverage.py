@@ -69,8 +69,8 @@ def gap(row: Row, match: Any, device: Device) -> str:
             )
     if _narrow(match.spec):
         here = processor.vector_extensions()
-        if not processor.alike(row.extensions, here):
-            measured, own = row.extensions or "unknown ones", here or "unknown ones"
+        measured, own = row.extensions or "avx2", here or "unknown ones"
+        if not processor.alike(measured, here):
             return (
                 f"no row for these vector extensions, which decide the speed of 16-bit numbers: the table's was "
                 f"measured with {measured}, and this machine has {own}"
@@ -83,7 +83,7 @@ def stated(row: Row, match: Any, device: Device) -> Row:
     if device.platform != "cpu":
         return row
     asked = conditions_of(match)
-    extensions = processor.vector_extensions()
+    extensions = processor.vector_extensions() or "unknown"
     return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
 
 

@@ -69,7 +69,8 @@ class Row:
     :mod:`autopallas.tuning.coverage`:
 
     Attributes:
-      extensions: of the processor, as :func:`autopallas.tuning.processor.vector_extensions` has them; None: not known.
+      extensions: of the processor, as :func:`autopallas.tuning.processor.vector_extensions` has them; "unknown" where
+        it says nothing; None: not stated, which counts as "avx2", with which the first rows were measured.
       batch: how many independent parts the measured original had, such as sequences; 1 where there is no such axis.
       spelling: the matrix products of the measured original in the notation of einsum, where they are others than those
         of the operation's cases.
