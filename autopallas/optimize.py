@@ -28,6 +28,7 @@ from autopallas.plan.own import apart
 from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import describe
+from autopallas.tuning import processor
 from autopallas.tuning.choose import Tuner
 from autopallas.tuning.probe import Prober
 from autopallas.verification import first_call
@@ -91,7 +92,7 @@ def rewrite(
         tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
         platform=device.platform,
         device_kind=device.kind,
-        versions=compat.versions(),
+        versions={**compat.versions(), **processor.told(device)},
     )
     _require(report, options)
     return result, report

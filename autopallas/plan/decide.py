@@ -21,6 +21,7 @@ from autopallas.plan import own
 from autopallas.plan.alone import alone
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.coverage import REMEDY
 from autopallas.tuning.evidence import Evidence, in_words, ranked
 from autopallas.tuning.probe import Prober
 
@@ -295,10 +296,12 @@ def _judge(
     if options.objective == "always":
         return decision("applied", 'objective "always" asks for no evidence')
     tried = f" (a search found nothing: {choice.note})" if choice.note else ""
+    if choice.gap:
+        return decision("kept", f"{choice.gap}, so the original stays{tried or f' ({REMEDY})'}")
     if row is None or not choice.exact:
         return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
     evidence = Evidence.of(row, options.objective)
     if evidence is None:
         reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
         return decision("kept", reason)
-    return decision("applied" if evidence.licenses else "kept", str(evidence))
+    return decision("applied" if evidence.licenses else "kept", evidence.reason)
