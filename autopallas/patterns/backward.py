@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
@@ -359,10 +360,14 @@ class Search:
         self.forward, self.roles, self.others, self.instead = other.forward, other.roles, other.others, other.instead
         return True
 
+    @property
+    def root(self) -> int:
+        """The value that the site gives."""
+        return self.forward.graph.numbers[self.forward.body][self.forward.root]
+
     def replaced(self) -> set[int]:
         """The values that kernels would give in place of the program."""
-        roots = {self.forward.graph.numbers[self.forward.body][self.forward.root]}
-        return roots | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
+        return {self.root} | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
 
     def inner(self) -> set[int]:
         """The values that must no longer be computed."""
@@ -372,11 +377,17 @@ class Search:
 def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> list[Search]:
     """The searches whose backward is found completely: nothing between operands and results remains in the program.
 
-    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.
-    ``given`` are the values that other sites give.
+    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.  One
+    whose search raises an exception has nothing found.  ``given`` are the values that other sites give.
     """
+
+    def look(search: Search, wanted: Sequence[int]) -> None:
+        search.found = []
+        with contained(graph.definitions[search.root]):
+            search.found = lookup.backwards(search.forward, wanted)
+
     for search in searches:
-        search.found = lookup.backwards(search.forward, search.roles)
+        look(search, search.roles)
 
     def incomplete(chosen: Sequence[Search]) -> list[Search]:
         still = surviving(graph, given.union(*(s.replaced() for s in chosen)))
@@ -390,7 +401,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         else:
             asked = left if any(search.others for search in left) else []
         for search in asked:
-            search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
+            look(search, [*search.roles, *search.others])
         left = incomplete(chosen) if asked else left
     while left:
         chosen = [s for s in chosen if s not in left]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Set
 import jax.numpy as jnp
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
@@ -40,25 +41,26 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     exponents = _exponents(graph)
     taken: set[int] = set()
     for node in graph.nodes:
-        if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
-            continue
-        alive = surviving(graph)
-        if node.outputs[0] not in alive:
-            continue
-        inside, ends = _flow(graph, [node.outputs[0]], alive)
-        if not any(graph.name(number) in ("exp", "exp2") for number in inside):
-            continue
-        _with_scatters(graph, alive, inside, ends)
-        region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
-        if not region.anchored:
-            continue
-        try:
-            matches.append(_match(graph, region))
-            taken |= inside
-        except Mismatch as mismatch:
-            if region.labelled:
-                where = compat.location(node.equation)
-                misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
+        with contained(node):
+            if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
+                continue
+            alive = surviving(graph)
+            if node.outputs[0] not in alive:
+                continue
+            inside, ends = _flow(graph, [node.outputs[0]], alive)
+            if not any(graph.name(number) in ("exp", "exp2") for number in inside):
+                continue
+            _with_scatters(graph, alive, inside, ends)
+            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
+            if not region.anchored:
+                continue
+            try:
+                matches.append(_match(graph, region))
+                taken |= inside
+            except Mismatch as mismatch:
+                if region.labelled:
+                    where = compat.location(node.equation)
+                    misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
     return matches, misses
 
 
