@@ -64,7 +64,7 @@ def collecting(strict: bool = False) -> Iterator[list[Failure]]:
         _failures.reset(token)
 
 
-class contained(contextlib.AbstractContextManager["contained", bool]):  # noqa: N801: read as a function
+class contained(contextlib.AbstractContextManager["contained", bool]):
     """A context for the work on one candidate: an exception is noted as its failure, and goes no further.
 
     Attributes:

@@ -43,6 +43,7 @@ R = TypeVar("R")
 inside = compat.trace_context(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
+
 def rewrite(
     program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
 ) -> tuple[Any, Report]:

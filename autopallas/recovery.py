@@ -287,8 +287,6 @@ def spliced(
             return result, kept
         for number in (found := guilty(left, fails)):
             own = decisions[number]
-            warn_of(
-                matches[number].op, matches[number].location, own.implementation or "", "rewrite", errors[number]
-            )
+            warn_of(matches[number].op, matches[number].location, own.implementation or "", "rewrite", errors[number])
         left = [number for number in left if number not in found]
     return program, some([])

@@ -110,7 +110,7 @@ def _with_backward(
     lookup = Lookup(graph) if drafts else None
     for kind in (Merged, Forward):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
-        searches: dict[int, Search] = {}
+        searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
             with contained(draft.root):
                 if (search := draft.search(kind)) is not None:

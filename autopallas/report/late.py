@@ -50,14 +50,18 @@ class Entry:
         if site.verdict != "applied" or not self._kept:
             return site, []
         failures = [
-            Failure(stage, error, site.op, site.location) for kept in self._kept.values() for stage, error in kept.errors
+            Failure(stage, error, site.op, site.location)
+            for kept in self._kept.values()
+            for stage, error in kept.errors
         ]
         if platform not in self._kept and (platform in self._ran or self._ran.keys() - self._kept.keys()):
             return site, failures
         where = platform if platform in self._kept else next(iter(self._kept))
         kept = self._kept[where]
         attempts = tuple((site.implementation or "", stage, error) for stage, error in kept.errors)
-        return without_kernel(site, kept.reason if where == platform else f"on {where}: {kept.reason}", attempts), failures
+        return without_kernel(
+            site, kept.reason if where == platform else f"on {where}: {kept.reason}", attempts
+        ), failures
 
 
 def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, str]] = ()) -> Site:
