@@ -44,7 +44,7 @@ def placed(
     outside = None if shardings is None else shardings.mesh
 
     def typed(match: Match) -> Match:
-        if reason := _unsupported(_mesh(match), outside):
+        if reason := _unsupported(match, outside):
             return _hindered(match, reason)
         return _typed(match, graph, shardings) if _is_explicit(match) else match
 
@@ -76,7 +76,8 @@ def placed(
         # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where the
         # arguments name it.
         named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
-        match = _divided(match, own, mesh if named or known.mesh is None else known.mesh)
+        entered = mesh is not None and outside is not None and mesh.axis_types != outside.axis_types  # by auto_axes
+        match = _divided(match, own, mesh if named or entered or outside is None else outside)
         return _as_typed(match, graph) if mesh is not None and AxisType.Explicit in mesh.axis_types else match
 
     return _each(matches, divided)
@@ -98,16 +99,24 @@ def _hindered(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
 
 
-def _unsupported(mesh: Any, outside: Any) -> str:
+def _unsupported(match: Match, outside: Any) -> str:
     """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
+    mesh = _mesh(match)
+    for part in match.passes:
+        if len({m.axis_types for m in _meshes([*part.original.in_avals, *part.original.out_avals])}) > 1:
+            return "its operands and results are on meshes with axes of different types"
     if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
         return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
     return ""
 
 
 def _mesh(match: Match) -> Any:
-    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in match.original.in_avals)
-    return next((m for m in meshes if m is not None and not m.empty), None)
+    return next(iter(_meshes(match.original.in_avals)), None)
+
+
+def _meshes(avals: Sequence[Any]) -> list[Any]:
+    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
+    return [m for m in meshes if m is not None and not m.empty]
 
 
 def _divisible_axes(match: Match, shardings: Shardings | None) -> frozenset[str] | None:

@@ -144,7 +144,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
             objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
         if objection is None:
             try:
-                with device.targeted(), settled():
+                with device.targeted(), settled(), compat.on_mesh_of(match.original.in_avals):
                     for part in match.passes:
                         _check_types(part, decision)
                 return replace(decision, kind=device.kind, direction=match.direction, options=options)
@@ -212,8 +212,9 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
         objection = prober.objection(alone(match), site.implementation, sizes, again=False, measured=False)
         if objection is not None:
             return kept(f"{site.implementation} failed", site.implementation, *objection)
-        for part in match.passes:
-            _check_types(part, decision)
+        with compat.on_mesh_of(match.original.in_avals):
+            for part in match.passes:
+                _check_types(part, decision)
     except Exception as error:
         if options.strict:
             raise
