@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
-from autopallas import compat
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.keys import enters_mesh
 from autopallas.graph.numbering import Graph, Node
 
 Atom: TypeAlias = int
@@ -30,15 +30,6 @@ _LAYOUT = _IDENTITY | {
     "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "concatenate", "split", "tile",
     "stack", "unstack", "reduce_precision", "convert_element_type",
 }  # fmt: skip
-
-
-def enters_mesh(node: Node) -> bool:
-    """Whether a node hands an array from a mesh to one with axes of other types, as ``auto_axes`` and ``explicit_axes``
-    do around a function: what is computed on one side of it cannot be computed on the other."""
-    if node.name != "reshard":
-        return False
-    equation = node.equation
-    return compat.axis_types(equation.invars[0].aval) != compat.axis_types(equation.outvars[0].aval)
 
 
 class Ref(NamedTuple):
@@ -248,7 +239,7 @@ class Space:
         if node is None or node.name not in _LAYOUT:
             return None
         name, view, params = node.name, ref.view, node.params
-        if enters_mesh(node):
+        if enters_mesh(node.equation):
             return None
         if name in _IDENTITY:
             return Ref(node.inputs[node.outputs.index(ref.value)], view)

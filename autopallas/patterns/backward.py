@@ -223,7 +223,7 @@ class Lookup:
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
         """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
         cotangents as ``mapped`` says."""
-        key = (forward.shape(), tuple(wanted), mapped)
+        key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval))
         if key not in self._derivatives:
             program = forward.jaxpr()
 
@@ -241,7 +241,8 @@ class Lookup:
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
-            self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
+            with compat.on_mesh_of(avals):
+                self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
         return self._derivatives[key]
 
     def _extend(
@@ -263,7 +264,7 @@ class Lookup:
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """The equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
-        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped)
+        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped, compat.axis_types(after))
         if key not in self._transposes:
             step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
             transpose = jax.linear_transpose(lambda x: step(x)[0], compat.typed_like(before))
@@ -272,7 +273,8 @@ class Lookup:
                 kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
             pull: Callable[[Any], Any] = lambda ct: transpose(ct)[0]  # noqa: E731
             pull = pull if mapped is None else jax.vmap(pull)
-            self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
+            with compat.on_mesh_of([after]):
+                self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
         return self._transposes[key]
 
     def _follow(

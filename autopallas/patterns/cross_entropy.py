@@ -21,7 +21,8 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
-from autopallas.graph.labels import enters_mesh, is_product
+from autopallas.graph.keys import enters_mesh
+from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss
@@ -85,7 +86,7 @@ def _exponents(graph: Graph) -> set[int]:
 
 def _flows(node: Node) -> bool:
     through = node.name in ELEMENTWISE or node.name in _LAYOUT or is_product(node) or is_elementwise_call(node.equation)
-    return through and not node.equation.effects and not enters_mesh(node)
+    return through and not node.equation.effects and not enters_mesh(node.equation)
 
 
 def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:
