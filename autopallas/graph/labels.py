@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from jax import numpy as jnp
 
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.keys import enters_mesh
 from autopallas.graph.numbering import Graph, Node
 
 Atom: TypeAlias = int
@@ -238,6 +239,8 @@ class Space:
         if node is None or node.name not in _LAYOUT:
             return None
         name, view, params = node.name, ref.view, node.params
+        if enters_mesh(node.equation):
+            return None
         if name in _IDENTITY:
             return Ref(node.inputs[node.outputs.index(ref.value)], view)
         source = node.inputs[0]

@@ -24,6 +24,7 @@ from autopallas.graph.flatten import Body, Child
 from autopallas.graph.keys import (
     branch_key,
     chosen_key,
+    enters_mesh,
     hashable,
     literal_key,
     spec_key,
@@ -101,6 +102,7 @@ class Graph:
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
+        self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():
@@ -313,7 +315,10 @@ class Graph:
             operands, params = self._broadcast(equation, operands)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
-        key = (name, frame, tuple(ordered), params, types)
+        mesh: Hashable = ()
+        if self._several_meshes and all(number in self.literals for number in operands):  # of others, operands tell
+            mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
+        key = (name, frame, tuple(ordered), params, types, mesh)
         try:
             hash(key)
         except TypeError:

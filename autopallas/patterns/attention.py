@@ -15,13 +15,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
-from autopallas.patterns.backward import Lookup, settle
+from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
@@ -54,25 +55,27 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         if node.name not in ("dot_general", "reduce_sum"):
             continue
         for side in (0, 1):
-            if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
-                continue
-            settled = matches.keys() | drafts.keys()
-            outcome = proofs.at(node, side, settled)
-            proved, reason = outcome.proved, outcome.reason
-            if proved is not None:
-                try:
-                    matches[proved.score] = match_of(graph, proved, node, alive)
-                except Escape as escape:
-                    draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
-                    assert draft is not None
-                    drafts.setdefault(proved.score, draft)
-                    missed(proved.score, node, compat.location(node.equation), escape.reason)
-                except Mismatch as mismatch:
-                    reason = mismatch.reason
-            if reason is not None and outcome.score is not None and not _in_backward(node):
-                missed(outcome.score, node, compat.location(node.equation), reason)
+            with contained(node):
+                if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
+                    continue
+                settled = matches.keys() | drafts.keys()
+                outcome = proofs.at(node, side, settled)
+                proved, reason = outcome.proved, outcome.reason
+                if proved is not None:
+                    try:
+                        matches[proved.score] = match_of(graph, proved, node, alive)
+                    except Escape as escape:
+                        draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
+                        assert draft is not None
+                        drafts.setdefault(proved.score, draft)
+                        missed(proved.score, node, compat.location(node.equation), escape.reason)
+                    except Mismatch as mismatch:
+                        reason = mismatch.reason
+                if reason is not None and outcome.score is not None and not _in_backward(node):
+                    missed(outcome.score, node, compat.location(node.equation), reason)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
-    _with_backward(graph, waiting, matches, misses)
+    with contained():
+        _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
     return ordered, [miss for score, miss in misses.items() if score not in matches and score in alive]
 
@@ -86,7 +89,11 @@ def _with_backward(
     graph: Graph, drafts: dict[int, AttentionDraft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
     """Settles the sites whose intermediate values are used elsewhere: by their own backward, or it is a near miss."""
-    searches = {score: search for score, draft in drafts.items() if (search := draft.search()) is not None}
+    searches: dict[int, Search] = {}
+    for score, draft in drafts.items():
+        with contained(draft.second):
+            if (search := draft.search()) is not None:
+                searches[score] = search
     if not searches:
         return
     given = {number for match in matches.values() for number in match.results}
@@ -94,10 +101,11 @@ def _with_backward(
     for score, search in searches.items():
         miss = misses[score]
         if search in complete:
-            try:
-                matches[score] = drafts[score].match_with(search)
-            except Mismatch as mismatch:
-                misses[score] = replace(miss, reason=mismatch.reason)
+            with contained(drafts[score].second):
+                try:
+                    matches[score] = drafts[score].match_with(search)
+                except Mismatch as mismatch:
+                    misses[score] = replace(miss, reason=mismatch.reason)
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopallas import compat
 from autopallas.compat import Literal, Var
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -47,32 +48,34 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     covered: set[int] = set()
     others: Forms[Reading | None] = Forms(graph, from_choices(graph))
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
-        if node.outputs[0] in covered:
-            continue
-        root, location = node.outputs[0], compat.location(node.equation)
-        try:
-            found = _found(graph, node, others)
-            if found is None:
+        with contained(node):
+            if node.outputs[0] in covered:
                 continue
-            covered.update(added_on_the_way(graph, root))
-            if not assume_finite:
-                what, dense = found[3], found[3] == DENSE
-                held = "an expert computes for a token that it is not given" if dense else "a token holds"
-                other = "the result" if dense else "the others"
-                raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
-            draft = Draft(graph, node, *found)
-            match = draft.match()
-            draft.settle(alive)
-            if not draft.escaped:
-                matches[root] = match
-            else:
-                drafts[root] = draft
-                misses[root] = NearMiss(OP, location, draft.escaped, root)
-        except NoMixture:
-            continue
-        except Mismatch as mismatch:
-            misses[root] = NearMiss(OP, location, mismatch.reason, root)
-    _with_backward(graph, drafts, matches, misses)
+            root, location = node.outputs[0], compat.location(node.equation)
+            try:
+                found = _found(graph, node, others)
+                if found is None:
+                    continue
+                covered.update(added_on_the_way(graph, root))
+                if not assume_finite:
+                    what, dense = found[3], found[3] == DENSE
+                    held = "an expert computes for a token that it is not given" if dense else "a token holds"
+                    other = "the result" if dense else "the others"
+                    raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
+                draft = Draft(graph, node, *found)
+                match = draft.match()
+                draft.settle(alive)
+                if not draft.escaped:
+                    matches[root] = match
+                else:
+                    drafts[root] = draft
+                    misses[root] = NearMiss(OP, location, draft.escaped, root)
+            except NoMixture:
+                continue
+            except Mismatch as mismatch:
+                misses[root] = NearMiss(OP, location, mismatch.reason, root)
+    with contained():
+        _with_backward(graph, drafts, matches, misses)
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
         if root not in matches:
@@ -107,18 +110,23 @@ def _with_backward(
     lookup = Lookup(graph) if drafts else None
     for kind in (Merged, Forward):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
-        searches = {root: search for root, draft in waiting.items() if (search := draft.search(kind)) is not None}
+        searches: dict[int, _Search] = {}
+        for root, draft in waiting.items():
+            with contained(draft.root):
+                if (search := draft.search(kind)) is not None:
+                    searches[root] = search
         if not searches or lookup is None:
             continue
         given = {number for match in matches.values() for number in match.replaced}
         complete = settle(graph, lookup, list(searches.values()), given)
         for root, search in searches.items():
-            try:
-                if search not in complete:
-                    raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
-                matches[root] = drafts[root].match_with(search)
-            except Mismatch as mismatch:
-                misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+            with contained(drafts[root].root):
+                try:
+                    if search not in complete:
+                        raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
+                    matches[root] = drafts[root].match_with(search)
+                except Mismatch as mismatch:
+                    misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
