@@ -32,6 +32,7 @@ from autopallas.graph.keys import (
     stacked_key,
 )
 from autopallas.graph.loops import Loop, Loops, loops
+from autopallas.graph.steps import Steps
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
@@ -78,6 +79,7 @@ class Graph:
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
       notes: by name, what a pattern found out about each of the values, once asked for.
+      steps: how many steps patterns have taken, and how many they may take.
     """
 
     def __init__(self, root: Body):
@@ -107,6 +109,7 @@ class Graph:
         for body in self.numbers:
             for position, children in body.children.items():
                 self.holders.update((child.body, (body, position)) for child in children)
+        self.steps = Steps(len(self.nodes))
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)
