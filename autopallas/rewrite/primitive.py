@@ -139,9 +139,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
     def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
         device = Device.current()
         decision = decided(decision, device, params)
-        return attempt(
-            decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params
-        )
+        return attempt(decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params)
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(types)
