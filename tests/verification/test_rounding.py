@@ -20,6 +20,10 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 WIDE, NARROW = jnp.ones((4, 4), F32), jnp.ones((4, 4), BF16)
 
 
+def looped(x, y):
+    return lax.while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0] + 1, c[1] @ x, (c[2] @ y).astype(F32)), (x, x, x))
+
+
 def scanned(x, y):
     def step(carry, row):
         return carry.astype(BF16).astype(F32) + row.sum(), row.sum()
@@ -42,6 +46,7 @@ def scanned(x, y):
         (lambda x, y: lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: (y @ y).astype(F32)), [BF16]),
         (lambda x, y: jax.checkpoint(lambda a, b: jnp.sin(a) * b.astype(F32))(x, y), [F32]),
         (scanned, [BF16, F32]),
+        (looped, [F32, F32, F32]),
         (lambda x, y: lax.fori_loop(0, 3, lambda _, c: (c[1] @ c[1], x.astype(F16).astype(F32)), (x, x)), [F16, F16]),
     ],
 )  # fmt: skip
