@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cross_entropy_cases import BF16, F32, KINDS, LOSS, ROW, Case, computed, errors, oracle
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import autopallas
@@ -61,6 +62,11 @@ class TestPallasTpu(CrossEntropyImplementation):
     @pytest.mark.parametrize("sizes", some(SIZES, ["tiles"]))
     def test_forward_and_backward_see_the_same_logits(self, module, sizes):
         super().test_forward_and_backward_see_the_same_logits(module, sizes)
+
+    def test_no_kernel_asks_how_large_its_grid_is(self, module, monkeypatch):
+        """Versions 0.11 of JAX answer with the grid of an earlier call of the same body."""
+        monkeypatch.setattr(pl, "num_programs", None)
+        super().test_statistics_and_gradients(module, "odd sizes")
 
     @pytest.mark.parametrize("sizes", some(SIZES, ["tiles"]))
     @pytest.mark.parametrize("form", ["finish", "products"])
