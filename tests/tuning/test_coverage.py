@@ -58,7 +58,9 @@ def weights_of(scores, mask, lengths):
     if mask == "padded":
         shown = {"padded": jnp.arange(scores.shape[-1]) < lengths[:, None, None, None]}
     if shown[mask] is not None:
-        scores = jnp.where(shown[mask], scores, -1e30)
+        # As the cases have them: with -inf the mask is known to leave out whole tiles in any dtype.
+        fill = jnp.finfo(scores.dtype).min if mask == "padded" else -jnp.inf
+        scores = jnp.where(shown[mask], scores, fill)
     return jax.nn.softmax(scores, axis=-1)
 
 
@@ -148,16 +150,14 @@ def test_a_train_step_of_several_sequences_is_licensed_by_rows_of_more_than_smal
 @pytest.mark.parametrize(("mask", "gradient"), [("causal", False), ("causal", True), ("full", False)])
 def test_16_bit_numbers_need_a_row_of_such_a_processor(machine, here, mask, gradient):
     asked = {"mask": mask, "gradient": gradient, "dtype": "bfloat16", "length": 2048 if mask == "full" else 1024}
-    if mask != "full":
-        assert site_of(einsum, 1, **asked).verdict == "applied"
+    assert site_of(einsum, 1, **asked).verdict == "applied"
     machine(here)
     site = site_of(einsum, 1, **asked)
-    if site.direction == "forward" or mask != "full":
-        assert site.verdict == "kept"
-        assert "no row for these vector extensions" in site.reason
-        assert "avx2" in site.reason
-        assert (here or "unknown") in site.reason
-        assert "AUTOPALLAS_AUTOTUNE=1" in site.reason
+    assert site.verdict == "kept"
+    assert "no row for these vector extensions" in site.reason
+    assert "avx2" in site.reason
+    assert (here or "unknown") in site.reason
+    assert "AUTOPALLAS_AUTOTUNE=1" in site.reason
     assert site_of(einsum, 1, objective="always", **asked).verdict == "applied"
 
 
@@ -242,7 +242,7 @@ def test_the_report_names_the_extensions(machine):
     optimized = autopallas.optimize(einsum)
     optimized.trace(*[jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")] * 3)
     assert optimized.report().versions["vector extensions"] == "avx512_bf16"
-    assert "vector extensions avx512_bf16" in str(optimized.report())
+    assert "vector extensions avx512_bf16" in " ".join(str(optimized.report()).split())
     machine(None)
     optimized.trace(*[jax.ShapeDtypeStruct((1, 32, 2, 16), "float32")] * 3)
     assert optimized.report().versions["vector extensions"] == "unknown"
