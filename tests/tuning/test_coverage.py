@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from entries import tuned
 from places import CPU, match_of
 
 import autopallas
@@ -23,6 +25,7 @@ from autopallas.tuning.case import DIRECTIONS, Case, cases_of
 from autopallas.tuning.case import match_of as match_of_case
 from autopallas.tuning.choose import of_table
 from autopallas.tuning.coverage import gap, products, stated
+from autopallas.tuning.entry import EntryError, parse
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
 from autopallas.tuning.table import Row
@@ -287,6 +290,17 @@ def test_what_is_measured_here_says_what_it_holds_for(machine):
     row = Row(None, 1.0, 2.0, 1, 2, "measured", "2026-11-21", "jax")
     match = match_of_case(square("forward", "float32", "full", 1024, batch=3))
     assert stated(row, match, CPU) == replace(row, batch=3, extensions="unknown")
+
+
+def test_what_a_row_holds_for_is_kept_on_disk():
+    entry = tuned()
+    assert entry.row is not None
+    entry = replace(entry, row=replace(entry.row, extensions="amx", batch=4, spelling="ab,bc->ac"))
+    assert parse(entry.to_json()) == entry
+    without = json.loads(entry.to_json())
+    del without["row"]["batch"]
+    with pytest.raises(EntryError, match="batch"):
+        parse(json.dumps(without))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
