@@ -309,7 +309,7 @@ class Draft:
     ) -> Match:
         return Match(
             op=OP,
-            site=site_of(readable, self.loops),
+            site=site_of(readable, self.loops, self.graph, operands),
             direction="forward+backward" if backwards else "forward",
             operands=tuple(operands),
             results=(self.number,),
