@@ -19,7 +19,7 @@ different: the program says there how precise a value is to be.  What that allow
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ __all__ = ["counts_exactly", "exponential_underflows_below", "rounds", "widens"]
 _Dtype: TypeAlias = np.dtype[Any]
 
 
-@lru_cache(maxsize=None)
+@cache
 def rounds(source: _Dtype, target: _Dtype) -> bool:
     """Whether a cast between floating types keeps a value up to the rounding of the narrower of them.
 
@@ -43,7 +43,7 @@ def rounds(source: _Dtype, target: _Dtype) -> bool:
     return all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in (source, target))
 
 
-@lru_cache(maxsize=None)
+@cache
 def widens(source: _Dtype, target: _Dtype) -> bool:
     """Whether a cast between floating types of 16 bits or more keeps every value as it is.
 
@@ -57,7 +57,7 @@ def widens(source: _Dtype, target: _Dtype) -> bool:
     return bool(before.nmant <= after.nmant and before.maxexp <= after.maxexp and before.minexp >= after.minexp)
 
 
-@lru_cache(maxsize=None)
+@cache
 def counts_exactly(dtype: _Dtype, largest: int) -> bool:
     """Whether a type holds every whole number from 0 to ``largest``.
 

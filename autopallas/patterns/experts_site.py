@@ -90,6 +90,7 @@ def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) 
 def _part(program: Any, outside: Graph, operands: Sequence[int]) -> Graph:
     """The graph of a program whose inputs are values of another one."""
     graph = Graph(flatten(program))
+    graph.steps = outside.steps
     numbers = (graph.numbers[graph.root][v] for v in graph.root.invars)
     graph.outside.update((number, (outside, own)) for number, own in zip(numbers, operands, strict=True))
     return graph
@@ -121,6 +122,7 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
     extended = Graph(flatten(compat.make_jaxpr(function, *avals)))
+    extended.steps = graph.steps
     extended.outside.update(
         (extended.numbers[extended.root][new], graph.outside[graph.numbers[graph.root][old]])
         for new, old in zip(extended.root.invars, graph.root.invars, strict=True)
