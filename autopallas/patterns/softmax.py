@@ -456,9 +456,24 @@ class Softmax:
         if self.scope.name(row) != "reduce_max":
             return False
         try:
-            return bool(self.scope.key(self.reduced(row)) == self.scope.key(argument))
+            return self._equal(self.reduced(row), argument)
         except Mismatch:
             return False
+
+    def _equal(self, a: Expression, b: Expression) -> bool:
+        """Whether two values are the same, or the same mask of the same with equal numbers as fills."""
+        if self.scope.key(a) == self.scope.key(b):
+            return True
+        if not isinstance(a, Ref) or not isinstance(b, Ref):
+            return False
+        a, b = self.space.canonical(a), self.space.canonical(b)
+        if self.scope.name(a) != "select_n" or self.scope.name(b) != "select_n":
+            return False
+        cases = zip(self.space.operands(a) or [], self.space.operands(b) or [], strict=True)
+        return all(
+            self.scope.key(x) == self.scope.key(y) or self.scope.number(x) == self.scope.number(y) is not None
+            for x, y in cases
+        )
 
     def _log_of_sum(self, summands: Sequence[list[Term]]) -> list[Term]:
         """log(a + b) where one summand is a normaliser and the others do not depend on the scores relative to it."""

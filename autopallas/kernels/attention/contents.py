@@ -27,6 +27,7 @@ __all__ = [
     "heights",
     "logits",
     "narrow",
+    "reciprocal",
     "row_maximum",
     "weighted",
     "weighted_vjp",
@@ -134,6 +135,15 @@ def exponentials_vjp(
         return half * dhalf, sides
 
     return one_half * half, pull
+
+
+def reciprocal(total: Array) -> Array:
+    """The factor of a row by its sum of exponentials.
+
+    A row without any key has the sum 0.  Its probabilities are 0 by a mask, or no numbers; an infinite factor would
+    turn the former into the latter, for every key that the row's cotangent reaches.
+    """
+    return jnp.where(total == 0, 1, 1 / total)
 
 
 def weighted(weights: Sequence[Weight], p: Array, here: Tile) -> Array:

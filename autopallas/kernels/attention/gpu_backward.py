@@ -21,6 +21,7 @@ from jax import lax
 from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.contents import reciprocal
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
 from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, ring, share_registers, vectors
@@ -71,7 +72,7 @@ def backward(
 
     def anew() -> tuple[Array, Array]:
         maximum, total = gpu_forward.statistics(spec, block_sizes, query, key, sides, sink)
-        return maximum, 1 / total
+        return maximum, reciprocal(total)
 
     if spec.inner_weights:
         shift, factor = anew()

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, halves, logits, weighted
+from autopallas.kernels.attention.contents import Tile, halves, logits, reciprocal, weighted
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tpu_forward import (
@@ -150,7 +150,7 @@ def _normalizers(
 
     def anew() -> tuple[Array, Array]:
         maximum, total = statistics(spec, block_sizes, query, key, sides, sink)
-        return maximum, 1 / total
+        return maximum, reciprocal(total)
 
     if spec.inner_weights:
         return anew()

@@ -29,6 +29,7 @@ from autopallas.kernels.attention.contents import (
     greatest,
     logits,
     narrow,
+    reciprocal,
     row_maximum,
     weighted,
     weighted_vjp,
@@ -244,7 +245,7 @@ def _normalizers(
     def anew() -> tuple[Array, Array]:
         def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             running = _stream(spec, plan, place, query, key, None, sides, sink)
-            found = (running.maximum, 1 / running.total)
+            found = (running.maximum, reciprocal(running.total))
             window = place.window("BKGT")
             shift, factor = (store(c, window, place.restored(f)[..., 0]) for c, f in zip(carry, found, strict=True))
             return shift, factor
