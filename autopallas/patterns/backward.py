@@ -210,7 +210,12 @@ class Lookup:
 
     def _backwards(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> list[Backward]:
         graph, frame = self.graph, self.graph.frames[forward.body]
-        pattern = self._derivative(forward, wanted, mapped)
+        try:
+            pattern = self._derivative(forward, wanted, mapped)
+        except NotImplementedError:
+            if mapped is None:
+                raise
+            return []  # JAX cannot map some equation of it: then no program holds what it would give
         cotangent, *inputs = pattern.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
         found: dict[int, Backward] = {}

@@ -11,6 +11,7 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.compat import Var
+from autopallas.faults import one_line
 from autopallas.graph import Graph, flatten
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
@@ -35,7 +36,11 @@ def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) 
         loop = loop_at(graph, root)
         if loop is None:
             raise NoMixture(f"{DENSE}, and it cannot be read by itself")
-        graph, root = _opened(rolled(graph, root, loop), outside, operands)
+        try:
+            over_experts = rolled(graph, root, loop)
+        except NotImplementedError as error:  # JAX maps some equations, such as a ragged product, not along every axis
+            raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}") from None
+        graph, root = _opened(over_experts, outside, operands)
     reading, slots, seen = read(graph, root), 0, not loops
     if reading is not None and reading.slots is not None:
         seen = False

@@ -11,6 +11,7 @@ what was chosen for it; ``original``, the equations that stood there, as a close
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,13 @@ from autopallas.tuning.cache import WARNED
 def entry_of(decision: Decision) -> Entry:
     """Where in the report it is entered what becomes of a site; what was never reported enters into nothing."""
     return decision.entry or Entry()
+
+
+def enter(name: str, decision: Decision, platform: str, stage: str, error: Exception) -> None:
+    """Says, in the report and as a warning, that a site runs as it is written since an exception was raised."""
+    reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
+    WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
+    entry_of(decision).keeps(platform, f"{stage} failed: {reason}", (stage, one_line(error)))
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -141,9 +149,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             except Exception as error:
                 if decision.must:
                     raise
-                reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
-                WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
-                entry_of(decision).keeps(platform, f"it could not be lowered: {reason}", ("lowering", one_line(error)))
+                enter(name, decision, platform, "lowering", error)
                 if params.get("residuals"):
                     return _site_for_backward(*operands, **params)
             else:
@@ -252,7 +258,21 @@ def _zero(x: Any) -> Any:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _site_jvp(
+def _site_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    try:
+        return _site_and_tangent(primals, tangents, **params)
+    except Exception as error:
+        decision, original = params["decision"], params["original"]
+        if decision.must or decision.verdict == "kept" or params["residuals"]:
+            raise
+        enter(site_p.name, decision, decision.platform, "differentiation", error)
+    active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    function = _vary(original, active, primals)
+    results, moved = jax.jvp(function, tuple(primals[i] for i in active), tuple(tangents[i] for i in active))
+    return list(results), list(moved)
+
+
+def _site_and_tangent(
     primals: Sequence[Any], tangents: Sequence[Any], *, residuals: bool, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     params = params | {"site": with_residuals(params["site"])}
@@ -377,9 +397,19 @@ def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | 
     moved = [_front(x, axis, size, w) for x, axis, w in zip(arguments, axes, wanted, strict=True)]
     in_front = [0 if axis is not None or w else None for axis, w in zip(axes, wanted, strict=True)]
     types = [jax.typeof(x) for x in moved]
-    outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
+    decision = params["decision"]
+    try:
+        outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
+    except Exception as error:
+        if decision.must or decision.verdict == "kept":
+            raise
+        enter(primitive.name, decision, decision.platform, "batching", error)
+        compute = functools.partial(_COMPUTED[primitive], False, **params)
+        outputs = jax.vmap(compute, in_axes=tuple(axes), axis_size=size)(*arguments)
     return outputs, [0] * len(outputs)
 
 
-for _p in (site_p, tangent_p, backward_p):
+_COMPUTED: dict[Primitive, Callable[..., Any]] = {site_p: _site, tangent_p: _tangent, backward_p: _backward}
+
+for _p in _COMPUTED:
     batching.primitive_batchers[_p] = lambda arguments, axes, _p=_p, **params: _batch(_p, arguments, axes, params)
