@@ -9,6 +9,7 @@ carried as it is, its derivative too.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
 from autopallas.patterns.experts_axes import choice_axes, passed_on
-from autopallas.patterns.experts_loops import added_on_the_way, loop_at
+from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, site_of
@@ -35,6 +36,8 @@ from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, 
 __all__ = ["find"]
 
 OP = "grouped_matmul"
+_PARTS = 8
+"""How many sums of the first terms of a longer sum are tried, where the longer one is nothing."""
 _PLAIN = ELEMENTWISE | frozenset(
     """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack copy name
     optimization_barrier reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
@@ -48,10 +51,16 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
     others: Forms[Reading | None] = Forms(graph, choice_axes(graph))
+    sums, tried = even_sums(graph), Counter[int]()
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         with contained(node):
             if node.outputs[0] in covered:
                 continue
+            if node.name == "add":
+                even, first = sums[node.outputs[0]]
+                tried[first] += even is not None
+                if even is None or tried[first] > _PARTS:
+                    continue
             root, location = node.outputs[0], compat.location(node.equation)
             try:
                 with bounded(graph):

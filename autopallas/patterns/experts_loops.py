@@ -26,7 +26,7 @@ from autopallas.patterns.experts_choice import Choices
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Loop", "added_on_the_way", "loop_at", "rolled"]
+__all__ = ["Loop", "added_on_the_way", "even_sums", "loop_at", "rolled"]
 
 _STEPS_TO_STACK = 16
 _MOST = 4096
@@ -67,7 +67,7 @@ class Loop:
     leaves: list[_Leaf] = field(default_factory=list)
     term: Any = None
     compares: bool = False
-    """Whether the computations themselves compare the number of an expert: something with where they are in the loop."""
+    """Whether the computations compare something with the number of an expert: with where they are in the loop."""
 
     def choices(self, graph: Graph, root: int) -> set[int]:
         """The values that say which expert is chosen, beside those in the computations."""
@@ -130,6 +130,23 @@ def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
             value = ends[0] if len(ends) == 1 else value
         terms.append(value)
     return tuple(terms[::-1]) if len(terms) > 1 else None
+
+
+def even_sums(graph: Graph) -> dict[int, tuple[str | None, int]]:
+    """Per sum that is written out: by what all its terms are computed, if by the same; and the first of its sums."""
+    found: dict[int, tuple[str | None, int]] = {}
+    for node in graph.nodes:
+        if node.name != "add":
+            continue
+        left, right = node.inputs
+        name, first = graph.name(right), node.outputs[0]
+        before = found.get(left)
+        if before is not None and graph.shape(left) == graph.shape(right):
+            name, first = (name if before[0] == name else None), before[1]
+        elif not _is_zero(graph, left) and graph.name(left) != name:
+            name = graph.name(left) if _is_zero(graph, right) else None
+        found[node.outputs[0]] = name, first
+    return found
 
 
 def added_on_the_way(graph: Graph, root: int) -> list[int]:
@@ -257,8 +274,24 @@ class _Walk:
 
     def atom(self, values: tuple[int, ...]) -> Any:
         """What stands for these values, one of each computation."""
-        if values not in self._known:
-            self._known[values] = self._same(values) or self._equation(values) or self._differing(values)
+        todo = [values]
+        while todo:
+            current = todo[-1]
+            if current not in self._known:
+                self.graph.steps.spend(len(current))
+                self._known[current] = self._same(current)
+                if self._known[current] is None:
+                    nodes = self._equal(current)
+                    operands = [] if nodes is None else list(zip(*(node.inputs for node in nodes), strict=True))
+                    waiting = [own for own in operands if own not in self._known]
+                    if waiting:
+                        del self._known[current]
+                        todo += waiting[::-1]
+                        continue
+                    self._known[current] = (
+                        self._differing(current) if nodes is None else self._equation(current, nodes, operands)
+                    )
+            todo.pop()
         return self._known[values]
 
     def _same(self, values: tuple[int, ...]) -> Any:
@@ -270,7 +303,8 @@ class _Walk:
             return Literal(graph.literals[first], graph.avals[first])
         return self._input(_Leaf((first,)), graph.avals[first])
 
-    def _equation(self, values: tuple[int, ...]) -> Any:
+    def _equal(self, values: tuple[int, ...]) -> list[Node] | None:
+        """The equations that compute these values, if they do the same."""
         graph = self.graph
         nodes = [graph.definitions[v] for v in values if v in graph.definitions]
         if len(nodes) != len(values) or len({id(node) for node in nodes}) != len(nodes):
@@ -278,9 +312,11 @@ class _Walk:
         places = {node.outputs.index(v) for node, v in zip(nodes, values, strict=True)}
         if len({self._key(node) for node in nodes}) != 1 or len(places) != 1:
             return None
-        if any(node.equation.effects for node in nodes) or not nodes[0].inputs:
-            return None
-        atoms = [self.atom(inputs) for inputs in zip(*(node.inputs for node in nodes), strict=True)]
+        return None if any(node.equation.effects for node in nodes) or not nodes[0].inputs else nodes
+
+    def _equation(self, values: tuple[int, ...], nodes: list[Node], operands: list[tuple[int, ...]]) -> Any:
+        graph = self.graph
+        atoms = [self._known[own] for own in operands]
         outputs = [Var(graph.avals[n]) for n in nodes[0].outputs]
         self.equations.append(nodes[0].equation.replace(invars=atoms, outvars=outputs))
         if any(isinstance(atom, Var) and atom in self._counting for atom in atoms):

@@ -31,6 +31,7 @@ __all__ = ["Reading", "read"]
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _DEPTH = 60
+_DEEPEST = 120
 _ROUNDS = 16
 
 
@@ -135,6 +136,7 @@ class _Reader:
         self.choosing: frozenset[Atom] = frozenset()
         self._known: dict[Any, int] = {}
         self._holds: dict[Any, bool] = {}
+        self._inside = 0
 
     def read(self) -> Reading | None:
         self._refuse_slots()
@@ -314,6 +316,14 @@ class _Reader:
 
     def _row(self, ref: Ref) -> int:
         """The step that gives a value of tokens and experts."""
+        if self._inside > _DEEPEST:
+            raise Mismatch(f"{DENSE}, in more than {_DEEPEST} operations one after the other")
+        self._inside += 1
+        step = self._step_of(ref)
+        self._inside -= 1
+        return step
+
+    def _step_of(self, ref: Ref) -> int:
         number = self.scope.number(ref)
         if number is not None:
             return self._constant(number, self.graph.dtype(ref.value))
