@@ -1,0 +1,217 @@
+"""Runs a program as it is, rewritten, and in float64, and says what is wrong."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.optimize import rewrite
+from autopallas.options import resolve
+from autopallas.verification.oracle import Oracle
+from autopallas.verification.promote import Value, decided, is_float, quiet
+
+from .program import RandomProgram
+from .tolerance import ALLOWED, roundings
+
+__all__ = ["Verdict", "judge"]
+
+_SAMPLES = 6
+"""How often the original runs on arguments a rounding away before an error counts: by luck it may be exact once."""
+
+
+@dataclass
+class Verdict:
+    """What became of one program."""
+
+    seed: int
+    applied: dict[str, int] = field(default_factory=dict)
+    """Replaced sites by operation."""
+    complaints: list[str] = field(default_factory=list)
+    """What is wrong; nothing, if empty."""
+    kind: str = ""
+    """"values", "NaN", "exception", or empty."""
+    badness: float = 0.0
+    """The worst error over the one that is allowed."""
+    features: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Near misses."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class _Twins(Oracle):
+    """The original in its own precision and in float64, compiled as one.
+
+    Other than in :class:`Oracle`, a cast to a narrower dtype rounds in float64 too.  So a program whose casts act
+    (``exp(s - bfloat16(logsumexp))`` of large scores) has to be that program, not the one without casts.
+    """
+
+    def __init__(self, program: Any, honoured: bool = True):
+        super().__init__(program)
+        self._honoured = honoured
+
+    def _evaluate(self, *arguments: Any) -> list[Any]:
+        values = self._run(self._program, [decided(jnp.asarray(x)) for x in arguments])
+        return [v.own for v in values] + [v.high for v in values]
+
+    def _equation(self, equation: Any, values: list[Value]) -> list[Value]:
+        if equation.primitive.name == "convert_element_type" and self._honoured:
+            source, target = values[0].own.dtype, equation.params["new_dtype"]
+            if is_float(source) and is_float(target) and jnp.finfo(target).bits < jnp.finfo(source).bits:
+                own = lax.convert_element_type(values[0].own, target)
+                rounded = lax.convert_element_type(values[0].high, target)
+                return [Value(own, lax.convert_element_type(rounded, np.float64))]
+        return super()._equation(equation, values)
+
+
+def judge(program: RandomProgram) -> Verdict:
+    """Optimizes a program under objective "always", strictly, and compares it with float64."""
+    verdict = Verdict(program.seed, features=sorted(program.features))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with jax.enable_x64(program.x64):
+            _judge(program, verdict)
+    return verdict
+
+
+def _judge(program: RandomProgram, verdict: Verdict) -> None:
+    clock = _Clock(verdict.seconds)
+    arrays = program.arrays()
+    original = jax.make_jaxpr(program.function())(*arrays)
+    clock.lap("trace")
+    leaves = jax.tree.leaves(arrays)
+    try:
+        rewritten, report = rewrite(original, resolve({"objective": "always", "strict": True}), probes=False)
+        clock.lap("rewrite")
+        verdict.applied = dict(report.counts())
+        verdict.reasons = [f"{miss.op}: {miss.reason}" for miss in report.near_misses]
+        if report.failures:
+            verdict.kind, verdict.complaints = "exception", [str(f) for f in report.failures]
+            return
+        if rewritten is original or not any(verdict.applied.values()):
+            return
+        with quiet():
+            given = jax.jit(compat.jaxpr_as_fun(rewritten)).lower(*leaves).compile()(*leaves)
+            given = [np.asarray(x) for x in given]
+    except Exception as error:
+        verdict.kind, verdict.complaints = "exception", [f"{type(error).__name__}: {str(error)[:400]}"]
+        return
+    clock.lap("run")
+    twins = _Twins(original)
+    both = twins(*leaves)
+    own, true = both[: len(given)], both[len(given) :]
+    clock.lap("oracle")
+    gradient = any(s.direction != "forward" for s in report.sites if s.verdict == "applied")
+    kinds = roundings(original)
+    checks = [_Check(*four) for four in zip(given, own, true, kinds, strict=True)]
+    assumed = {a for s in report.sites for a in s.assumptions}
+    for n, check in enumerate(checks):
+        if complaint := check.places(bool(assumed)):
+            verdict.kind, verdict.badness = "NaN", float("inf")
+            verdict.complaints.append(f"result {n}: {complaint}")
+    if verdict.kind:
+        return
+    doubtful = [n for n, check in enumerate(checks) if check.ratio(gradient) > 1]
+    if doubtful:
+        for seed in range(_SAMPLES):
+            moved = twins(*_moved(leaves, seed))
+            for n in doubtful:
+                checks[n].sample(moved[n], moved[len(given) + n])
+        clock.lap("samples")
+    for n in doubtful:
+        ratio = checks[n].ratio(gradient)
+        verdict.badness = max(verdict.badness, ratio)
+        if ratio > 1:
+            verdict.kind = "values"
+            verdict.complaints.append(f"result {n}: {checks[n].words(gradient)}")
+
+
+class _Clock:
+    def __init__(self, seconds: dict[str, float]):
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._seconds[name], self._last = now - self._last, now
+
+
+class _Check:
+    """One result: rewritten, original, float64, and the coarsest dtype in which the original rounds."""
+
+    def __init__(self, given: Any, own: Any, true: Any, rounding: Any):
+        self.integral = not is_float(own.dtype)
+        self.dtype = own.dtype
+        self.given, self.own, self.true = (x if self.integral else x.astype(np.float64) for x in (given, own, true))
+        self.rounding = "float32" if rounding is None else np.dtype(rounding).name
+        if self.integral:
+            return
+        finite = np.isfinite(self.true) & np.isfinite(self.own) & np.isfinite(self.given)
+        self.finite = finite
+        tiny = float(jnp.finfo(own.dtype).tiny) / float(jnp.finfo(own.dtype).eps)
+        self.size = max(float(np.abs(self.true[finite]).max(initial=0.0)), tiny)
+        self.error = float(np.abs(self.given - self.true)[finite].max(initial=0.0)) / self.size
+        self.reference = float(np.abs(self.own - self.true)[finite].max(initial=0.0)) / self.size
+
+    def places(self, assumed: bool) -> str | None:
+        """What is wrong with NaN and infinity, compared by place with the original."""
+        if self.integral:
+            return None
+        new = int((np.isnan(self.given) & ~np.isnan(self.own)).sum())
+        new += int((np.isinf(self.given) & ~np.isnan(self.own) & (self.given != self.own)).sum())
+        if new:
+            return f"{new} of {self.own.size} NaN or infinite that are not in the original"
+        hidden = ~np.isfinite(self.own) & np.isfinite(self.given)
+        truly = int((hidden & ~np.isfinite(self.true)).sum())
+        if truly:
+            return f"{truly} of {self.own.size} finite where the original and float64 are NaN or infinite"
+        overflown = int(hidden.sum())
+        if overflown and not assumed:
+            return f"{overflown} of {self.own.size} finite where the original is NaN or infinite, and nothing says so"
+        return None
+
+    def sample(self, own: Any, true: Any) -> None:
+        """A further sample of the original's own error."""
+        own, true = own.astype(np.float64), true.astype(np.float64)
+        finite = np.isfinite(own) & np.isfinite(true)
+        self.reference = max(self.reference, float(np.abs(own - true)[finite].max(initial=0.0)) / self.size)
+
+    def allowed(self, gradient: bool) -> float:
+        return max(ALLOWED[self.rounding][gradient], 2 * self.reference)
+
+    def ratio(self, gradient: bool) -> float:
+        """The error over the one that is allowed."""
+        if self.integral:
+            return float("inf") if not np.array_equal(self.given, self.own) else 0.0
+        return self.error / self.allowed(gradient)
+
+    def words(self, gradient: bool) -> str:
+        if self.integral:
+            return f"{int((self.given != self.own).sum())} of {self.own.size} whole numbers differ"
+        return (
+            f"error {self.error:.2e} of {self.size:.2e} in {self.dtype}; the original's own {self.reference:.2e}, "
+            f"rounding in {self.rounding} allows {ALLOWED[self.rounding][gradient]:.0e}"
+        )
+
+
+def _moved(arrays: Sequence[Any], seed: int) -> list[Any]:
+    """The arguments, every float moved by one unit in its last place, up or down."""
+    draw = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, np.floating):
+            return x
+        step = float(jnp.finfo(x.dtype).eps) * draw.choice([-1.0, 1.0], x.shape)
+        return jnp.asarray(np.asarray(x).astype(np.float64) * (1 + step), x.dtype)
+
+    return [moved(x) for x in arrays]
+
+
+Judge = Callable[[RandomProgram], Verdict]
