@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,11 +21,13 @@ from autopallas.verification.oracle import Oracle
 from autopallas.verification.sites import _edited, _watched, applied_sites
 from autopallas.verification.promote import Value, decided, is_float, quiet
 
+from .mutations import put_back
 from .program import RandomProgram
 from .tolerance import ALLOWED, roundings
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "judge_faults"]
 
+_OPTIONS = resolve({"objective": "always", "strict": True})
 _SAMPLES = 6
 """How often the original runs on arguments a rounding away before an error counts: by luck it may be exact once."""
 
@@ -46,6 +49,8 @@ class Verdict:
     reasons: list[str] = field(default_factory=list)
     """Near misses."""
     seconds: dict[str, float] = field(default_factory=dict)
+    fault: str = ""
+    """The fault that was put back, if any."""
 
 
 class _Twins(Oracle):
@@ -76,11 +81,41 @@ class _Twins(Oracle):
 def judge(program: RandomProgram) -> Verdict:
     """Optimizes a program under objective "always", strictly, and compares it with float64."""
     verdict = Verdict(program.seed, features=sorted(program.features))
+    with _quietly(program):
+        _judge(program, verdict)
+    return verdict
+
+
+def judge_faults(program: RandomProgram, faults: Sequence[str]) -> list[Verdict]:
+    """The verdicts on a program with faults put back that recognise it otherwise; of others it is what it was."""
+    found = []
+    with _quietly(program):
+        original = jax.make_jaxpr(program.function())(*program.arrays())
+        usual = _rewritten(original)
+    for fault in faults:
+        with put_back(fault):
+            with _quietly(program):
+                same = _rewritten(original) == usual
+            if not same:
+                found.append(replace(judge(program), fault=fault))
+    return found
+
+
+def _rewritten(original: Any) -> str:
+    """What becomes of a program, as text."""
+    try:
+        rewritten, report = rewrite(original, _OPTIONS, probes=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"{rewritten}\n{[(s.spec, s.replacement, s.assumptions) for s in report.sites]}"
+
+
+@contextlib.contextmanager
+def _quietly(program: RandomProgram) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with jax.enable_x64(program.x64):
-            _judge(program, verdict)
-    return verdict
+            yield
 
 
 def _judge(program: RandomProgram, verdict: Verdict) -> None:
@@ -90,7 +125,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
     clock.lap("trace")
     leaves = jax.tree.leaves(arrays)
     try:
-        rewritten, report = rewrite(original, resolve({"objective": "always", "strict": True}), probes=False)
+        rewritten, report = rewrite(original, _OPTIONS, probes=False)
         clock.lap("rewrite")
         verdict.applied = dict(report.counts())
         verdict.reasons = [f"{miss.op}: {miss.reason}" for miss in report.near_misses]
@@ -112,12 +147,17 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
     clock.lap("oracle")
     gradient = any(s.direction != "forward" for s in report.sites if s.verdict == "applied")
     kinds = roundings(original)
-    floor = _noise(leaves) if any("direction: forward" != f for f in program.features if f.startswith("direction")) else 0.0
+    floor = _noise(leaves) if program.gradients else 0.0
     checks = [_Check(*four, floor) for four in zip(given, own, true, kinds, strict=True)]
     assumed = {a for s in report.sites for a in s.assumptions}
-    vanished = any(check.hidden.any() for check in checks) and meets_non_finite(rewritten, leaves)
+    if any(check.hidden.any() for check in checks) and not meets_non_finite(rewritten, leaves):
+        unrounded = _Twins(original, honoured=False)(*leaves)[len(given) :]
+        values = checks[: len(checks) - program.gradients]
+        excused = bool(assumed) or not any(check.hidden.any() for check in values)
+        for check, true in zip(checks, unrounded, strict=True):
+            check.look_behind(true, excused)
     for n, check in enumerate(checks):
-        if complaint := check.places(bool(assumed), vanished):
+        if complaint := check.places():
             verdict.kind, verdict.badness = "NaN", float("inf")
             verdict.complaints.append(f"result {n}: {complaint}")
     if verdict.kind:
@@ -183,6 +223,7 @@ class _Check:
         self.rounding = "float32" if rounding is None else np.dtype(rounding).name
         self.hidden = np.zeros(self.own.shape, bool)
         """Where a finite number stands for a NaN or an infinity."""
+        self.lost = self.unsaid = 0
         if self.integral:
             return
         finite = np.isfinite(self.true) & np.isfinite(self.own) & np.isfinite(self.given)
@@ -194,7 +235,17 @@ class _Check:
         self.error = max(float(np.abs(self.given - self.true)[finite].max(initial=0.0)) - noise, 0.0) / self.size
         self.reference = float(np.abs(self.own - self.true)[finite].max(initial=0.0)) / self.size
 
-    def places(self, assumed: bool, vanished: bool) -> str | None:
+    def look_behind(self, true: Any, excused: bool) -> None:
+        """Counts what is hidden: NaN and infinity that stand in float64, without roundings, too, and those that do not.
+
+        The latter come of a dtype's range.  They may be hidden where a site says what it assumes (``excused``), and in
+        a gradient of finite values, where an infinite factor was multiplied by an exact zero.
+        """
+        if not self.integral:
+            self.lost = int((self.hidden & ~np.isfinite(true)).sum())
+            self.unsaid = 0 if excused else int(self.hidden.sum()) - self.lost
+
+    def places(self) -> str | None:
         """What is wrong with NaN and infinity, compared by place with the original."""
         if self.integral:
             return None
@@ -202,12 +253,10 @@ class _Check:
         new += int((np.isinf(self.given) & ~np.isnan(self.own) & (self.given != self.own)).sum())
         if new:
             return f"{new} of {self.own.size} NaN or infinite that are not in the original"
-        truly = int((self.hidden & ~np.isfinite(self.true)).sum())
-        if truly and not vanished:
-            return f"{truly} of {self.own.size} finite where the original and float64 are NaN or infinite"
-        overflown = int(self.hidden.sum())
-        if overflown and not truly and not assumed and not vanished:
-            return f"{overflown} of {self.own.size} finite where the original is NaN or infinite, and nothing says so"
+        if self.lost:
+            return f"{self.lost} of {self.own.size} finite where the original and float64 are NaN or infinite"
+        if self.unsaid:
+            return f"{self.unsaid} of {self.own.size} finite where the original is NaN or infinite, and nothing says so"
         return None
 
     def sample(self, own: Any, true: Any) -> None:
@@ -254,6 +303,3 @@ def _moved(arrays: Sequence[Any], seed: int) -> list[Any]:
         return jnp.asarray(np.asarray(x).astype(np.float64) * (1 + step), x.dtype)
 
     return [moved(x) for x in arrays]
-
-
-Judge = Callable[[RandomProgram], Verdict]

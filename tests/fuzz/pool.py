@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class Judging:
 
     def __call__(self, seed: int, plain: Sequence[str] = ()) -> Verdict:
         """The verdict on a program."""
+        (verdict,) = self.ask(seed, plain, ())
+        return verdict
+
+    def ask(self, seed: int, plain: Sequence[str], faults: Sequence[str]) -> list[Verdict]:
+        """The verdicts on a program with the faults that make a difference to it, or without any."""
         if self._process is None or self._judged >= _LIFE:
             self.close()
             self._start()
@@ -55,18 +60,18 @@ class Judging:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([seed, list(plain)]) + "\n")
+        process.stdin.write(json.dumps([seed, list(plain), list(faults)]) + "\n")
         process.stdin.flush()
         self._judged += 1
         ready, _, _ = select.select([process.stdout], [], [], self._seconds + 60.0 * (self._judged == 1))
         line = process.stdout.readline() if ready else ""
         if line:
-            return Verdict(**json.loads(line))
+            return [Verdict(**fields) for fields in json.loads(line)]
         said = "hang" if not ready else "crash"
         process.kill()
         complaint = f"no answer within {self._seconds:g} s" if not ready else f"the process ended ({process.wait()})"
         self.close()
-        return Verdict(seed, kind=said, complaints=[complaint], badness=float("inf"))
+        return [Verdict(seed, kind=said, complaints=[complaint], badness=float("inf"))]
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "tests.fuzz.worker"]
@@ -84,8 +89,17 @@ class Judging:
             self._process = None
 
 
-def verdicts(seeds: Iterable[int], workers: int, fault: str | None = None) -> Iterator[Verdict]:
-    """The verdicts on programs as they come; closing the iterator ends the processes."""
+def verdicts(
+    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Callable[[], Sequence[str]] | None = None
+) -> Iterator[list[Verdict]]:
+    """The verdicts on each of some programs as they come; closing the iterator ends the processes.
+
+    Args:
+      seeds: of the programs.
+      workers: how many processes judge.
+      fault: what each of them has put back, from its start on.
+      faults: gives those that are still to be put back for a program, one at a time.
+    """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     total = 0
     for seed in seeds:
@@ -98,7 +112,7 @@ def verdicts(seeds: Iterable[int], workers: int, fault: str | None = None) -> It
         judging = Judging(fault)
         try:
             while not stopping.is_set():
-                done.put(judging(waiting.get_nowait()))
+                done.put(judging.ask(waiting.get_nowait(), (), faults() if faults else ()))
         except queue.Empty:
             pass
         except Exception as error:
@@ -111,10 +125,10 @@ def verdicts(seeds: Iterable[int], workers: int, fault: str | None = None) -> It
         thread.start()
     try:
         for _ in range(total):
-            verdict = done.get()
-            if isinstance(verdict, Exception):
-                raise verdict
-            yield verdict
+            found = done.get()
+            if isinstance(found, Exception):
+                raise found
+            yield found
     finally:
         stopping.set()
         for thread in threads:

@@ -32,6 +32,7 @@ class RandomProgram:
       x64: whether it is run with 64-bit types.
       choices: what was chosen other than plainly, by name.
       features: what it has, to count programs by.
+      gradients: how many of its last results are gradients.
     """
 
     seed: int
@@ -40,6 +41,7 @@ class RandomProgram:
     x64: bool
     choices: dict[str, str]
     features: frozenset[str]
+    gradients: int
 
     def function(self) -> Callable[..., Any]:
         """The program itself."""
@@ -68,7 +70,7 @@ class RandomProgram:
             seeded = f"np.random.default_rng([{self.seed}, *b{a.name!r}])"
             lines.append(f"{a.name} = {a.text.replace('draw', seeded, 1)}")
         given = ", ".join(a.name for a in self.arguments)
-        lines += [f'optimized = autopallas.optimize(program, objective="always", strict=True)']
+        lines += ['optimized = autopallas.optimize(program, objective="always", strict=True)']
         lines += [f"print(program({given}))", f"print(optimized({given}))", "print(optimized.report())"]
         return "\n".join(lines) + "\n"
 
@@ -98,7 +100,8 @@ def random_program(seed: int, plain: frozenset[str] = frozenset(), fixed: dict[s
     result = write()
     w.line(f"return {result}")
     inner = [f"    def {head}({', '.join(core)}):", *w.lines]
-    return RandomProgram(seed, _around(w, head, core, inner), tuple(w.arguments), w.x64, c.taken, frozenset(w.features))
+    text, gradients = _around(w, head, core, inner)
+    return RandomProgram(seed, text, tuple(w.arguments), w.x64, c.taken, frozenset(w.features), gradients)
 
 
 _INNER = {
@@ -122,8 +125,8 @@ _OUTER = {
 }
 
 
-def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> str:
-    """The text of the whole program: transformations within and around the gradient."""
+def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> tuple[str, int]:
+    """The text of the whole program, with transformations within and around the gradient, and how many gradients."""
     c = w.choices
     within = c.pick("within", {name: name for name in _INNER}, 0.35)
     outer = c.pick("around", {name: name for name in _OUTER}, 0.4)
@@ -139,7 +142,6 @@ def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> 
     floats = [a.name for a in w.arguments if a.kind == "normal"]
     if direction == "vjp of some":
         floats = floats[:: 2 if len(floats) > 1 else 1]
-    others = [name for name in names if name not in core]
     args = ", ".join(core)
     first = ", ".join(f"{name}[0]" for name in core)
     axes = ", ".join("0" if name in batched else "None" for name in core)
@@ -156,13 +158,12 @@ def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> 
     lines += ["", f"def program({', '.join(names)}):"]
     every = ", ".join(names)
     if direction == "forward":
-        return "\n".join([*lines, f"    return value({every})"])
+        return "\n".join([*lines, f"    return value({every})"]), 0
     given = ", ".join(floats)
     if inside:
-        return "\n".join([*lines, *_gradient(direction, given, every, "    ")])
+        return "\n".join([*lines, *_gradient(direction, given, every, "    ")]), len(floats)
     lines += [f"    def differentiated({args}):", *_gradient(direction, given, every, "        ")]
-    del others
-    return "\n".join([*lines, f"    return {applied('differentiated')}"])
+    return "\n".join([*lines, f"    return {applied('differentiated')}"]), len(floats)
 
 
 def _gradient(direction: str, given: str, every: str, indent: str) -> list[str]:

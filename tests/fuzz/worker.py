@@ -1,8 +1,13 @@
-"""A process that judges programs: reads a seed a line, with choices to be taken plainly, and answers a line of JSON."""
+"""A process that judges programs: reads lines of JSON, and answers each with one.
+
+A line holds a seed, the names of choices to be taken plainly, and faults to be put back one at a time; without any the
+answer has the verdict on the program as it is.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,18 +26,18 @@ def main() -> None:
         os.environ["AUTOPALLAS_CACHE_DIR"] = folder
         import jax
 
-        from .judge import judge
+        from .judge import judge, judge_faults
         from .mutations import put_back
         from .program import random_program
 
-        if fault is not None:
-            put_back(fault)
-        for number, line in enumerate(sys.stdin):
-            seed, plain = json.loads(line)
-            verdict = judge(random_program(seed, frozenset(plain)))
-            print(json.dumps(dataclasses.asdict(verdict)), file=answers, flush=True)
-            if number % 25 == 24:
-                jax.clear_caches()
+        with put_back(fault) if fault else contextlib.nullcontext():
+            for number, line in enumerate(sys.stdin):
+                seed, plain, faults = json.loads(line)
+                program = random_program(seed, frozenset(plain))
+                verdicts = judge_faults(program, faults) if faults else [judge(program)]
+                print(json.dumps([dataclasses.asdict(v) for v in verdicts]), file=answers, flush=True)
+                if number % 25 == 24:
+                    jax.clear_caches()
 
 
 if __name__ == "__main__":
