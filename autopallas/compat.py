@@ -74,6 +74,7 @@ __all__ = [
     "Var",
     "ad",
     "array_type",
+    "axis_types",
     "batching",
     "bodies",
     "dce_jaxpr",
@@ -107,6 +108,7 @@ __all__ = [
     "name_stack",
     "new_jaxpr_eqn",
     "numeric_setting",
+    "on_mesh_of",
     "opened",
     "propagated",
     "rebuilt",
@@ -452,6 +454,21 @@ def explicit_sharding(aval: Any) -> Any:
     if mesh is None or mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return None
     return sharding
+
+
+def axis_types(aval: Any) -> tuple[Any, ...]:
+    """The types of the axes of the mesh over which an array is; none where there is no mesh."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return () if mesh is None or mesh.empty else tuple(mesh.axis_types)
+
+
+def on_mesh_of(avals: Sequence[Any]) -> Any:
+    """A context in which the mesh of some arrays is in force, as it is where a program computes with them."""
+    meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
+    mesh = next((m for m in meshes if isinstance(m, jax.sharding.AbstractMesh) and not m.empty), None)
+    if mesh is None or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

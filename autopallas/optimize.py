@@ -8,7 +8,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
@@ -16,18 +16,22 @@ import jax
 from autopallas import compat, recovery
 from autopallas.arguments import Static, Untraceable, join, split, traceable
 from autopallas.collector import paused
-from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
+from autopallas.errors import AutopallasWarning, OptionError, RequirementError
+from autopallas.faults import MEANT, collecting, in_words
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
 from autopallas.partition import Shardings, hurried, objection, placed
 from autopallas.partition import shardings as partition
 from autopallas.patterns import NearMiss, find
-from autopallas.plan import plan
+from autopallas.plan import Decision, plan
 from autopallas.plan.own import apart
 from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
-from autopallas.report.describe import describe
+from autopallas.report.describe import Describer
+from autopallas.report.late import LiveReport
+from autopallas.tuning import processor
+from autopallas.tuning.cache import WARNED
 from autopallas.tuning.choose import Tuner
 from autopallas.tuning.probe import Prober
 from autopallas.verification import first_call
@@ -40,50 +44,60 @@ R = TypeVar("R")
 inside = compat.trace_context(False)
 """Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
 
-_MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
-"""Errors that are answers to the user, not failures inside."""
-
 
 def rewrite(
     program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
 ) -> tuple[Any, Report]:
     """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
-    The program comes back as it is where nothing was replaced or where something in here failed.  ``probes`` says
-    whether kernels may be compiled for it, ``shardings`` how its arguments and results are spread over devices.
+    The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
+    in the work on one site costs that site.  ``probes`` says whether kernels may be compiled for it, ``shardings`` how
+    its arguments and results are spread over devices.
     """
+    result, report = _rewritten(program, options, probes, shardings)
+    return result, report()
+
+
+def _rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
     device = Device.current()
     tuner = Tuner(device, options)
     result = program
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
-    failures: list[Failure] = []
-    stage = "graph"
-    try:
-        with paused():
-            graph = Graph(flatten(program))
-            stage = "patterns"
-            matches, misses = find(graph, options.ops, options.assume_finite)
-        stage = "partition"
-        matches = placed(program, graph, matches, shardings, options.strict)
-        stage = "plan"
-        with Prober(device, options, probes) as prober:
-            matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
-            decisions = recovery.narrowed(matches, decisions, device)
-        stage = "rewrite"
-        with paused():
-            result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
-        sites = describe(matches, decisions)
-        failures = _failures(sites)
-        for match, *failed in prober.found:
-            recovery.warn_of(match.op, match.location, *failed)
-    except _MEANT:
-        raise
-    except Exception as error:
-        if options.strict:
+    decisions: list[Decision] = []
+    with collecting(options.strict) as failures:
+        stage = "graph"
+        try:
+            with paused():
+                graph = Graph(flatten(program))
+                stage = "patterns"
+                matches, misses = find(graph, options.ops, options.assume_finite)
+            stage = "partition"
+            matches = placed(program, graph, matches, shardings, options.strict)
+            stage = "plan"
+            with Prober(device, options, probes) as prober:
+                matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
+                decisions = recovery.narrowed(matches, decisions, device)
+            stage = "report"
+            describer = Describer()
+            decisions = describer.accountable(matches, decisions)
+            stage = "rewrite"
+            with paused():
+                result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
+            sites = describer.records(matches, decisions)
+            if failures:
+                WARNED.once(str(failures), in_words(failures))
+            failures += [failure for failure in _failures(sites) if failure not in failures]
+            for match, *failed in prober.found:
+                recovery.warn_of(match.op, match.location, *failed)
+        except MEANT:
             raise
-        result, sites, failures = program, (), [Failure(stage, f"{type(error).__name__}: {error}")]
-        _warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
+        except Exception as error:
+            if options.strict:
+                raise
+            result, sites, decisions = program, (), []
+            failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
+            _warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
@@ -91,10 +105,10 @@ def rewrite(
         tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
         platform=device.platform,
         device_kind=device.kind,
-        versions=compat.versions(),
+        versions={**compat.versions(), **processor.told(device)},
     )
     _require(report, options)
-    return result, report
+    return result, LiveReport(report, [decision.entry for decision in decisions])
 
 
 def _failures(sites: Sequence[Site]) -> list[Failure]:
@@ -127,7 +141,7 @@ class Optimized(Generic[P, R]):
         functools.update_wrapper(self, function)
         self._function = function
         self._explicit = explicit
-        self._report = Report()
+        self._report = LiveReport(Report())
         self._lock = threading.Lock()
         self._settings = settings = compat.jit_settings(function)
         self._plain = settings is None
@@ -184,8 +198,8 @@ class Optimized(Generic[P, R]):
         return name if found is self else (Optimized, (self._function, self._explicit))
 
     def report(self) -> Report:
-        """What was done to the signature that was traced last; empty before any."""
-        return self._report
+        """What was done to the signature that was traced last, as far as it is known by now; empty before any."""
+        return self._report()
 
     # ------------------------------------------------------------------ the API of jit
 
@@ -253,43 +267,26 @@ class Optimized(Generic[P, R]):
                 raise
             text = f"{type(error).__name__}: {error}"
             _warn(f"autopallas left a program as it was: partition failed with {text}")
-            report = Report(failures=(Failure("partition", text),))
-            _require(report, options)
+            live = LiveReport(Report(failures=(Failure("partition", text),)))
+            _require(live(), options)
         else:
-            rewritten, report = rewrite(program, options, probes=not self._dry, shardings=shardings)
-        self._publish(report)
+            rewritten, live = _rewritten(program, options, not self._dry, shardings)
+        self._publish(live)
+        report = live()
         if (report.sites or report.failures) and not self._dry:
             reason = objection(program, rewritten, arrays, shardings)
             if reason is not None:
-                rewritten = self._left(program, f"it is run by several processes together: {reason}")
-                _require(self._report, options)
+                rewritten = _left(program, live, f"it is run by several processes together: {reason}")
+                _require(live(), options)
         with paused():
-            results = self._emit(rewritten, program, arrays, options.strict)
+            results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    def _emit(self, rewritten: Any, program: Any, arrays: list[Any], strict: bool) -> Any:
-        """The equations of the rewritten program, or of the original where that cannot be traced."""
-        if rewritten is not program and not strict:
-            try:
-                return compat.emitted(rewritten, arrays)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                rewritten = self._left(program, f"tracing failed: {reason}", Failure("trace", reason))
-                _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
-        return compat.emitted(rewritten, arrays)
-
-    def _left(self, program: Any, reason: str, *failures: Failure) -> Any:
-        """The original, and in the report why."""
-        report = self._report
-        sites = tuple(replace(s, verdict="kept", reason=reason) if s.verdict == "applied" else s for s in report.sites)
-        self._publish(replace(report, sites=sites, failures=(*report.failures, *failures)))
-        return program
 
     def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
         args, kwargs = join(static, arrays)
         return self._traced(*args, **kwargs)
 
-    def _publish(self, report: Report) -> None:
+    def _publish(self, report: LiveReport) -> None:
         if recovery.in_search():
             return
         self._replaced = self._replaced or bool(report.counts())
@@ -301,7 +298,7 @@ class Optimized(Generic[P, R]):
 
     def _recovered(self, error: Exception, args: Any, kwargs: Any) -> tuple[R] | None:
         """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
-        if not self._replaced or self._as_it_is or isinstance(error, _MEANT) or recovery.theirs(error):
+        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or recovery.theirs(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))
@@ -321,11 +318,10 @@ class Optimized(Generic[P, R]):
             if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
                 return None
             recovery.condemn(blamed)
+            at_exit.withdraw(self._report)  # of what was replaced, some could not be run
             self.clear_cache()
             call.trace()  # the next call needs it, and it says in the report what holds from now on
-        passing = [Failure(b.stage, b.error) for b in blamed if b.suspect is None]
-        if passing:
-            self._publish(replace(self._report, failures=(*self._report.failures, *passing)))
+        self._report.add(*(Failure(b.stage, b.error) for b in blamed if b.suspect is None))
         return (result,)
 
     # ------------------------------------------------------------------ plain functions
@@ -354,7 +350,7 @@ class Optimized(Generic[P, R]):
             except _RETRIED as error:
                 self._as_it_is = error
             reason = f"{type(self._as_it_is).__name__}: {self._as_it_is}".split("\n")[0]
-            self._publish(Report(failures=(Failure("trace", reason),)))
+            self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
             if resolve(self._explicit).strict:
                 raise self._as_it_is
             _warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
@@ -395,6 +391,25 @@ class _Repeated:
     def spent(self) -> bool:
         leaves = jax.tree.leaves((self.args, self.kwargs))
         return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
+
+
+def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
+    """The equations of the rewritten program, or of the original where that cannot be traced."""
+    if rewritten is not program and not strict:
+        try:
+            return compat.emitted(rewritten, arrays)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
+            _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
+    return compat.emitted(rewritten, arrays)
+
+
+def _left(program: Any, report: LiveReport, reason: str, *failures: Failure) -> Any:
+    """The original, and in the report why."""
+    report.leave(reason)
+    report.add(*failures)
+    return program
 
 
 def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

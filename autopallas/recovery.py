@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from autopallas import compat
+from autopallas.faults import contained, one_line
 from autopallas.graph import Graph
 from autopallas.kernels.implementation import Device
 from autopallas.own.site import OwnSite
@@ -96,10 +97,12 @@ def narrowed(matches: Sequence[Match], decisions: list[Decision], device: Device
             if allowed != _EVERYTHING:
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")
         elif decision.verdict == "applied":
-            name = decision.implementation or ""
-            key = verdict_key(alone(match), name, decision.block_sizes, device)
-            _SEEN.suspects.setdefault(key.digest, Suspect(key, match.op, name, match.location))
-            if allowed != _EVERYTHING and key.digest not in allowed:
+            name, left_out = decision.implementation or "", True
+            with contained(match.location, match.op, "plan"):
+                key = verdict_key(alone(match), name, decision.block_sizes, device)
+                _SEEN.suspects.setdefault(key.digest, Suspect(key, match.op, name, match.location))
+                left_out = allowed != _EVERYTHING and key.digest not in allowed
+            if left_out:
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")
         result.append(decision)
     return result
@@ -199,11 +202,6 @@ class _Fault:
         return _Fault("memory" if stage == "run" and is_memory(error) else stage, text)
 
 
-def one_line(error: Exception) -> str:
-    """An exception's type, and the first line of its message."""
-    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
-
-
 def is_memory(error: Exception) -> bool:
     """Whether an error is about too little memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
@@ -256,34 +254,39 @@ def spliced(
 ) -> tuple[Any, list[Decision]]:
     """The program with the applied sites replaced, but for those that cannot be; and the decisions that hold."""
     applied = [number for number, decision in enumerate(decisions) if decision.verdict == "applied"]
-    if not applied:
-        return program, decisions
+    errors: dict[int, str] = {}
 
-    def some(chosen: Sequence[int], reason: str = "", attempt: str = "") -> list[Decision]:
+    def some(chosen: Sequence[int]) -> list[Decision]:
         result = list(decisions)
         for number in applied:
             if number not in chosen:
-                own = decisions[number]
-                attempts = (*own.attempts, (own.implementation or "", "rewrite", attempt))
+                own, text = decisions[number], errors.get(number, "")
+                attempts = (*own.attempts, (own.implementation or "", "rewrite", text))
+                reason = f"it could not be replaced: {text}"
                 result[number] = replace(own, verdict="kept", reason=reason, attempts=attempts)
         return result
 
     def fails(chosen: Sequence[int]) -> bool:
         try:
             splice(graph, matches, some(chosen))
-        except Exception:
+        except Exception as error:
+            errors.update(dict.fromkeys(chosen, one_line(error)))
             return True
         return False
 
-    try:
-        return splice(graph, matches, decisions), decisions
-    except Exception as error:
-        if strict:
-            raise
-        text = one_line(error)
-    found = guilty(applied, fails)
-    for number in found:
-        warn_of(matches[number].op, matches[number].location, decisions[number].implementation or "", "rewrite", text)
-    left = [number for number in applied if number not in found]
-    kept = some(left, f"it could not be replaced: {text}", text)
-    return (splice(graph, matches, kept) if left else program), kept
+    left = applied
+    while left:
+        kept = some(left)
+        try:
+            result = splice(graph, matches, kept)
+        except Exception as error:
+            if strict:
+                raise
+            errors.update(dict.fromkeys(left, one_line(error)))
+        else:
+            return result, kept
+        for number in (found := guilty(left, fails)):
+            own = decisions[number]
+            warn_of(matches[number].op, matches[number].location, own.implementation or "", "rewrite", errors[number])
+        left = [number for number in left if number not in found]
+    return program, some([])

@@ -174,7 +174,8 @@ def _spec(b: int, t: int, n: int, d: int, mask: str) -> AttentionSpec:
         program = traced(lambda s, a, c, i, j: jnp.where((a == c) & (i >= j), s * scale, -jnp.inf), score, *given, *at)
         varies = ((True, False, False, True, False), (True, False, False, False, True))
         sides = tuple(SideSpec(int32, v) for v in varies)
-    return AttentionSpec(b, n, 1, t, t, d, d, bf16, bf16, bf16, f32, bf16, program, sides=sides, live=live)
+    sizes = b, n, 1, t, t, d, d
+    return AttentionSpec(*sizes, bf16, bf16, bf16, f32, bf16, program, sides=sides, live=live, weights_dtype=bf16)
 
 
 def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool) -> Timed:

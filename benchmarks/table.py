@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,9 +22,9 @@ from autopallas.plan import Decision
 from autopallas.progress import Progress
 from autopallas.rewrite import splice
 from autopallas.tuning import Measurement, measure
+from autopallas.tuning.coverage import stated
 from autopallas.tuning.table import Key, Row, table_device
 from autopallas.tuning.table_source import literal, source_with_rows
-from benchmarks import environment
 from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
 from benchmarks.run import select
 
@@ -75,10 +76,10 @@ def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
     operands = arguments[:-1] if case.direction == "forward+backward" else arguments
     original = offered.original(case)
     if hasattr(offered, "kernel"):  # a step whose backward pass is no pull-back of the kernel's forward
-        spec, replaced = offered.spec(case), partial(offered.kernel, case, implementation)
+        spec, traced, replaced = offered.spec(case), None, partial(offered.kernel, case, implementation)
     else:
         place = Place.of(original, operands)
-        spec = place.match.spec
+        spec, traced = place.match.spec, place.match.original
 
         def replaced(choice: Any) -> Callable[..., Any]:
             return offered.in_direction(case, place.replaced(implementation, choice, device))
@@ -90,9 +91,12 @@ def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
     reference = jax.device_get(functions[ORIGINAL](*arguments))
     measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference)
     key = tables.table_key(spec, implementation, case.direction)
+    site = SimpleNamespace(op=case.kernel, spec=spec, direction=case.direction, original=traced)
     tried = {name: _ratio(measured, name, TOLERANCE[case.dtype]) for name in choices}
     best = _best(tried)
-    return Tuned(key, None if best is None else _row(choices[best], measured, best, tried[best] or 0.0), tried)
+    if best is None:
+        return Tuned(key, None, tried)
+    return Tuned(key, stated(_row(choices[best], measured, best, tried[best] or 0.0), site, device), tried)
 
 
 def _ratio(measured: Measurement, name: str, tolerance: float) -> float | None:
@@ -127,7 +131,7 @@ def _row(block_sizes: Any, measured: Measurement, name: str, ratio: float) -> Ro
         original_bytes=measured[ORIGINAL].temporary_bytes or 0,
         evidence="measured",
         date=datetime.date.today().isoformat(),
-        versions=", ".join((f"jax {jax.__version__}", *environment.vector_extensions().split()[-1:])),
+        versions=f"jax {jax.__version__}",
     )
 
 

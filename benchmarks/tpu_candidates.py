@@ -86,7 +86,8 @@ def attentions(heads: int, length: int, size: int, full: bool = False) -> Iterat
     rows, ours_q = array(1, heads, 1, length, dtype=F32), array(1, heads, 1, length, size)
     work = 2 * heads * length**2 * size
     score = traced(lambda s: s * np.float32(size**-0.5), Score(F32))
-    spec = AttentionSpec(1, heads, 1, length, length, size, size, BF16, BF16, BF16, F32, BF16, score)
+    extents = 1, heads, 1, length, length, size, size
+    spec = AttentionSpec(*extents, BF16, BF16, BF16, F32, BF16, score, weights_dtype=BF16)
     for pair in ATTENTION_BLOCKS[: None if full else _BEST["attention"]]:
         sizes = AttentionBlocks(*pair)
 

@@ -43,7 +43,7 @@ def _examined() -> dict[str, Any]:
     devices, current = _devices(problems)
     return {
         "versions": versions,
-        "machine": {"system": platform.system(), "architecture": platform.machine(), "cores": _cores()},
+        "machine": _machine(),
         "devices": devices,
         "operations": {} if current is None else _operations(current, problems),
         "cache": _cache(problems),
@@ -62,6 +62,13 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             pass
     return found
+
+
+def _machine() -> dict[str, Any]:
+    from autopallas.tuning import processor
+
+    found: dict[str, Any] = {"system": platform.system(), "architecture": platform.machine(), "cores": _cores()}
+    return found | {"vector_extensions": processor.vector_extensions()}
 
 
 def _cores() -> int:
@@ -169,6 +176,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     machine = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     system = f"{machine['system']} {machine['architecture']}, {machine['cores']} cores"
+    system += f", vector extensions: {machine['vector_extensions'] or 'unknown'}"
     devices = "; ".join(f"{d['count']} x {_device(d)}" for d in found["devices"]) or "none"
     cache = found["cache"]
     kept = f"{cache['results']} results, {_size(cache['bytes'])}, in {cache['folder'] or 'no folder'}"

@@ -125,7 +125,7 @@ class _Watched:
         self.constants = _Asked(graph.constants, self.asked)
         self.users = _Asked(graph.users, self.used)
         self.positions = _Places(graph.positions)
-        self.notes = graph.notes
+        self.notes, self.steps = graph.notes, graph.steps
 
     def shape(self, number: int) -> tuple[int, ...]:
         self.asked.add(number)

@@ -32,12 +32,13 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
         for output in node.outputs:
             found[output] = node
         todo += node.inputs
+    graph.steps.spend(len(found))
     ordered = {id(node): node for _, node in sorted(found.items())}
     return list(ordered.values()), list(free)
 
 
 def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> Any:
-    """A closed jaxpr from ``operands`` to ``results`` by way of ``nodes``.
+    """A closed jaxpr from ``operands`` to ``results``, of which some may be literals, by way of ``nodes``.
 
     Of operands with the same number, the first is read.
     """
@@ -46,7 +47,8 @@ def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], resul
     for number, variable in zip(operands, inputs, strict=True):
         variables.setdefault(number, variable)
     equations = copied(graph, nodes, variables)
-    return closed(inputs, [variables[n] for n in results], equations)
+    given = [variables[n] if n in variables else Literal(graph.literals[n], graph.avals[n]) for n in results]
+    return closed(inputs, given, equations)
 
 
 def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> list[JaxprEqn]:

@@ -7,11 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal
 from autopallas.graph.flatten import Body, Child
 from autopallas.graph.loops import loops
 
-__all__ = ["branch_key", "chosen_key", "hashable", "literal_key", "spec_key", "spread_over_all", "stacked_key"]
+__all__ = [
+    "branch_key",
+    "chosen_key",
+    "enters_mesh",
+    "hashable",
+    "literal_key",
+    "spec_key",
+    "spread_over_all",
+    "stacked_key",
+]
 
 
 def stacked_key(equation: JaxprEqn, body: Body, number: int | None, frame: tuple[int, ...]) -> Hashable:
@@ -46,6 +56,14 @@ def spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable
 
 def literal_key(literal: Literal) -> Hashable:
     return "literal", literal.aval.dtype, np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
+
+
+def enters_mesh(equation: JaxprEqn) -> bool:
+    """Whether an equation hands an array from a mesh to one with axes of other types, as ``auto_axes`` and
+    ``explicit_axes`` do around a function: what is computed on one side of it cannot be computed on the other."""
+    if equation.primitive.name != "reshard":
+        return False
+    return compat.axis_types(equation.invars[0].aval) != compat.axis_types(equation.outvars[0].aval)
 
 
 def hashable(value: Any) -> Hashable:

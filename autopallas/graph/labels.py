@@ -9,12 +9,13 @@ Labelling uses and not values keeps T and S apart in ``softmax(x @ x.T) @ x``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.keys import enters_mesh
 from autopallas.graph.numbering import Graph, Node
 
 Atom: TypeAlias = int
@@ -55,6 +56,7 @@ class Space:
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
         self._origin: dict[Atom, Atom] = {}
         self._canonical: dict[Ref, tuple[int, Ref]] = {}
+        self._inside: dict[Any, list[Dimension]] = {}
 
     # ------------------------------------------------------------------ atoms
 
@@ -95,8 +97,25 @@ class Space:
     def same(self, a: Ref, b: Ref) -> bool:
         return a.value == b.value and self.view(a.view) == self.view(b.view)
 
+    def pattern(self, ref: Ref, fixed: Set[Atom]) -> tuple[int, Any]:
+        """Equal for uses of one value that differ only in how labels are called that are not among the ``fixed`` ones.
+
+        What holds of an element for all values of its labels, and says nothing of others than the fixed ones, holds
+        under other names too.  So a walk that remembers patterns meets each value a few times only, though every
+        contraction on the way to it brings labels of its own.
+        """
+        names: dict[Atom, tuple[int, int]] = {}
+        found = []
+        for offset, atoms in ref.view:
+            own: list[Any] = []
+            for atom in self.resolve(atoms):
+                own.append(atom if atom in fixed else names.setdefault(atom, (len(names), self.sizes[atom])))
+            found.append((offset, tuple(own)))
+        return ref.value, tuple(found)
+
     def cut(self, atoms: Sequence[Atom], sizes: Sequence[int]) -> list[Dimension] | None:
         """Regroups atoms into dimensions of the given sizes, refining where a boundary falls inside an atom."""
+        self.graph.steps.spend()
         groups: list[Dimension] = []
         rest = list(self.resolve(atoms))
         for size in sizes:
@@ -151,6 +170,7 @@ class Space:
         node = self.graph.definitions.get(ref.value)
         if node is None:
             return None
+        self.graph.steps.spend()
         if node.name in ELEMENTWISE or is_elementwise_call(node.equation):
             shape = self.graph.shape(ref.value)
             found: list[Ref] = []
@@ -168,14 +188,16 @@ class Space:
         return None
 
     def dot(self, ref: Ref, contracted: Sequence[Dimension] | None = None) -> tuple[Ref, Ref, list[Dimension]]:
-        """Views of both operands of a dot_general, and the dimensions that it contracts."""
+        """Views of both operands of a dot_general, and the dimensions that it contracts: ``contracted``, or ones that
+        are the same each time that the value is seen in the same way."""
+        self.graph.steps.spend()
         node = self.graph.definitions[ref.value]
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
         left_shape, right_shape = (self.graph.shape(i) for i in node.inputs)
         left_free = [d for d in range(len(left_shape)) if d not in (*left_contracting, *left_batch)]
         right_free = [d for d in range(len(right_shape)) if d not in (*right_contracting, *right_batch)]
         if contracted is None:
-            contracted = [(0, self.fresh(left_shape[d])) for d in left_contracting]
+            contracted = self.inside(ref, [left_shape[d] for d in left_contracting])
         left: dict[int, Dimension] = {}
         right: dict[int, Dimension] = {}
         batch = len(left_batch)
@@ -207,10 +229,8 @@ class Space:
             return self.dot(ref)
         if node.name != "reduce_sum":
             return None
-        axes, kept = node.params["axes"], iter(ref.view)
-        shape = self.graph.shape(node.inputs[0])
-        view = [(0, self.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
-        product = self.canonical(Ref(node.inputs[0], tuple(view)))
+        operand, dimensions = self.reduced(ref)
+        product = self.canonical(operand)
         while self.graph.name(product.value) == "convert_element_type":
             inner = self.operands(product)
             assert inner is not None
@@ -221,7 +241,27 @@ class Space:
         factors = self.uses(product)
         if factors is None or not all(f.view for f in factors):
             return None
-        return factors[0], factors[1], [view[d] for d in axes]
+        return factors[0], factors[1], dimensions
+
+    def reduced(self, ref: Ref) -> tuple[Ref, list[Dimension]]:
+        """The operand of a reduction, and the dimensions over which it is reduced: the same ones each time that the
+        value is seen in the same way."""
+        self.graph.steps.spend()
+        node = self.graph.definitions[ref.value]
+        axes, shape, kept = node.params["axes"], self.graph.shape(node.inputs[0]), iter(ref.view)
+        gone = dict(zip(axes, self.inside(ref, [shape[d] for d in axes]), strict=True))
+        view = tuple(gone[d] if d in gone else next(kept) for d in range(len(shape)))
+        return Ref(node.inputs[0], view), [gone[d] for d in axes]
+
+    def inside(self, ref: Ref, sizes: Sequence[int]) -> list[Dimension]:
+        """Dimensions of what a value is computed from that it lacks itself, such as those over which it sums.
+
+        They are the same ones each time that it is seen in the same way: new ones would be refined anew each time.
+        """
+        key = ref.value, self.view(ref.view)
+        if key not in self._inside:
+            self._inside[key] = [(0, self.fresh(n)) for n in sizes]
+        return [*self._inside[key]]
 
     def _step(self, ref: Ref) -> Ref | None:
         """One layout operation back, or None where there is none or it cannot be undone."""
@@ -237,7 +277,10 @@ class Space:
                 return Ref(node.inputs[0], tuple(single))
         if node is None or node.name not in _LAYOUT:
             return None
+        self.graph.steps.spend()
         name, view, params = node.name, ref.view, node.params
+        if enters_mesh(node.equation):
+            return None
         if name in _IDENTITY:
             return Ref(node.inputs[node.outputs.index(ref.value)], view)
         source = node.inputs[0]

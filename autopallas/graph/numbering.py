@@ -24,6 +24,7 @@ from autopallas.graph.flatten import Body, Child
 from autopallas.graph.keys import (
     branch_key,
     chosen_key,
+    enters_mesh,
     hashable,
     literal_key,
     spec_key,
@@ -31,6 +32,7 @@ from autopallas.graph.keys import (
     stacked_key,
 )
 from autopallas.graph.loops import Loop, Loops, loops
+from autopallas.graph.steps import Steps
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
@@ -77,6 +79,7 @@ class Graph:
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
       notes: by name, what a pattern found out about each of the values, once asked for.
+      steps: how many steps patterns have taken, and how many they may take.
     """
 
     def __init__(self, root: Body):
@@ -101,10 +104,12 @@ class Graph:
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
+        self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():
                 self.holders.update((child.body, (body, position)) for child in children)
+        self.steps = Steps(len(self.nodes))
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)
@@ -313,7 +318,10 @@ class Graph:
             operands, params = self._broadcast(equation, operands)
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
-        key = (name, frame, tuple(ordered), params, types)
+        mesh: Hashable = ()
+        if self._several_meshes and all(number in self.literals for number in operands):  # of others, operands tell
+            mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
+        key = (name, frame, tuple(ordered), params, types, mesh)
         try:
             hash(key)
         except TypeError:

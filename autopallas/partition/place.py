@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.kernels.division import Division
 from autopallas.kernels.placed import PlacedSite, divisible
@@ -41,33 +42,55 @@ def placed(
       strict: whether a failure in here is raised.
     """
     outside = None if shardings is None else shardings.mesh
-    matches = [_hindered(m, reason) if (reason := _unsupported(_mesh(m), outside)) else m for m in matches]
-    matches = [_typed(m, graph, shardings) if _is_explicit(m) else m for m in matches]
+
+    def typed(match: Match) -> Match:
+        if reason := _unsupported(match, outside):
+            return _hindered(match, reason)
+        return _typed(match, graph, shardings) if _is_explicit(match) else match
+
+    matches = _each(matches, typed)
     concerned = [m for m in matches if _is_concerned(m) and _divisible_axes(m, shardings)]
     if not concerned and not (shardings is None and matches and spread(program)):
         return list(matches)
     if shardings is None:
         left = [_is_concerned(m) and _divisible_axes(m, None) is not None for m in matches]
         return [_hindered(m, _UNKNOWN) if own else m for m, own in zip(matches, left, strict=True)]
-    parts = [part for match in concerned for part in match.passes]
+    known = shardings
+
+    def surveyed(some: Sequence[Match]) -> dict[Match, list[Found]]:
+        found = iter(survey(program, graph, [part for match in some for part in match.passes], known))
+        return {match: [next(found) for _ in match.passes] for match in some}
+
+    found: dict[Match, list[Found]] = {}
     try:
-        found = iter(survey(program, graph, parts, shardings))
-    except Exception as error:
+        found = surveyed(concerned)
+    except Exception:
         if strict:
-            raise
-        reason = f"how it is divided among devices could not be found out: {type(error).__name__}: {error}"
-        return [_hindered(m, reason.split("\n")[0]) if m in concerned else m for m in matches]
+            raise  # else each by itself, so that the one at fault is told
+
+    def divided(match: Match) -> Match:
+        if match not in concerned:
+            return match
+        own = found[match] if match in found else surveyed([match])[match]
+        mesh = _mesh(match)
+        # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where the
+        # arguments name it.
+        named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
+        entered = mesh is not None and outside is not None and mesh.axis_types != outside.axis_types  # by auto_axes
+        match = _divided(match, own, mesh if named or entered or outside is None else outside)
+        return _as_typed(match, graph) if mesh is not None and AxisType.Explicit in mesh.axis_types else match
+
+    return _each(matches, divided)
+
+
+def _each(matches: Sequence[Match], work: Callable[[Match], Match]) -> list[Match]:
+    """The matches after some work on each; where that raises an exception, with an obstacle."""
     result = []
     for match in matches:
-        if match in concerned:
-            own = [next(found) for _ in match.passes]
-            mesh = _mesh(match)
-            # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where
-            # the arguments name it.
-            named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
-            match = _divided(match, own, mesh if named or shardings.mesh is None else shardings.mesh)
-            if mesh is not None and AxisType.Explicit in mesh.axis_types:
-                match = _as_typed(match, graph)
+        with contained(match.location, match.op, "partition") as attempt:
+            match = work(match)
+        if attempt.error:
+            match = _hindered(match, f"how it is divided among devices could not be found out: {attempt.error}")
         result.append(match)
     return result
 
@@ -76,16 +99,24 @@ def _hindered(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
 
 
-def _unsupported(mesh: Any, outside: Any) -> str:
+def _unsupported(match: Match, outside: Any) -> str:
     """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
+    mesh = _mesh(match)
+    for part in match.passes:
+        if len({m.axis_types for m in _meshes([*part.original.in_avals, *part.original.out_avals])}) > 1:
+            return "its operands and results are on meshes with axes of different types"
     if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
         return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
     return ""
 
 
 def _mesh(match: Match) -> Any:
-    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in match.original.in_avals)
-    return next((m for m in meshes if m is not None and not m.empty), None)
+    return next(iter(_meshes(match.original.in_avals)), None)
+
+
+def _meshes(avals: Sequence[Any]) -> list[Any]:
+    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
+    return [m for m in meshes if m is not None and not m.empty]
 
 
 def _divisible_axes(match: Match, shardings: Shardings | None) -> frozenset[str] | None:

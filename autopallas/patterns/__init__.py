@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
+from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.own import declared
@@ -19,21 +20,24 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     """All sites in a graph of the operations asked for (None: of every one), and what nearly was one.
 
     Sites of own patterns come first.  They may lie within others, or others within them, until it is planned which of
-    them are applied.
+    them are applied.  Where failures are collected (:mod:`autopallas.faults`), an exception in one candidate costs that
+    candidate, and one in what a pattern prepares costs that pattern.
     """
     matches: list[Match] = []
     misses: list[NearMiss] = []
     for name in _PATTERNS:
         if ops is None or name in ops:
-            found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
-            taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss, too
-            matches += [match for match in found if taken.isdisjoint(match.replaced)]
-            misses += missed
+            with contained(op=name, stage="recognition"):
+                found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
+                taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss
+                matches += [match for match in found if taken.isdisjoint(match.replaced)]
+                misses += missed
     if ops is None and (patterns := declared()):
-        own = importlib.import_module("autopallas.patterns.own")
-        found, missed = own.find(graph, patterns)
-        matches = [*found, *matches]
-        misses += missed
+        with contained(op="own patterns", stage="recognition"):
+            own = importlib.import_module("autopallas.patterns.own")
+            found, missed = own.find(graph, patterns)
+            matches = [*found, *matches]
+            misses += missed
     matches = _once(matches)
     if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
         still = surviving(graph, {number for match in matches for number in match.replaced})

@@ -15,17 +15,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
-from autopallas.patterns.backward import Lookup, settle
+from autopallas.patterns.backward import Lookup, Search, settle
+from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
 from autopallas.patterns.row_factor import RowFactor, row_factor
-from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term, keeps_value
+from autopallas.patterns.softmax import UNSHIFTED, Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -53,25 +55,27 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         if node.name not in ("dot_general", "reduce_sum"):
             continue
         for side in (0, 1):
-            if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
-                continue
-            settled = matches.keys() | drafts.keys()
-            outcome = proofs.at(node, side, settled)
-            proved, reason = outcome.proved, outcome.reason
-            if proved is not None:
-                try:
-                    matches[proved.score] = match_of(graph, proved, node, alive)
-                except Escape as escape:
-                    draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
-                    assert draft is not None
-                    drafts.setdefault(proved.score, draft)
-                    missed(proved.score, node, compat.location(node.equation), escape.reason)
-                except Mismatch as mismatch:
-                    reason = mismatch.reason
-            if reason is not None and outcome.score is not None and not _in_backward(node):
-                missed(outcome.score, node, compat.location(node.equation), reason)
+            with contained(node):
+                if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
+                    continue
+                settled = matches.keys() | drafts.keys()
+                outcome = proofs.at(node, side, settled)
+                proved, reason = outcome.proved, outcome.reason
+                if proved is not None:
+                    try:
+                        matches[proved.score] = match_of(graph, proved, node, alive)
+                    except Escape as escape:
+                        draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
+                        assert draft is not None
+                        drafts.setdefault(proved.score, draft)
+                        missed(proved.score, node, compat.location(node.equation), escape.reason)
+                    except Mismatch as mismatch:
+                        reason = mismatch.reason
+                if reason is not None and outcome.score is not None and not _in_backward(node):
+                    missed(outcome.score, node, compat.location(node.equation), reason)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
-    _with_backward(graph, waiting, matches, misses)
+    with contained():
+        _with_backward(graph, waiting, matches, misses)
     ordered = [matches[score] for score in sorted(matches)]
     return ordered, [miss for score, miss in misses.items() if score not in matches and score in alive]
 
@@ -85,7 +89,11 @@ def _with_backward(
     graph: Graph, drafts: dict[int, AttentionDraft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
     """Settles the sites whose intermediate values are used elsewhere: by their own backward, or it is a near miss."""
-    searches = {score: search for score, draft in drafts.items() if (search := draft.search()) is not None}
+    searches: dict[int, Search] = {}
+    for score, draft in drafts.items():
+        with contained(draft.second):
+            if (search := draft.search()) is not None:
+                searches[score] = search
     if not searches:
         return
     given = {number for match in matches.values() for number in match.results}
@@ -93,10 +101,11 @@ def _with_backward(
     for score, search in searches.items():
         miss = misses[score]
         if search in complete:
-            try:
-                matches[score] = drafts[score].match_with(search)
-            except Mismatch as mismatch:
-                misses[score] = replace(miss, reason=mismatch.reason)
+            with contained(drafts[score].second):
+                try:
+                    matches[score] = drafts[score].match_with(search)
+                except Mismatch as mismatch:
+                    misses[score] = replace(miss, reason=mismatch.reason)
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 
@@ -261,15 +270,16 @@ class _Attempt:
 
     def _division_after(self, value: int) -> tuple[int, list[tuple[int, int | None]]] | None:
         """The division or product that first uses the second contraction: (its value, [(sign, operand)] down to it)."""
+        graph = self.graph
         steps: list[tuple[int, int | None]] = []
         for _ in range(12):
-            users = self.graph.users[value]
+            users = graph.users[value]
             if not users:
                 return None
             user = users[0]  # others, such as the backward, are escapes until they are explained
             if user.name in _LAYOUT:
                 value = user.outputs[0]
-            elif user.name == "convert_element_type" and keeps_value(self.graph, user):
+            elif user.name == "convert_element_type" and rounds(graph.dtype(value), graph.dtype(user.outputs[0])):
                 value = user.outputs[0]
                 steps.append((0, None))
             elif user.name == "div" and user.inputs[0] == value:
@@ -328,6 +338,8 @@ class _Attempt:
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)
+        if softmax.unshifted and not self.assume_finite:
+            raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
         draft = AttentionDraft(
             softmax=softmax,
             second=node,

@@ -38,6 +38,7 @@ class Proved:
       root: the number of its result.
       score: the number of its scores.
       keys: how many there are.
+      assumptions: what the proof takes for granted of the scores.
     """
 
     site: AttentionSite
@@ -45,6 +46,7 @@ class Proved:
     root: int
     score: int
     keys: int
+    assumptions: tuple[str, ...] = ()
 
     def at(self, image: Mapping[int, int]) -> Proved:
         """The same, said of corresponding values."""
@@ -81,6 +83,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
         original=jaxpr_of(graph, nodes, operands, [root]),
         body=body,
         location=compat.location(second.equation),
+        assumptions=proved.assumptions,
     )
 
 
@@ -111,7 +114,7 @@ class AttentionDraft(ProvedAttention):
     def proved(self) -> Proved:
         site, carrier = self.assembled
         keys = self.space.extent(self.key_axis)
-        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys)
+        return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys, self.assumptions)
 
     # ------------------------------------------------------------------ the backward
 
@@ -231,7 +234,10 @@ class AttentionDraft(ProvedAttention):
         site, carrier = self.assemble(
             {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
         )
-        positions = {use: carrier.operands.index(pins[use], carrier.roles) for use in pins if use not in roles}
+        carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
+        if any(number not in carried for number in sides):
+            raise Mismatch("a side input with a gradient is not read by the site as it is read by the backward")
+        positions = {use: carried[pins[use]] for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
         original = self._original(forward, roles, carrier)
         operands = tuple(carrier.operands)
@@ -246,6 +252,7 @@ class AttentionDraft(ProvedAttention):
             body=self.body,
             homes=self.homes,
             location=self.location,
+            assumptions=self.assumptions,
             backwards=tuple(
                 BackwardMatch(
                     body,

@@ -18,14 +18,17 @@ from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStat
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import UNSHIFTED, Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant, Program
 
 __all__ = ["ProvedAttention"]
 
+_DEEPEST = 64
+"""Selections, one within the other, that are looked at as masks."""
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 
 
@@ -82,6 +85,10 @@ class ProvedAttention:
     @property
     def location(self) -> str:
         return compat.location(self.second.equation)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return (UNSHIFTED,) if self.softmax.unshifted else ()
 
     def settle(self) -> None:
         """Visits everything until no label is refined any more."""
@@ -192,6 +199,7 @@ class ProvedAttention:
             live=live_program,
             score_precision=precision_of(graph, first),
             value_precision=precision_of(graph, self.second),
+            weights_dtype=graph.dtype(self.second.inputs[self.side]),
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
@@ -250,8 +258,10 @@ class ProvedAttention:
                 raise Mismatch("a second normaliser remains")
         return tuple(found)
 
-    def _live(self, expression: Expression) -> list[tuple[Ref, bool]]:
+    def _live(self, expression: Expression, depth: int = 0) -> list[tuple[Ref, bool]]:
         """Masks that must all hold for a key to have weight: those of selections directly under the exponential."""
+        if depth > _DEEPEST:
+            return []
         name: str | None
         arguments: list[Any] | None
         match expression:
@@ -268,16 +278,16 @@ class ProvedAttention:
         if arguments is None:
             return []
         if name == "convert_element_type":
-            return self._live(arguments[0])
+            return self._live(arguments[0], depth + 1) if rounds(self._dtype(arguments[0]), dtype) else []
         if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # exp2's log 2
-            return self._live(arguments[0])
+            return self._live(arguments[0], depth + 1)
         if name == "select_n" and len(arguments) == 3 and isinstance(arguments[0], Ref):
             mask, if_false, if_true = arguments
             if self._dtype(mask).kind == "b" and not self.scope.depends(mask.value):
                 if self._dead(if_false, dtype):
-                    return [(mask, True), *self._live(if_true)]
+                    return [(mask, True), *self._live(if_true, depth + 1)]
                 if self._dead(if_true, dtype):
-                    return [(mask, False), *self._live(if_false)]
+                    return [(mask, False), *self._live(if_false, depth + 1)]
         return []
 
     def _dead(self, fill: Expression, dtype: Any) -> bool:
@@ -286,7 +296,7 @@ class ProvedAttention:
             number: float | None = float(fill.value)
         else:
             number = self.scope.number(fill) if isinstance(fill, Ref) else None
-        if number is None:
+        if number is None or not rounds(dtype, dtype):
             return False
         least = float(jnp.finfo(dtype).min)
         return number == -math.inf or (dtype.name != "float16" and number <= 0.3 * least)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
@@ -222,7 +223,7 @@ class Lookup:
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
         """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
         cotangents as ``mapped`` says."""
-        key = (forward.shape(), tuple(wanted), mapped)
+        key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval))
         if key not in self._derivatives:
             program = forward.jaxpr()
 
@@ -240,7 +241,8 @@ class Lookup:
             if mapped is not None:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
-            self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
+            with compat.on_mesh_of(avals):
+                self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
         return self._derivatives[key]
 
     def _extend(
@@ -262,7 +264,7 @@ class Lookup:
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """The equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
-        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped)
+        key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped, compat.axis_types(after))
         if key not in self._transposes:
             step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
             transpose = jax.linear_transpose(lambda x: step(x)[0], compat.typed_like(before))
@@ -271,7 +273,8 @@ class Lookup:
                 kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
             pull: Callable[[Any], Any] = lambda ct: transpose(ct)[0]  # noqa: E731
             pull = pull if mapped is None else jax.vmap(pull)
-            self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
+            with compat.on_mesh_of([after]):
+                self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
         return self._transposes[key]
 
     def _follow(
@@ -359,10 +362,14 @@ class Search:
         self.forward, self.roles, self.others, self.instead = other.forward, other.roles, other.others, other.instead
         return True
 
+    @property
+    def root(self) -> int:
+        """The value that the site gives."""
+        return self.forward.graph.numbers[self.forward.body][self.forward.root]
+
     def replaced(self) -> set[int]:
         """The values that kernels would give in place of the program."""
-        roots = {self.forward.graph.numbers[self.forward.body][self.forward.root]}
-        return roots | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
+        return {self.root} | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
 
     def inner(self) -> set[int]:
         """The values that must no longer be computed."""
@@ -372,11 +379,17 @@ class Search:
 def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> list[Search]:
     """The searches whose backward is found completely: nothing between operands and results remains in the program.
 
-    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.
-    ``given`` are the values that other sites give.
+    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.  One
+    whose search raises an exception has nothing found.  ``given`` are the values that other sites give.
     """
+
+    def look(search: Search, wanted: Sequence[int]) -> None:
+        search.found = []
+        with contained(graph.definitions[search.root]):
+            search.found = lookup.backwards(search.forward, wanted)
+
     for search in searches:
-        search.found = lookup.backwards(search.forward, search.roles)
+        look(search, search.roles)
 
     def incomplete(chosen: Sequence[Search]) -> list[Search]:
         still = surviving(graph, given.union(*(s.replaced() for s in chosen)))
@@ -390,7 +403,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         else:
             asked = left if any(search.others for search in left) else []
         for search in asked:
-            search.found = lookup.backwards(search.forward, [*search.roles, *search.others])
+            look(search, [*search.roles, *search.others])
         left = incomplete(chosen) if asked else left
     while left:
         chosen = [s for s in chosen if s not in left]

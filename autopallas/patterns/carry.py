@@ -14,11 +14,15 @@ from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.crossing import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
+from autopallas.patterns.casts import counts_exactly
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, parameters
 
 __all__ = ["Carrier", "ProgramBuilder", "at_hand", "leanest"]
+
+_DEEPEST = 128
+"""Operations on one path of a program for a kernel: a longer one is for the compiler alone."""
 
 
 def at_hand(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
@@ -134,10 +138,14 @@ class Carrier:
         return self.side_operand(ref)
 
     def _iota(self, ref: Ref) -> Dimension | None:
+        """The positions that a value counts, if its dtype holds them all; one that does not is an array like others."""
         node = self.scope.node(ref)
         if node is None or node.name != "iota":
             return None
-        offset, atoms = ref.view[node.params["dimension"]]
+        axis, graph = node.params["dimension"], self.scope.graph
+        if not counts_exactly(graph.dtype(ref.value), graph.shape(ref.value)[axis] - 1):
+            return None
+        offset, atoms = ref.view[axis]
         return offset, self.scope.space.resolve(atoms)
 
     def side(self, source: Operand | Positions) -> int:
@@ -157,16 +165,16 @@ class Carrier:
         atoms = space.atoms(space.canonical(ref))
         return float(math.prod(space.sizes[a] for a in atoms) * graph.dtype(ref.value).itemsize)
 
-    def cost(self, ref: Ref) -> float:
+    def cost(self, ref: Ref, depth: int = 0) -> float:
         """The least bytes of side inputs with which a value can be had."""
         if self.pin(ref) is not None or self.scope.number(ref) is not None:
             return 0.0
         key = self.scope.key(ref)
         if key not in self._costs:
             self._costs[key] = leaf = self.leaf_cost(ref)
-            if leaf > 0 and (parts := self.parts(ref)) is not None:
+            if leaf > 0 and depth < _DEEPEST and (parts := self.parts(ref)) is not None:
                 distinct = {self.scope.key(part): part for part in parts}
-                self._costs[key] = min(leaf, sum(self.cost(part) for part in distinct.values()))
+                self._costs[key] = min(leaf, sum(self.cost(part, depth + 1) for part in distinct.values()))
         return self._costs[key]
 
     def parts(self, ref: Ref) -> list[Ref] | None:
@@ -192,6 +200,8 @@ class ProgramBuilder:
         self._inputs: dict[Input, int] = {}
         self._instructions: list[tuple[Instruction, tuple[Any, ...]]] = []
         self._known: dict[Any, Any] = {}
+        self._applied: dict[int, tuple[Apply, Any]] = {}
+        self._depth = 0
 
     def build(self, expression: Expression) -> Program:
         result = self._register(expression)
@@ -245,13 +255,26 @@ class ProgramBuilder:
         return self._known[key]
 
     def _register(self, expression: Expression) -> Any:
+        self._depth += 1
+        try:
+            if self._depth > _DEEPEST:
+                raise Mismatch(f"there are more than {_DEEPEST} operations between the contraction and the exponential")
+            return self._written(expression)
+        finally:
+            self._depth -= 1
+
+    def _written(self, expression: Expression) -> Any:
         scope, space = self.scope, self.scope.space
         match expression:
             case Constant():
                 return self._input(expression)
             case Apply():
-                arguments = tuple(self._register(a) for a in expression.arguments)
-                return self._emit(expression.primitive, parameters(expression.params), arguments, expression.dtype)
+                if id(expression) not in self._applied:
+                    arguments = tuple(self._register(a) for a in expression.arguments)
+                    params = parameters(expression.params)
+                    register = self._emit(expression.primitive, params, arguments, expression.dtype)
+                    self._applied[id(expression)] = expression, register
+                return self._applied[id(expression)][1]
         assert isinstance(expression, Ref), "only passes over logits have positions and statistics in expressions"
         if self.carrier.pin(expression) is not None:
             source = self.carrier.side_operand(expression)
@@ -297,7 +320,10 @@ class ProgramBuilder:
                 a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
                 for a, o in zip(arguments, operands, strict=True)
             )
-            register = self._emit(lax.mul_p, parameters(compat.multiplication_params()), arguments, dtype)
+            if dtype.kind == "b":
+                register = self._emit(lax.and_p, (), arguments, dtype)
+            else:
+                register = self._emit(lax.mul_p, parameters(compat.multiplication_params()), arguments, dtype)
         else:
             primitive, params = operation(node)
             register = self._emit(primitive, parameters(params), arguments, dtype)

@@ -17,13 +17,16 @@ from collections.abc import Iterable, Set
 import jax.numpy as jnp
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
+from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.softmax import UNSHIFTED
 
 __all__ = ["find"]
 
@@ -40,25 +43,26 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     exponents = _exponents(graph)
     taken: set[int] = set()
     for node in graph.nodes:
-        if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
-            continue
-        alive = surviving(graph)
-        if node.outputs[0] not in alive:
-            continue
-        inside, ends = _flow(graph, [node.outputs[0]], alive)
-        if not any(graph.name(number) in ("exp", "exp2") for number in inside):
-            continue
-        _with_scatters(graph, alive, inside, ends)
-        region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
-        if not region.anchored:
-            continue
-        try:
-            matches.append(_match(graph, region))
-            taken |= inside
-        except Mismatch as mismatch:
-            if region.labelled:
-                where = compat.location(node.equation)
-                misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
+        with contained(node):
+            if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
+                continue
+            alive = surviving(graph)
+            if node.outputs[0] not in alive:
+                continue
+            inside, ends = _flow(graph, [node.outputs[0]], alive)
+            if not any(graph.name(number) in ("exp", "exp2") for number in inside):
+                continue
+            _with_scatters(graph, alive, inside, ends)
+            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
+            if not region.anchored:
+                continue
+            try:
+                matches.append(_match(graph, region, assume_finite))
+                taken |= inside
+            except Mismatch as mismatch:
+                if region.labelled:
+                    where = compat.location(node.equation)
+                    misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
     return matches, misses
 
 
@@ -83,7 +87,7 @@ def _exponents(graph: Graph) -> set[int]:
 
 def _flows(node: Node) -> bool:
     through = node.name in ELEMENTWISE or node.name in _LAYOUT or is_product(node) or is_elementwise_call(node.equation)
-    return through and not node.equation.effects
+    return through and not node.equation.effects and not enters_mesh(node.equation)
 
 
 def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:
@@ -120,8 +124,10 @@ def _with_scatters(graph: Graph, alive: Set[int], inside: set[int], ends: dict[i
                 ends |= own_ends
 
 
-def _match(graph: Graph, region: Region) -> Match:
+def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
     region.read()
+    if region.algebra.unshifted and not assume_finite:
+        raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
     first, *then = passes(region)
     given = {number for p in (first, *then) for number in p.results}
     left = region.inside & surviving(graph, given)
@@ -138,6 +144,7 @@ def _match(graph: Graph, region: Region) -> Match:
         body=first.body,
         location=region.location,
         then=tuple(then),
+        assumptions=(UNSHIFTED,) if region.algebra.unshifted else (),
     )
 
 

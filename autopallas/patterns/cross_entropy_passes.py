@@ -226,7 +226,7 @@ class _TileBuilder(ProgramBuilder):
         super().__init__(carrier)
         self.region, self.owner = region, owner
 
-    def _register(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Any:
         match expression:
             case Position():
                 return self._input(Index(expression.axis, expression.dtype))
@@ -241,7 +241,7 @@ class _TileBuilder(ProgramBuilder):
                     if compared is not None:
                         return self._greatest(ref, compared)
                     return self._elementwise(ref, self.scope.graph.dtype(ref.value))
-        return super()._register(expression)
+        return super()._written(expression)
 
     def _greatest(self, ref: Ref, compared: Ref) -> Any:
         """Where a row is greatest.  Computed anew, a value may differ by a rounding from the maximum that it was: the
@@ -279,7 +279,7 @@ class _RowBuilder(_TileBuilder):
         super().__init__(owner.region, owner.carrier)
         self.taken_by = owner
 
-    def _register(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Any:
         match expression:
             case Computed():
                 position = self.taken_by.statistic(expression)
@@ -291,7 +291,7 @@ class _RowBuilder(_TileBuilder):
                     if self.region.algebra.carries_axis(self.scope.space.canonical(expression)):
                         raise Mismatch("values of the logits' size are not reduced")
                     return self._side(expression)
-        return super()._register(expression)
+        return super()._written(expression)
 
 
 def _shifted(program: Program, shift: int) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,12 +13,25 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.graph.loops import loops
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Scope, operation, precision_of
+from autopallas.patterns.expressions import (
+    Apply,
+    Computed,
+    Dtype,
+    Expression,
+    Scope,
+    computed_from,
+    operation,
+    parts_of,
+    precision_of,
+)
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_statistics import RowStatistics
 
 __all__ = ["Region", "Terminal"]
+
+_DEEPEST = 128
+"""Operations on one path from statistics to a number per row."""
 
 
 @dataclass(slots=True)
@@ -57,7 +70,7 @@ class Region:
         self.logits = dot.outputs[0]
         self._first = min(inside)  # numbers grow from operands to results
         self.terminals: list[Terminal] = []
-        self._touching: dict[int, bool] = {}
+        self._touching = dict.fromkeys(inside, True)
         self._levels: dict[int, int] = {}
         self.anchored = any(self._anchor(node) for node in ends)
 
@@ -192,6 +205,8 @@ class Region:
         Raises:
           Mismatch: one is neither a statistic nor a product.
         """
+        if 0 in (*self.graph.shape(self.dot.inputs[0]), *self.graph.shape(self.dot.inputs[1])):
+            raise Mismatch("an axis of the contraction has no elements")
         for operand in (self.x, self.w):
             value = self.space.canonical(operand).value
             sliced = value in self.graph.elements and value not in self.graph.definitions
@@ -203,7 +218,7 @@ class Region:
         before = -1
         while self.space.refinements != before:
             before = self.space.refinements
-            self.terminals, self._touching, self._levels = [], {}, {}
+            self.terminals, self._touching, self._levels = [], dict.fromkeys(self.inside, True), {}
             self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide)
             self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
             for node in self.ends:  # what can be aligned by the logits tells how to align scatters
@@ -327,23 +342,25 @@ class Region:
 
     def touches(self, value: int) -> bool:
         """Whether a value is computed from the logits or from a scatter inside."""
-        known = self._touching.get(value)
-        if known is None:
-            node = self.graph.definitions.get(value) if value > self._first else None
-            known = value in self.inside or node is not None and any(self.touches(i) for i in node.inputs)
-            self._touching[value] = known
-        return known
+        return computed_from(self.graph, value, self._touching, self._first)
 
     def level_of(self, value: int) -> int:
         """The last pass on whose results a number per row depends; 0 if on none."""
-        known = self._levels.get(value)
-        if known is None:
-            if value in self.inside:
+        levels, todo = self._levels, [value]
+        while todo:
+            number = todo[-1]
+            if number in levels:
+                todo.pop()
+                continue
+            if number in self.inside:
                 raise Mismatch("numbers per row are computed from the logits in a way that is not understood")
-            node = self.graph.definitions.get(value) if value > self._first else None
-            known = 0 if node is None else max((self.level_of(i) for i in node.inputs), default=0)
-            self._levels[value] = known
-        return known
+            node = self.graph.definitions.get(number) if number > self._first else None
+            inputs = node.inputs if node is not None else ()
+            left = [i for i in inputs if i not in levels]
+            todo += left
+            if not left:
+                levels[number] = max((levels[i] for i in inputs), default=0)
+        return levels[value]
 
     def _level(self, terminal: Terminal) -> int:
         """One pass after those that give what its tile values read; the same one where only its function of
@@ -367,26 +384,19 @@ class Region:
 
     def outer(self, expression: Expression) -> list[Ref]:
         """The numbers per row that a function of statistics reads beside them."""
-        match expression:
-            case Ref():
-                return [expression] if self.touches(self.space.canonical(expression).value) else []
-            case Apply():
-                return [ref for a in expression.arguments for ref in self.outer(a)]
-        return []
+        parts = (part for part in parts_of(expression) if isinstance(part, Ref))
+        return [ref for ref in parts if self.touches(self.space.canonical(ref).value)]
 
     def _substituted(self, expression: Expression, level: int) -> Expression:
         """With results of the same pass replaced by their own functions of statistics."""
-        match expression:
-            case Apply():
-                arguments = tuple(self._substituted(a, level) for a in expression.arguments)
-                return Apply(expression.primitive, expression.params, arguments, expression.dtype)
-            case Ref():
-                ref = self.space.canonical(expression)
-                if self.level_of(ref.value) < level:
-                    return expression
-                found = self._one_step(ref)
-                return found if self._result_of(ref) is not None else self._substituted(found, level)
-        return expression
+
+        def step(value: Ref) -> tuple[Expression, bool]:
+            ref = self.space.canonical(value)
+            if self.level_of(ref.value) < level:
+                return value, False
+            return self._one_step(ref), self._result_of(ref) is None
+
+        return self._replaced(expression, step)
 
     def expressed(self, expression: Expression) -> Expression:
         """A number per row as a function of statistics of the logits and of numbers that do not depend on them.
@@ -394,19 +404,45 @@ class Region:
         Raises:
           Mismatch: it is not one, or a statistic needs a pass of its own.
         """
-        match expression:
-            case Apply():
-                arguments = tuple(self.expressed(a) for a in expression.arguments)
-                return Apply(expression.primitive, expression.params, arguments, expression.dtype)
-            case Computed():
-                parts = [expression.argument, *([expression.label] if expression.label is not None else [])]
-                if any(self.algebra.leaves(part) for part in parts):
-                    raise Mismatch("a statistic needs the logits a second time")
-            case Ref():
-                ref = self.space.canonical(expression)
-                if self.level_of(ref.value) > 0:
-                    return self.expressed(self._one_step(ref))
-        return expression
+
+        def step(value: Ref) -> tuple[Expression, bool]:
+            ref = self.space.canonical(value)
+            return (self._one_step(ref), True) if self.level_of(ref.value) > 0 else (value, False)
+
+        found = self._replaced(expression, step)
+        for computed in _statistics(found):
+            parts = [computed.argument, *([computed.label] if computed.label is not None else [])]
+            if any(self.algebra.leaves(part) for part in parts):
+                raise Mismatch("a statistic needs the logits a second time")
+        return found
+
+    def _replaced(self, expression: Expression, step: Callable[[Ref], tuple[Expression, bool]]) -> Expression:
+        """An expression with each value replaced by what ``step`` gives for it, and whether to go on with that.
+
+        What is shared is replaced once.
+
+        Raises:
+          Mismatch: it is made of too many operations.
+        """
+        values: dict[Ref, Expression] = {}
+        applied: dict[int, tuple[Apply, Expression]] = {}
+
+        def replaced(part: Expression, depth: int) -> Expression:
+            if depth > _DEEPEST:
+                raise Mismatch(f"numbers per row are computed from the logits by more than {_DEEPEST} operations")
+            if isinstance(part, Ref):
+                if part not in values:
+                    found, further = step(part)
+                    values[part] = replaced(found, depth + 1) if further else found
+                return values[part]
+            if not isinstance(part, Apply):
+                return part
+            if id(part) not in applied:
+                arguments = tuple(replaced(a, depth + 1) for a in part.arguments)
+                applied[id(part)] = part, Apply(part.primitive, part.params, arguments, part.dtype)
+            return applied[id(part)][1]
+
+        return replaced(expression, 0)
 
     def _one_step(self, ref: Ref) -> Expression:
         """A number per row as a function of those from which it is computed."""
@@ -436,12 +472,7 @@ def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
 
 
 def _statistics(expression: Expression) -> list[Computed]:
-    match expression:
-        case Computed():
-            return [expression]
-        case Apply():
-            return [found for a in expression.arguments for found in _statistics(a)]
-    return []
+    return [part for part in parts_of(expression) if isinstance(part, Computed)]
 
 
 def _computes(expression: Expression, kind: str) -> bool:

@@ -15,14 +15,15 @@ from typing import Any
 
 from autopallas import compat
 from autopallas.compat import Literal, Var
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.alike import Forms
-from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
 from autopallas.patterns.carry import at_hand
-from autopallas.patterns.experts_choice import from_choices
+from autopallas.patterns.experts_axes import choice_axes, passed_on
 from autopallas.patterns.experts_loops import added_on_the_way, loop_at
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
@@ -45,34 +46,36 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
-    others: Forms[Reading | None] = Forms(graph, from_choices(graph))
+    others: Forms[Reading | None] = Forms(graph, choice_axes(graph))
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
-        if node.outputs[0] in covered:
-            continue
-        root, location = node.outputs[0], compat.location(node.equation)
-        try:
-            found = _found(graph, node, others)
-            if found is None:
+        with contained(node):
+            if node.outputs[0] in covered:
                 continue
-            covered.update(added_on_the_way(graph, root))
-            if not assume_finite:
-                what, dense = found[3], found[3] == DENSE
-                held = "an expert computes for a token that it is not given" if dense else "a token holds"
-                other = "the result" if dense else "the others"
-                raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
-            draft = Draft(graph, node, *found)
-            match = draft.match()
-            draft.settle(alive)
-            if not draft.escaped:
-                matches[root] = match
-            else:
-                drafts[root] = draft
-                misses[root] = NearMiss(OP, location, draft.escaped, root)
-        except NoMixture:
-            continue
-        except Mismatch as mismatch:
-            misses[root] = NearMiss(OP, location, mismatch.reason, root)
-    _with_backward(graph, drafts, matches, misses)
+            root, location = node.outputs[0], compat.location(node.equation)
+            try:
+                found = _found(graph, node, others)
+                if found is None:
+                    continue
+                covered.update(added_on_the_way(graph, root))
+                if not assume_finite:
+                    what, dense = found[3], found[3] == DENSE
+                    held = "an expert computes for a token that it is not given" if dense else "a token holds"
+                    other = "the result" if dense else "the others"
+                    raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
+                draft = Draft(graph, node, *found)
+                match = draft.match()
+                draft.settle(alive)
+                if not draft.escaped:
+                    matches[root] = match
+                else:
+                    drafts[root] = draft
+                    misses[root] = NearMiss(OP, location, draft.escaped, root)
+            except NoMixture:
+                continue
+            except Mismatch as mismatch:
+                misses[root] = NearMiss(OP, location, mismatch.reason, root)
+    with contained():
+        _with_backward(graph, drafts, matches, misses)
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
         if root not in matches:
@@ -107,18 +110,23 @@ def _with_backward(
     lookup = Lookup(graph) if drafts else None
     for kind in (Merged, Forward):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
-        searches = {root: search for root, draft in waiting.items() if (search := draft.search(kind)) is not None}
+        searches: dict[int, _Search] = {}
+        for root, draft in waiting.items():
+            with contained(draft.root):
+                if (search := draft.search(kind)) is not None:
+                    searches[root] = search
         if not searches or lookup is None:
             continue
         given = {number for match in matches.values() for number in match.replaced}
         complete = settle(graph, lookup, list(searches.values()), given)
         for root, search in searches.items():
-            try:
-                if search not in complete:
-                    raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
-                matches[root] = drafts[root].match_with(search)
-            except Mismatch as mismatch:
-                misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+            with contained(drafts[root].root):
+                try:
+                    if search not in complete:
+                        raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
+                    matches[root] = drafts[root].match_with(search)
+                except Mismatch as mismatch:
+                    misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
@@ -147,7 +155,8 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
         for output in node.outputs:
             weighs[output], product[output] = through, multiplied
             if through:
-                along[output] = -1 if starts else _passed_on(graph, node, output, [along[i] for i in inputs])
+                whole = starts or name == "scan" or name == "custom_jvp_call" and not is_elementwise_call(node.equation)
+                along[output] = -1 if whole else passed_on(graph, node, output, [along[i] for i in inputs])
     return found
 
 
@@ -163,40 +172,6 @@ def _sums_along(node: Node, axes: Sequence[int]) -> bool:
         return False
     contracted = node.params["dimension_numbers"][0]
     return any(mask >> int(d) & 1 for mask, dimensions in zip(axes, contracted, strict=True) for d in dimensions)
-
-
-def _passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int:
-    """The axes of a result that come from the ``axes`` of the operands; all, where that is not known."""
-    shapes, after = [graph.shape(i) for i in node.inputs], graph.shape(output)
-    everything = -1 if any(axes) else 0
-    if not everything:
-        return 0
-    if node.name in ELEMENTWISE:
-        found = 0
-        for mask, shape in zip(axes, shapes, strict=True):
-            found |= mask if shape or not mask else -1
-        return found
-    if node.name in ("reduce_sum", "reduce_max", "reduce_or"):
-        kept = [d for d in range(len(shapes[0])) if d not in node.params["axes"]]
-    elif node.name == "transpose":
-        kept = [int(d) for d in node.params["permutation"]]
-    elif node.name == "dot_general":
-        (left, right), batch = node.params["dimension_numbers"]
-        bits = [axes[0] >> int(d) & 1 | axes[1] >> int(e) & 1 for d, e in zip(*batch, strict=True)]
-        for own, shape, gone, shared in zip(axes, shapes, (left, right), batch, strict=True):
-            bits += [own >> d & 1 for d in range(len(shape)) if d not in gone and d not in shared]
-        return sum(bit << d for d, bit in enumerate(bits))
-    elif node.name == "broadcast_in_dim":
-        targets = node.params["broadcast_dimensions"]
-        return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets)) if shapes[0] else everything
-    elif node.name == "reshape":
-        before, same = shapes[0], 0
-        while same < min(len(before), len(after)) and before[same] == after[same]:
-            same += 1
-        return axes[0] if not axes[0] >> same else everything
-    else:
-        return everything
-    return sum((axes[0] >> d & 1) << i for i, d in enumerate(kept))
 
 
 class _Search(Search):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,14 @@ from jax.lax import GatherScatterMode
 
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
-from autopallas.graph.labels import Atom, is_product
+from autopallas.graph.labels import Atom, Dimension, is_product
+from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.expressions import Scope
 from autopallas.program import Constant, Side
 
-__all__ = ["Choice", "Choices", "folded", "from_choices"]
+__all__ = ["Choice", "Choices", "folded"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
-_LAYOUT = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose", "expand_dims", "slice"}
-)
 _DEPTH = 60
 _USES = 2000
 
@@ -46,16 +44,17 @@ class Choices:
     def __init__(self, scope: Scope, summed: Sequence[Atom]):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.summed = frozenset(summed)
-        self.sources = from_choices(self.graph)
+        self.axes = choice_axes(self.graph)
         self.expert: tuple[Atom, ...] = ()
         self.found: list[Choice] = []
         self.others: list[tuple[Atom, ...]] = []
         """Labels along which something else is chosen, such as a place among an expert's tokens."""
         self.proved: set[int] = set()
         """What is scattered into, and was shown to be zero."""
-        self._reduced: dict[Any, tuple[Ref, tuple[Atom, ...]]] = {}
         self._at: dict[Any, Choice] = {}
         self._off: dict[Any, float | None] = {}
+        self._named: frozenset[Atom] = self.summed
+        """The labels by which choices are told apart."""
 
     # ------------------------------------------------------------------ finding them
 
@@ -68,11 +67,11 @@ class Choices:
             ref = self.space.canonical(ref)
             key = self._key(ref)
             node = self.scope.node(ref)
-            if node is None or not self.sources[ref.value]:
+            if node is None or not self._may_choose(ref):
                 continue
-            # What is summed inside has new labels each time, and says nothing of experts.
+            # What is summed inside has labels of its own, and says nothing of experts.
             place = ref.value, tuple(tuple(x for x in atoms if x in self.summed) for _, atoms in key[1])
-            if not any(place[1]) or (key if every else place) in seen or len(seen) > _USES:
+            if (key if every else place) in seen or len(seen) > _USES:
                 continue
             seen.add(key if every else place)
             choice = self._one_hot(ref, node, several) or self._scattered(ref, node, several)
@@ -84,8 +83,9 @@ class Choices:
     def keep_needed(self, ref: Ref) -> None:
         """Forgets the choices without which a value is zero too, those of most experts first."""
         for choice in sorted(self.found, key=lambda c: -self.space.extent(c.several)):
-            known, self._off = self._at, {}
+            known = self._at
             self._at = {key: other for key, other in known.items() if other is not choice}
+            self._off = {}
             if self.off(ref) != 0:
                 self._at = known
         self._off = {}
@@ -94,39 +94,27 @@ class Choices:
     def _inside(self, ref: Ref, node: Node) -> list[tuple[Ref, tuple[Atom, ...]]]:
         """The operands of a node, with the labels that they have and its result lacks."""
         if node.name in _REDUCTIONS:
-            operand, summed = self._operand_of(ref, node)
-            return [(operand, self.space.resolve(summed))]
+            operand, dimensions = self.space.reduced(ref)
+            return [(operand, self._labels(dimensions))]
         if node.name == "dot_general" and not is_product(node):
-            a, b, summed = self._operands_of(ref)
-            return [(a, self.space.resolve(summed)), (b, self.space.resolve(summed))]
+            a, b, dimensions = self.space.dot(ref)
+            return [(a, self._labels(dimensions)), (b, self._labels(dimensions))]
         return [(operand, ()) for operand in self.space.uses(ref) or []]
+
+    def _labels(self, dimensions: Sequence[Dimension]) -> tuple[Atom, ...]:
+        return self.space.resolve([x for _, atoms in dimensions for x in atoms])
 
     def _key(self, ref: Ref) -> Any:
         return ref.value, self.space.view(ref.view)
 
-    def _operand_of(self, ref: Ref, node: Node) -> tuple[Ref, tuple[Atom, ...]]:
-        """The operand of a reduction, under the same labels each time."""
-        key = self._key(ref)
-        if key not in self._reduced:
-            axes, kept = node.params["axes"], iter(ref.view)
-            shape = self.graph.shape(node.inputs[0])
-            view = [(0, self.space.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
-            self._reduced[key] = Ref(node.inputs[0], tuple(view)), tuple(x for d in axes for x in view[d][1])
-        return self._reduced[key]
+    def _may_choose(self, ref: Ref) -> bool:
+        """Whether a value may differ, along a label that is summed, by what was compared with positions or scattered:
+        nothing else is worth a look."""
+        bits = self.axes[ref.value]
+        return bits != 0 and any(bits >> d & 1 and self._is_summed(atoms) for d, (_, atoms) in enumerate(ref.view))
 
-    def _operands_of(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...]]:
-        """The operands of a contraction, under the same labels each time."""
-        node = self.graph.definitions[ref.value]
-        key = self._key(ref)
-        if key not in self._reduced:
-            a, _, dimensions = self.space.dot(ref)
-            self._reduced[key] = a, tuple(x for _, atoms in dimensions for x in atoms)
-        _, atoms = self._reduced[key]
-        shape = self.graph.shape(node.inputs[0])
-        left = iter(atoms)
-        given = [(0, (next(left),) if shape[d] != 1 else ()) for d in node.params["dimension_numbers"][0][0]]
-        a, b, _ = self.space.dot(ref, given)
-        return a, b, atoms
+    def _is_summed(self, atoms: Sequence[Atom]) -> bool:
+        return not self.summed.isdisjoint(self.space.resolve(atoms))
 
     def _one_hot(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
         """``expert == positions``."""
@@ -154,7 +142,7 @@ class Choices:
             return None
         indices = node.inputs[1]
         shape = self.graph.shape(indices)
-        view: list[Any] = [(0, space.fresh(n)) for n in shape[:-1]]
+        view: list[Any] = space.inside(ref, shape[:-1])
         fresh = {x for _, atoms in view for x in atoms}
         batching = getattr(numbers, "operand_batching_dims", ())
         for own, theirs in zip(batching, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
@@ -227,25 +215,27 @@ class Choices:
         if number is not None:
             return number
         ref = self.space.canonical(ref)
-        key = self._key(ref)
+        if not self._may_choose(ref):
+            return None
+        if not self._off:
+            self._named = self.summed.union(x for _, view in self._at for _, atoms in view for x in atoms)
+        key = self.space.pattern(ref, self._named)
         if key not in self._off:
             self._off[key] = None
-            self._off[key] = self._evaluated(ref, key, depth) if depth <= _DEPTH else None
+            self._off[key] = self._evaluated(ref, depth) if depth <= _DEPTH else None
         return self._off[key]
 
-    def _evaluated(self, ref: Ref, key: Any, depth: int) -> float | None:
+    def _evaluated(self, ref: Ref, depth: int) -> float | None:
         node = self.scope.node(ref)
         if node is None or node.equation.effects:
             return None
-        choice = self._at.get(key)
+        choice = self._at.get(self._key(ref))
         if choice is not None:
             if node.name == "eq":
                 return 0.0
             if self.scope.node(Ref(node.inputs[0], ref.view)) is not None:
                 self.proved.add(node.inputs[0])
             return self.off(Ref(node.inputs[0], ref.view), depth + 1)
-        if not self.summed & self.space.atoms(ref):
-            return None
         given = [self.off(operand, depth + 1) for operand, _ in self._inside(ref, node)]
         if node.name == "eq" and self._never_equal(ref, given):
             return 0.0
@@ -318,21 +308,3 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda a: a,
     "stop_gradient": lambda a: a,
 }
-
-
-def from_choices(graph: Graph) -> Sequence[Hashable]:
-    """Per value, whether it is computed from a comparison with positions, or from what is scattered."""
-    if "choices" not in graph.notes:
-        positions = bytearray(len(graph.avals))
-        found = bytearray(len(graph.avals))
-        for node in graph.nodes:
-            inputs = node.inputs
-            if node.name == "iota" or node.name in _LAYOUT and positions[inputs[0]]:
-                for output in node.outputs:
-                    positions[output] = True
-            compares = node.name == "eq" and any(positions[i] for i in inputs)
-            if compares or node.name in ("scatter", "scatter-add") or any(found[i] for i in inputs):
-                for output in node.outputs:
-                    found[output] = True
-        graph.notes["choices"] = found
-    return graph.notes["choices"]

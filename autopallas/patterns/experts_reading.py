@@ -31,6 +31,7 @@ __all__ = ["Reading", "read"]
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _DEPTH = 60
+_ROUNDS = 16
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ def read(graph: Graph, root: int, weights: int | None = None) -> Reading | None:
     terms = _terms(scope, top)
     if terms is None:
         return None
-    while True:  # until no label is refined any more
+    for _ in range(_ROUNDS):  # until no label is refined any more
         before = space.refinements
         try:
             found = _Reader(scope, top, *terms, weights).read()
@@ -86,6 +87,7 @@ def read(graph: Graph, root: int, weights: int | None = None) -> Reading | None:
         except Mismatch:
             if space.refinements == before:
                 raise
+    raise Mismatch(f"{DENSE}, and its axes are cut into parts in more than {_ROUNDS} ways")
 
 
 def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
@@ -100,16 +102,8 @@ def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
     if contraction is not None:
         a, b, dimensions = contraction
         return [a, b], tuple(x for _, atoms in dimensions for x in atoms)
-    operand, summed = reduced(scope, top, node)
-    return [operand], summed
-
-
-def reduced(scope: Scope, ref: Ref, node: Node) -> tuple[Ref, tuple[Atom, ...]]:
-    """The operand of a reduction as it is read, and the labels over which it is reduced."""
-    space, axes, kept = scope.space, node.params["axes"], iter(ref.view)
-    shape = scope.graph.shape(node.inputs[0])
-    view = [(0, space.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
-    return Ref(node.inputs[0], tuple(view)), tuple(x for d in axes for x in view[d][1])
+    operand, dimensions = space.reduced(top)
+    return [operand], tuple(x for _, atoms in dimensions for x in atoms)
 
 
 class _Reader:
@@ -206,6 +200,7 @@ class _Reader:
     def _contractions(self, ref: Ref) -> Iterator[tuple[frozenset[Atom], frozenset[Atom], frozenset[Atom]]]:
         """(labels of one side, of the other, summed labels) of the contractions from which a value comes."""
         space, seen, todo = self.space, set(), [ref]
+        named = self.expert | self.rows | space.atoms(self.top) | frozenset(self.summed)
         contraction = space.contraction(self.top)
         if contraction is not None:
             a, b = (space.atoms(space.canonical(r)) for r in contraction[:2])
@@ -215,7 +210,7 @@ class _Reader:
             yield b - inner, a | self.expert, frozenset()
         while todo:
             ref = space.canonical(todo.pop())
-            key = ref.value, space.view(ref.view)
+            key = space.pattern(ref, named)
             if key in seen or not self.expert & space.atoms(ref):
                 continue
             seen.add(key)
@@ -251,7 +246,7 @@ class _Reader:
     def holds_product(self, ref: Ref, depth: int = 0) -> bool:
         """Whether a value is computed from a product of tokens with a matrix of each expert."""
         ref = self.space.canonical(ref)
-        key = ref.value, self.space.view(ref.view)
+        key = self.space.pattern(ref, self.expert | self.rows)
         if key not in self._holds:
             self._holds[key] = False
             if depth <= _DEPTH and self.expert & self.space.atoms(ref):

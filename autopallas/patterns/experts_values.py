@@ -28,7 +28,6 @@ class Values:
 
     def __init__(self, scope: Scope):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
-        self._inside: dict[Key, tuple[list[Ref], tuple[Atom, ...]]] = {}
 
     def key(self, ref: Ref) -> Key:
         found = self.space.canonical(ref)
@@ -70,18 +69,12 @@ class Values:
             return None
         if self.scope.name(ref) == "mul":
             return None
-        key = ref.value, self.space.view(ref.view)
-        if key not in self._inside:
-            if node.name == "dot_general":
-                a, b, gone = self.space.dot(ref)
-                self._inside[key] = [a, b], tuple(x for _, atoms in gone for x in atoms)
-            else:
-                axes, kept = node.params["axes"], iter(ref.view)
-                shape = self.graph.shape(node.inputs[0])
-                view = [(0, self.space.fresh(n)) if d in axes else next(kept) for d, n in enumerate(shape)]
-                self._inside[key] = [Ref(node.inputs[0], tuple(view))], tuple(x for d in axes for x in view[d][1])
-        factors, atoms = self._inside[key]
-        return factors, self.space.resolve(atoms)
+        if node.name == "dot_general":
+            *factors, dimensions = self.space.dot(ref)
+        else:
+            operand, dimensions = self.space.reduced(ref)
+            factors = [operand]
+        return factors, self.space.resolve([x for _, atoms in dimensions for x in atoms])
 
     def walk(self, ref: Ref) -> Iterator[Ref]:
         """A value, and those from which it is computed element by element, and those of which it is a sum."""

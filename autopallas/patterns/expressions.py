@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,6 +49,9 @@ class Computed:
     label: Expression | None = None
 
 
+_DEEPEST = 64
+"""Operations on one path of a scalar that is folded."""
+
 Expression: TypeAlias = Ref | Apply | Constant | Position | Computed
 
 
@@ -65,6 +68,9 @@ class Scope:
         self.space = Space(graph, through)
         self.score: int | None = None
         self._depends: dict[int, bool] = {}
+        self._keys: dict[int, tuple[Apply, int, Any]] = {}
+        self._forms: dict[Any, int] = {}
+        self._numbers: dict[int, float | int | None] = {}
 
     def go_on(self, graph: Graph) -> None:
         """Asks the graph itself from now on, where it was one that notes what is asked."""
@@ -81,43 +87,42 @@ class Scope:
         return "mul" if is_product(node) else node.name
 
     def depends(self, value: int) -> bool:
-        """Whether a value is computed from the scores.  Numbers grow from operands to results."""
+        """Whether a value is computed from the scores."""
         if self.score is None or value < self.score:
             return False
-        if value == self.score:
-            return True
-        known = self._depends.get(value)
-        if known is None:
-            node = self.graph.definitions.get(value)
-            known = self._depends[value] = node is not None and any(self.depends(i) for i in node.inputs)
-        return known
+        self._depends[self.score] = True
+        return computed_from(self.graph, value, self._depends, self.score)
 
     def mentions_score(self, expression: Expression) -> bool:
-        match expression:
-            case Ref():
-                return self.depends(expression.value)
-            case Apply():
-                return any(self.mentions_score(a) for a in expression.arguments)
-            case Computed():
-                return True
-            case _:
-                return False
+        return any(
+            isinstance(part, Computed) or isinstance(part, Ref) and self.depends(part.value)
+            for part in parts_of(expression)
+        )
 
     def key(self, expression: Expression) -> Any:
-        """Equal for expressions that compute the same.  Valid once no label is refined any more."""
+        """Equal for expressions that compute the same.  Valid until a label is refined."""
         match expression:
             case Ref():
                 ref = self.space.canonical(expression)
                 return ref.value, self.space.view(ref.view)
             case Apply():
-                params = repr(sorted(expression.params.items(), key=lambda item: item[0])) if expression.params else ""
-                name = expression.primitive.name
-                return (name, params, str(expression.dtype), *(self.key(a) for a in expression.arguments))
+                return self._form(expression)
             case Computed():
                 label = None if expression.label is None else self.key(expression.label)
                 return "computed", expression.kind, self.key(expression.argument), label
             case _:
                 return expression
+
+    def _form(self, expression: Apply) -> Any:
+        """A number for each form of an equation applied to something: what is shared in it is looked at once."""
+        known = self._keys.get(id(expression))
+        if known is None or known[1] != self.space.refinements:
+            params = repr(sorted(expression.params.items(), key=lambda item: item[0])) if expression.params else ""
+            own = (expression.primitive.name, params, str(expression.dtype))
+            form = (*own, *(self.key(a) for a in expression.arguments))
+            number = self._forms.setdefault(form, len(self._forms))
+            known = self._keys[id(expression)] = expression, self.space.refinements, ("applied", number)
+        return known[2]
 
     def dtype(self, expression: Expression) -> Dtype:
         return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
@@ -133,11 +138,19 @@ class Scope:
             return None if base is None or not 1 < base < math.inf else (operands[1], math.log(base))
         return operands[0], 1.0 if name == "exp" else math.log(2)
 
-    def number(self, ref: Ref) -> float | None:
-        """The value of a scalar that is known when tracing (arithmetic on literals included), or None."""
+    def number(self, ref: Ref) -> float | int | None:
+        """The value of a scalar that is known when tracing (arithmetic on literals included), or None.
+
+        Whole numbers of integer types are integers: those of 64 bits are none that a float holds.
+        """
         return self._fold(self.space.canonical(ref).value, depth=0)
 
-    def _fold(self, value: int, depth: int) -> float | None:
+    def _fold(self, value: int, depth: int) -> float | int | None:
+        if value not in self._numbers:
+            self._numbers[value] = self._folded(value, depth)
+        return self._numbers[value]
+
+    def _folded(self, value: int, depth: int) -> float | int | None:
         graph = self.graph
         if value in graph.literals:
             return _scalar(graph.literals[value])
@@ -145,7 +158,7 @@ class Scope:
             constant = graph.constants[value]
             return None if compat.is_tracer(constant) or np.size(constant) != 1 else _scalar(np.asarray(constant))
         node = graph.definitions.get(value)
-        if node is None or depth > 20 or math.prod(graph.shape(value)) != 1:
+        if node is None or depth > _DEEPEST or math.prod(graph.shape(value)) != 1:
             return None
         if node.name in ("reshape", "broadcast_in_dim", "squeeze", "copy") and len(node.inputs) == 1:
             return self._fold(node.inputs[0], depth + 1)
@@ -157,7 +170,43 @@ class Scope:
             return None
         typed = [np.asarray(a, graph.dtype(i)) for a, i in zip(arguments, node.inputs, strict=True)]
         with np.errstate(all="ignore"):
-            return _scalar(np.asarray(fold(node.params, *typed)).astype(graph.dtype(value)))
+            return _cast(np.asarray(fold(node.params, *typed)), graph.dtype(value))
+
+
+def parts_of(expression: Expression) -> Iterator[Expression]:
+    """An expression and all that it is applied to, each once; what a statistic is taken of is not looked into."""
+    seen: set[int] = set()
+    todo = [expression]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Apply):
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            todo += part.arguments[::-1]
+        yield part
+
+
+def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) -> bool:
+    """Whether a value is computed from some others, which ``known`` says of these; none is before ``first``.
+
+    What is found out is added to ``known``, so that each value of a program is looked at once.
+    """
+    todo = [value]
+    while todo:
+        number = todo[-1]
+        if number in known:
+            todo.pop()
+            continue
+        node = graph.definitions.get(number) if number >= first else None
+        inputs = node.inputs if node is not None else ()
+        if any(known.get(i, False) for i in inputs):
+            known[number] = True
+        elif left := [i for i in inputs if i >= first and i not in known]:
+            todo += left
+        else:
+            known[number] = False
+    return known[value]
 
 
 def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
@@ -179,17 +228,33 @@ def conversion_params(dtype: Dtype) -> dict[str, Any]:
     return {"new_dtype": dtype, "sharding": None, "weak_type": False}
 
 
-def _scalar(value: np.ndarray[Any, Any]) -> float | None:
+def _cast(value: np.ndarray[Any, Any], dtype: Dtype) -> float | int | None:
+    """A scalar in another dtype; None where platforms differ, as for a float that an integer type does not hold."""
+    if dtype.kind in "iu" and value.dtype.kind not in "iub":
+        if not jnp.iinfo(dtype).min <= float(value) <= jnp.iinfo(dtype).max:
+            return None
+    return _scalar(value.astype(dtype))
+
+
+def _divided(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A quotient; of whole numbers the one towards 0, exactly."""
+    if a.dtype.kind not in "iu":
+        return np.asarray(a / b)
+    quotient, rest = np.divmod(a, b)
+    return np.asarray(quotient + ((rest != 0) & ((rest < 0) != (a < 0))), a.dtype)
+
+
+def _scalar(value: np.ndarray[Any, Any]) -> float | int | None:
     if value.size != 1 or not (value.dtype.kind in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)):
         return None
-    return float(value.reshape(()))
+    return int(value.reshape(())) if value.dtype.kind in "iub" else float(value.reshape(()))
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": lambda _, a, b: a + b,
     "sub": lambda _, a, b: a - b,
     "mul": lambda _, a, b: a * b,
-    "div": lambda _, a, b: a / b if np.issubdtype(a.dtype, np.inexact) else np.trunc(a / b),
+    "div": lambda _, a, b: _divided(a, b),
     "neg": lambda _, a: -a,
     "max": lambda _, a, b: np.maximum(a, b),
     "min": lambda _, a, b: np.minimum(a, b),
@@ -199,7 +264,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "exp": lambda _, a: np.exp(a),
     "log": lambda _, a: np.log(a),
     "pow": lambda _, a, b: np.power(a, b),
-    "integer_pow": lambda params, a: np.power(a.astype(np.float64), params["y"]),
+    "integer_pow": lambda params, a: a ** params["y"] if a.dtype.kind in "iu" else a.astype(np.float64) ** params["y"],
     "convert_element_type": lambda _, a: a,
 }
 """Scalar arithmetic in numpy: while JAX is tracing, its own would be traced."""

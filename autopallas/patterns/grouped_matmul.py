@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from autopallas import compat
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
@@ -35,24 +36,28 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     parts: list[tuple[Match, Origin]] = []
     misses: dict[str, NearMiss] = {}
     for node in products:
-        if node.outputs[0] not in alive:
-            continue
-        origin = origins.of(node)
-        try:
-            match = ragged_dot(graph, node, assume_finite)
-            if match.spec.use != "drhs":
-                match = with_epilogue(graph, match, alive)
-        except Mismatch as mismatch:
-            miss = NearMiss("grouped_matmul", compat.location(node.equation), mismatch.reason)
-            misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
-            continue
-        if origin != "forward" or match.spec.use == "drhs":
-            parts.append((match, origin))
-        else:
-            forwards.append(_Forward(match))
+        with contained(node):
+            if node.outputs[0] not in alive:
+                continue
+            origin = origins.of(node)
+            try:
+                match = ragged_dot(graph, node, assume_finite)
+                if match.spec.use != "drhs":
+                    match = with_epilogue(graph, match, alive)
+            except Mismatch as mismatch:
+                miss = NearMiss("grouped_matmul", compat.location(node.equation), mismatch.reason)
+                misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
+                continue
+            if origin != "forward" or match.spec.use == "drhs":
+                parts.append((match, origin))
+            else:
+                forwards.append(_Forward(match))
     alone = _attach(forwards, parts)
     matches = [*(forward.finished() for forward in forwards), *alone]
-    dense, missed = experts.find(graph, alive, assume_finite)
+    dense: list[Match] = []
+    missed: list[NearMiss] = []
+    with contained():
+        dense, missed = experts.find(graph, alive, assume_finite)
     return sorted([*matches, *dense], key=lambda match: match.results[0]), [*misses.values(), *missed]
 
 
@@ -148,9 +153,10 @@ def _attach(forwards: Sequence[_Forward], parts: Sequence[tuple[Match, Origin]])
     """
     alone: list[Match] = []
     for bundle in _bundles(parts):
-        likeness = [forward.likeness(bundle) for forward in forwards]
-        if any(likeness):
-            forwards[likeness.index(max(likeness))].take(bundle)
-        else:
-            alone += bundle.parts
+        with contained(bundle.parts[0].location):
+            likeness = [forward.likeness(bundle) for forward in forwards]
+            if any(likeness):
+                forwards[likeness.index(max(likeness))].take(bundle)
+            else:
+                alone += bundle.parts
     return alone

@@ -11,6 +11,7 @@ import numpy as np
 from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.patterns.casts import counts_exactly
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
@@ -173,14 +174,15 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
             and along == [(0, space.resolve(atoms))]
             and np.array_equal(np.ravel(constant), np.arange(constant.size))
         )
+    counted = counts_exactly(scope.graph.dtype(ref.value), space.extent(atoms) - 1)
     if node.name == "iota":
         offset, own = ref.view[node.params["dimension"]]
-        return offset == 0 and space.resolve(own) == space.resolve(atoms)
+        return counted and offset == 0 and space.resolve(own) == space.resolve(atoms)
     operands = space.operands(ref)
     if operands is None:
         return False
     if node.name == "convert_element_type":
-        return is_position(scope, operands[0], atoms)
+        return counted and is_position(scope, operands[0], atoms)
     if node.name == "select_n" and len(operands) == 3 and is_position(scope, operands[1], atoms):
         test, sides = scope.node(operands[0]), space.operands(operands[0])
         known = _constant(scope, operands[0])

@@ -68,6 +68,8 @@ class Match:
     """Further passes of the same site, such as its backward where that is a computation of its own."""
     obstacle: str = ""
     """Why it must not be replaced where it is, or an empty string."""
+    assumptions: tuple[str, ...] = ()
+    """What the proof takes for granted of the program's numbers, in words."""
 
     @property
     def passes(self) -> tuple[Match, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.errors import OptionError
+from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
@@ -122,13 +123,14 @@ def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[N
     misses: list[NearMiss] = []
     alive = surviving(graph) if patterns else frozenset()
     for pattern in patterns:
-        finders = [_Finder(graph, pattern, alive)]
-        if finders[0].calls:
-            finders.append(_Finder(graph, pattern, alive, dissolved=True))
-        sites = [site for finder in finders for site in finder.sites()]
-        found, missed = _settled(graph, sites)
-        matches += found
-        misses += missed
+        with contained(op=pattern.name):
+            finders = [_Finder(graph, pattern, alive)]
+            if finders[0].calls:
+                finders.append(_Finder(graph, pattern, alive, dissolved=True))
+            sites = [site for finder in finders for site in finder.sites()]
+            found, missed = _settled(graph, sites)
+            matches += found
+            misses += missed
     return matches, misses
 
 
@@ -157,7 +159,9 @@ class _Finder:
         for node in reversed(self.graph.nodes):
             if node.name != name or node.outputs[0] not in self.alive or node.outputs[0] in covered:
                 continue
-            match = self._match(node)
+            match = None
+            with contained(node):
+                match = self._match(node)
             if match is not None:
                 covered.update(number for inner in match.equations for number in inner.outputs)
                 yield match, node
@@ -308,13 +312,22 @@ def _settled(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
         leaks += leaking
         alone = [pair for pair in alone if pair not in leaking]
     matches = [match for match, _ in alone]
-    waiting = [(match, node, _search(graph, match)) for match, node in leaks]
+    waiting: list[tuple[Match, Node, Search | None]] = []
+    for match, node in leaks:
+        search = None
+        with contained(match.location):
+            search = _search(graph, match)
+        waiting.append((match, node, search))
     searches = [search for *_, search in waiting if search is not None]
     given = {number for match in matches for number in match.results}
-    complete = settle(graph, Lookup(graph), searches, given) if searches else []
+    complete: list[Search] = []
+    with contained():
+        complete = settle(graph, Lookup(graph), searches, given) if searches else []
     misses: list[NearMiss] = []
     for match, node, search in waiting:
-        whole = _with_backward(graph, match, search) if search is not None and search in complete else None
+        whole = None
+        with contained(match.location):
+            whole = _with_backward(graph, match, search) if search is not None and search in complete else None
         if whole is not None:
             matches.append(whole)
         else:

@@ -22,6 +22,7 @@ from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, conversion_params, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
@@ -178,14 +179,25 @@ class _Reader:
         return Apply(*operation(node), arguments, dtype)
 
     def _greatest(self, ref: Ref) -> Expression:
-        """A maximum over the keys, without what is the same for all of them."""
-        tile, rows = self.softmax.strip(self.softmax.reduced(ref))
+        """A maximum over the keys, without what is the same for all of them.  A rounding inside stands outside as well:
+        it is monotone."""
+        casts: list[Dtype] = []
+        inner = self.space.canonical(self.softmax.reduced(ref))
+        while self.scope.name(inner) == "convert_element_type" and len(casts) < _LONGEST:
+            operands = self.space.operands(inner)
+            if not operands or not rounds(self.scope.dtype(operands[0]), self.scope.dtype(inner)):
+                break
+            casts.append(self.scope.dtype(inner))
+            inner = operands[0]
+        tile, rows = self.softmax.strip(inner)
         found: Expression = Computed("greatest", tile, self.wide)
         for term in self.softmax.combine(rows):
             if term.kind != "value":
                 raise Mismatch("a maximum over the keys is taken of more than scores and maxima")
             value = self._convert(self._row(term.expression), self.wide)
             found = Apply(lax.add_p, {}, (found, self._times(value, term.coefficient)), self.wide)
+        for dtype in reversed(casts):
+            found = self._convert(found, dtype)
         return found
 
     # ------------------------------------------------------------------ arithmetic
@@ -212,7 +224,7 @@ class _RowBuilder(ProgramBuilder):
         self.inputs: list[Operand | Positions | RowStatistic] = []
         self.statistics: list[Program | tuple[Weight, ...]] = list(sums)
 
-    def _register(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Any:
         source: Operand | Positions | RowStatistic
         match expression:
             case Computed(kind="greatest"):
@@ -232,7 +244,7 @@ class _RowBuilder(ProgramBuilder):
                     raise Mismatch(f"a side input has the dtype {dtype}")
                 source = self.carrier.source(expression)
             case _:
-                return super()._register(expression)
+                return super()._written(expression)
         if source not in self.inputs:
             self.inputs.append(source)
         return self._input(Side(self.inputs.index(source), self.scope.dtype(expression)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -21,16 +22,8 @@ from jax import lax
 from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.expressions import (
-    Apply,
-    Computed,
-    Dtype,
-    Expression,
-    Position,
-    Scope,
-    conversion_params,
-    operation,
-)
+from autopallas.patterns.casts import counts_exactly, rounds
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax, Term
@@ -57,6 +50,12 @@ class _NotLinear(Exception):
     """A number per row that depends on the logits enters other than linearly."""
 
 
+_MOST_SUMMANDS = 64
+"""Into which a reduction is taken apart: one with more is a statistic as a whole."""
+_DEEPEST = 64
+"""Operations on one path that are looked through."""
+
+
 class RowStatistics(Softmax):
     """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary."""
 
@@ -68,14 +67,17 @@ class RowStatistics(Softmax):
         self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
         """A number per row as a function of statistics, if a reduction before gives it."""
         self._pure: dict[Any, bool] = {}
+        self._elements: dict[Any, Expression] = {}
 
     # Numbers per row are taken as they are.
 
-    def linear(self, ref: Ref) -> list[Term]:
+    def linear(self, ref: Ref, depth: int = 0) -> list[Term]:
         number = self.scope.number(ref)
-        return [Term(1.0, "value", self.space.canonical(ref)) if number is None else Term(number, "constant", None)]
+        if number is not None:
+            return [Term(float(number), "constant", None)]
+        return [Term(1.0, "value", self.space.canonical(ref))]
 
-    def log(self, ref: Ref) -> list[Term]:
+    def log(self, ref: Ref, depth: int = 0) -> list[Term]:
         number = self.scope.number(ref)
         if number is not None and number > 0:
             return [Term(math.log(number), "constant", None)]
@@ -84,11 +86,21 @@ class RowStatistics(Softmax):
     # ------------------------------------------------------------------ reductions
 
     def maximum(self, tile: Ref) -> Expression:
-        """max over V."""
+        """max over V.  A rounding that stands inside stands outside as well: it is monotone."""
+        casts: list[Dtype] = []
+        tile = self.space.canonical(tile)
+        while len(casts) <= _DEEPEST and self.scope.name(tile) == "convert_element_type":
+            operands = self.space.operands(tile)
+            if not operands or not self.scope.depends(operands[0].value) or not self._rounds(tile, operands[0]):
+                break
+            casts.append(self.scope.dtype(tile))
+            tile = operands[0]
         argument, rows = self.strip(tile)
         found: Expression = Computed("max", argument, self.wide)
         for term in rows:
             found = self._add(found, self._term(term))
+        for dtype in reversed(casts):
+            found = self.convert(found, dtype)
         return found
 
     def total(self, tile: Ref) -> Expression:
@@ -96,8 +108,11 @@ class RowStatistics(Softmax):
         counted = self._ties(tile)
         if counted is not None:
             return counted
+        self._refuse_uncounted(tile)
         try:
-            summands = list(self._expand(self.space.canonical(tile)))
+            summands = list(islice(self._expand(self.space.canonical(tile)), _MOST_SUMMANDS + 1))
+            if len(summands) > _MOST_SUMMANDS:
+                raise _NotLinear
         except _NotLinear:
             return Computed("sum", tile, self.wide)
         found: Expression | None = None
@@ -105,6 +120,18 @@ class RowStatistics(Softmax):
             value = self._summand(summand)
             found = value if found is None else self._add(found, value)
         return found if found is not None else Constant(0.0, self.wide)
+
+    def _refuse_uncounted(self, tile: Ref) -> None:
+        """Refuses a sum of whole numbers, but for a count that neither its dtype nor a kernel's lacks a number for."""
+        ref = self.space.canonical(tile)
+        dtype, operands = self.scope.dtype(ref), self.space.operands(ref)
+        if rounds(dtype, dtype):
+            return
+        counts = bool(operands) and self.scope.name(ref) == "convert_element_type"
+        counts = counts and self.scope.dtype((operands or [ref])[0]) == _BOOLEAN
+        most = self.space.extent(self.axis)
+        if not counts or not all(counts_exactly(d, most) for d in (dtype, self.wide)):
+            raise Mismatch(f"whole numbers ({dtype}) that are computed from the logits are summed")
 
     def argmax(self, tile: Ref) -> Expression:
         """Where the tile is greatest; exactly as it stands, since rounding decides ties."""
@@ -134,7 +161,9 @@ class RowStatistics(Softmax):
         if operands is None or self.scope.name(tile) != "convert_element_type":
             return None
         value = self.greatest(operands[0])
-        return None if value is None else Computed("ties", value, self.wide)
+        if value is None or not counts_exactly(self.wide, self.space.extent(self.axis)):
+            return None
+        return Computed("ties", value, self.wide)
 
     def greatest(self, tile: Ref) -> Ref | None:
         """The values that a tile value compares with their maximum in the row, if it does that."""
@@ -183,8 +212,11 @@ class RowStatistics(Softmax):
 
     # ------------------------------------------------------------------ sums
 
-    def _expand(self, tile: Ref) -> Iterator[_Summand]:
+    def _expand(self, tile: Ref, depth: int = 0) -> Iterator[_Summand]:
         """The tile as a sum in which numbers per row that depend on the logits are factors."""
+        if depth > _DEEPEST:
+            raise _NotLinear
+        depth += 1
         tile = self.space.canonical(tile)
         if not self.carries_axis(tile):
             yield _Summand((tile,), None)
@@ -208,35 +240,35 @@ class RowStatistics(Softmax):
         dtype = self.scope.dtype(tile)
         if name in ("add", "add_any"):
             for operand in operands:
-                yield from self._expand(operand)
+                yield from self._expand(operand, depth)
         elif name == "sub":
-            yield from self._expand(operands[0])
-            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[1]))
+            yield from self._expand(operands[0], depth)
+            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[1], depth))
         elif name == "neg":
-            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[0]))
-        elif name == "convert_element_type" and self._keeps_value(tile, operands[0]):
-            yield from self._expand(operands[0])
+            yield from (self._scaled(s, Constant(-1.0, self.wide)) for s in self._expand(operands[0], depth))
+        elif name == "convert_element_type" and self._rounds(tile, operands[0]):
+            yield from self._expand(operands[0], depth)
         elif name == "mul":
             a, b = operands
             if not self.carries_axis(b) or self.carries_axis(a) and self._places(a):
                 a, b = b, a
             if not self.carries_axis(a):
-                yield from (self._scaled(s, a) for s in self._expand(b))
+                yield from (self._scaled(s, a) for s in self._expand(b, depth))
             elif self._places(b):
-                for s in self._expand(b):
+                for s in self._expand(b, depth):
                     assert s.label is not None
                     yield self._scaled(s, self._at(a, s.label))
             elif self.pure(a) or self.pure(b):
                 a, b = (a, b) if self.pure(a) else (b, a)
-                yield from (self._times(s, a, dtype) for s in self._expand(b))
+                yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
             else:
                 yield self._exponential_sum(tile)
         elif name == "div" and not self.carries_axis(operands[1]):
             one = Constant(1.0, self.wide)
             reciprocal = self._divide(one, self.convert(operands[1], self.wide))
-            yield from (self._scaled(s, reciprocal) for s in self._expand(operands[0]))
+            yield from (self._scaled(s, reciprocal) for s in self._expand(operands[0], depth))
         elif name == "div" and self._places(operands[0]):
-            for s in self._expand(operands[0]):
+            for s in self._expand(operands[0], depth):
                 assert s.label is not None
                 divisor = self.convert(self._at(operands[1], s.label), self.wide)
                 yield self._scaled(s, self._divide(Constant(1.0, self.wide), divisor))
@@ -244,7 +276,7 @@ class RowStatistics(Softmax):
             mask, *cases = operands
             zero, one = Constant(0.0, dtype), Constant(1.0, dtype)
             for position, case in enumerate(cases):
-                for s in self._expand(case):
+                for s in self._expand(case, depth):
                     if s.known is not None:
                         raise _NotLinear
                     inner: Expression = s.tile if s.tile is not None else one
@@ -262,8 +294,13 @@ class RowStatistics(Softmax):
         except Mismatch:
             raise _NotLinear from None
 
-    def _places(self, tile: Ref) -> bool:
+    def _places(self, tile: Ref, depth: int = 0) -> bool:
         """Whether a tile value is a scatter of one element per row, but for factors."""
+        if depth > _DEEPEST:
+            return False
+        return self._remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
+
+    def _scatters(self, tile: Ref, depth: int) -> bool:
         tile = self.space.canonical(tile)
         name, operands = self.scope.name(tile), self.space.operands(tile)
         if name == "scatter-add":
@@ -271,9 +308,9 @@ class RowStatistics(Softmax):
         if operands is None or not self.carries_axis(tile):
             return False
         if name in ("neg", "convert_element_type"):
-            return self._places(operands[0])
+            return self._places(operands[0], depth)
         if name in ("mul", "div"):
-            return self._places(operands[0]) or name == "mul" and self._places(operands[1])
+            return self._places(operands[0], depth) or name == "mul" and self._places(operands[1], depth)
         return False
 
     def _placed(self, tile: Ref) -> _Summand:
@@ -283,17 +320,28 @@ class RowStatistics(Softmax):
     def _label(self, pick: Pick) -> Expression:
         if pick.mode != "clip":
             return pick.label
-        own = self.scope.dtype(pick.label)
+        label = self._countable(pick.label)
+        own = self.scope.dtype(label)
         last = Constant(self.space.extent(self.axis) - 1, own)
-        return Apply(lax.clamp_p, {}, (Constant(0, own), pick.label, last), own)
+        return Apply(lax.clamp_p, {}, (Constant(0, own), label, last), own)
+
+    def _countable(self, label: Expression) -> Expression:
+        """A label in a type that holds every position: its own may be too narrow for them."""
+        own = self.scope.dtype(label)
+        return label if counts_exactly(own, self.space.extent(self.axis)) else self.convert(label, np.dtype(np.int32))
 
     def _picked(self, tile: Expression, label: Expression, kind: str = "pick") -> Expression:
         """The element of a program at a label; 0 where the label is out of range."""
         if isinstance(label, Ref):
             return Computed(kind, tile, self.wide, label)
         dtype = self.scope.dtype(tile)
-        here = Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
-        return Computed("sum", Apply(lax.select_n_p, {}, (here, Constant(0.0, dtype), tile), dtype), self.wide)
+        cases = Constant(0.0, dtype), tile
+        return Computed("sum", Apply(lax.select_n_p, {}, (self._here(label), *cases), dtype), self.wide)
+
+    def _here(self, label: Expression) -> Expression:
+        """Where a tile is at a label."""
+        label = self._countable(label)
+        return Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
 
     def updates(self, tile: Ref) -> tuple[Pick, Ref]:
         """A scatter of one element per row: where it goes, and the elements."""
@@ -306,9 +354,7 @@ class RowStatistics(Softmax):
         """A scatter of one element per row as an elementwise expression."""
         pick, updates = self.updates(tile)
         dtype = self.scope.dtype(tile)
-        label = self._label(pick)
-        here = Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
-        return Apply(lax.select_n_p, {}, (here, Constant(0.0, dtype), updates), dtype)
+        return Apply(lax.select_n_p, {}, (self._here(self._label(pick)), Constant(0.0, dtype), updates), dtype)
 
     def _scaled(self, summand: _Summand, factor: Expression) -> _Summand:
         return replace(summand, factors=(*summand.factors, factor))
@@ -341,24 +387,31 @@ class RowStatistics(Softmax):
 
     # ------------------------------------------------------------------ picked elements
 
-    def _at(self, tile: Ref, label: Expression, kind: str = "pick") -> Expression:
+    def _at(self, tile: Ref, label: Expression, kind: str = "pick", depth: int = 0) -> Expression:
         """The tile at a label: what depends on numbers per row is computed of the element itself."""
         tile = self.space.canonical(tile)
         if not self.carries_axis(tile):
             return tile
+        key = self.scope.key(tile), self.scope.key(label), kind
+        if key not in self._elements:
+            self._elements[key] = self._element(tile, label, kind, depth)
+        return self._elements[key]
+
+    def _element(self, tile: Ref, label: Expression, kind: str, depth: int) -> Expression:
         dtype = self.scope.dtype(tile)
         if self.pure(tile):
             return self.convert(self._picked(tile, label, kind), dtype)
         node, operands = self.scope.node(tile), self.space.operands(tile)
-        if node is None or operands is None:
+        if node is None or operands is None or depth > _DEEPEST:
             raise Mismatch(f"the logits pass through {self.scope.name(tile)}")
-        arguments = tuple(self._at(operand, label, kind) for operand in operands)
+        arguments = tuple(self._at(operand, label, kind, depth + 1) for operand in operands)
         if node.name == "dot_general":
             arguments = tuple(self.convert(a, dtype) for a in arguments)
             return Apply(lax.mul_p, compat.multiplication_params(), arguments, dtype)
         return Apply(*operation(node), arguments, dtype)
 
     def _within(self, label: Expression) -> Expression:
+        label = self._countable(label)
         own = self.scope.dtype(label)
         at_least = Apply(lax.ge_p, {}, (label, Constant(0, own)), _BOOLEAN)
         below = Apply(lax.lt_p, {}, (label, Constant(self.space.extent(self.axis), own)), _BOOLEAN)
@@ -415,13 +468,6 @@ class RowStatistics(Softmax):
             return Constant(term.coefficient, self.wide)
         value = self.convert(term.expression, self.wide)
         return value if term.coefficient == 1 else self._multiply(Constant(term.coefficient, self.wide), value)
-
-    def convert(self, expression: Expression, dtype: Dtype) -> Expression:
-        if self.scope.dtype(expression) == dtype:
-            return expression
-        if isinstance(expression, Constant):
-            return Constant(expression.value, dtype)
-        return Apply(lax.convert_element_type_p, conversion_params(dtype), (expression,), dtype)
 
     def _unary(self, primitive: Any, x: Expression) -> Expression:
         return Apply(primitive, {"accuracy": None}, (x,), self.wide)

@@ -10,17 +10,17 @@ logsumexp come out the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.graph import Graph, Node, Ref
+from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
+from autopallas.patterns.casts import exponential_underflows_below, rounds, widens
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
@@ -28,6 +28,16 @@ from autopallas.program import Constant
 __all__ = ["Exponential", "Factor", "LogSumExp", "NoNormaliser", "Softmax", "Term"]
 
 Kind = Literal["constant", "value", "log", "logsumexp"]
+T = TypeVar("T")
+
+_DEEPEST = 64
+"""Operations on one path that a proof looks through: no spelling of a softmax has so many, and a program may have any
+number."""
+_MOST_TERMS = 32
+"""Terms of one sum of logarithms; a longer sum is a term of its own."""
+
+UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
+"""What is assumed of scores that enter an exponential as they are: where it overflows, the program gives NaN."""
 
 
 class NoNormaliser(Mismatch):
@@ -75,6 +85,18 @@ class LogSumExp:
     extras: tuple[tuple[Term, ...], ...] = ()
 
 
+class _Stripped(NamedTuple):
+    """The argument of an exponential, taken apart: ``x`` plus ``rows``.
+
+    ``shifted``: whether ``x`` less its own maximum over the keys is what the program takes the exponential of, or
+    something smaller.
+    """
+
+    x: Expression
+    rows: list[Term]
+    shifted: bool = False
+
+
 class Softmax:
     """The algebra over one site.  ``axis`` holds the labels of S."""
 
@@ -83,31 +105,49 @@ class Softmax:
         self.axis = axis
         self.offset = offset  # of the keys within a longer axis, as beside a sink column
         self.note: str | None = None  # what stood in the way of reading a denominator
+        self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
+        self._memory: dict[Hashable, tuple[int, Any]] = {}
+
+    def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
+        """The outcome of ``compute``, which is asked once for each use of a value.
+
+        Labels may be refined later, which lets more be read: then it is asked again.
+        """
+        key = (what, ref.value, self.space.view(ref.view), self.space.resolve(self.axis), further)
+        known = self._memory.get(key)
+        if known is None or known[0] != self.space.refinements:
+            outcome = compute()
+            known = self._memory[key] = self.space.refinements, outcome
+        found: T = known[1]
+        return found
 
     def carries_axis(self, ref: Ref) -> bool:
         return bool(self.space.atoms(ref) & set(self.space.resolve(self.axis)))
 
     # ------------------------------------------------------------------ the weights' side
 
-    def exponential(self, ref: Ref) -> Exponential:
+    def exponential(self, ref: Ref, depth: int = 0) -> Exponential:
         """Pulls probabilities, normalised or not, back to an exponential of the scores."""
+        if depth > _DEEPEST:
+            raise Mismatch(f"the probabilities pass through more than {_DEEPEST} operations")
         ref = self.space.canonical(ref)
         name, operands = self.scope.name(ref), self.space.operands(ref)
         if operands is None:
             raise Mismatch(f"the probabilities pass through {name or 'something that is not computed here'}")
-        if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
-            return self.exponential(operands[0])
+        if name == "convert_element_type" and self._rounds(ref, operands[0]):
+            return self.exponential(operands[0], depth + 1)
         if (power := self.scope.exponential(ref)) is not None:
             exponent, scale = power
             if not self.carries_axis(exponent):
                 raise Mismatch("the exponential does not carry the key axis")
-            argument, rows = self.strip(exponent, outermost=scale >= math.log(2))
+            nothing = exponential_underflows_below(self.scope.graph.dtype(exponent.value))
+            argument, rows, shifted = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
+            self.unshifted |= not shifted
+            rows = list(rows)
             if scale != 1:
-                own = self.scope.graph.dtype(ref.value)
+                own = self.scope.dtype(argument)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
-                if own != dtype:
-                    argument = Apply(lax.convert_element_type_p, conversion_params(dtype), (argument,), dtype)
-                factor = Constant(scale, dtype)
+                argument, factor = self.convert(argument, dtype), Constant(scale, dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
                 rows = [t.scaled(scale) for t in rows]
             return Exponential(argument, [], rows)
@@ -117,7 +157,7 @@ class Softmax:
                 a, b = b, a
             if not self.carries_axis(a):
                 raise Mismatch("the probabilities lack the key axis")
-            found = self.exponential(a)
+            found = self.exponential(a, depth + 1)
             if not self.carries_axis(b):
                 found.rows += [t.scaled(1 if name == "mul" else -1) for t in self.log(b)]
             elif self.scope.depends(b.value):
@@ -133,19 +173,19 @@ class Softmax:
                     if self.scope.depends(mask.value):
                         if position == 0 or not self._is_nan(mask, cases[0]):
                             raise Mismatch("a mask on the probabilities depends on the scores")
-                        return self._guarded(cases[0])
-                    found = self.exponential(cases[1 - position])
+                        return self._guarded(cases[0], depth)
+                    found = self.exponential(cases[1 - position], depth + 1)
                     found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
                     return found
             if self._is_infinite(mask):  # which no probability is
-                return self._guarded(cases[0])
+                return self._guarded(cases[0], depth)
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax")
         raise Mismatch(f"the probabilities pass through {name}")
 
-    def _guarded(self, ref: Ref) -> Exponential:
+    def _guarded(self, ref: Ref, depth: int) -> Exponential:
         """Probabilities of which those that are not numbers are replaced: whole rows, if nothing weighs them."""
-        found = self.exponential(ref)
+        found = self.exponential(ref, depth + 1)
         if found.weights:
             raise Mismatch("weighted probabilities are replaced where they are not numbers")
         found.guarded = True
@@ -160,8 +200,13 @@ class Softmax:
         operands = self.space.operands(mask) if self.scope.name(mask) == "eq" else None
         return bool(operands) and any(self.scope.number(o) in (math.inf, -math.inf) for o in operands or ())
 
-    def _keeps_value(self, result: Ref, operand: Ref) -> bool:
-        return keeps_value(self.scope.graph, self.scope.graph.definitions[result.value])
+    def _rounds(self, result: Ref, operand: Ref) -> bool:
+        """Whether a cast of a factor is read through."""
+        return rounds(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
+
+    def _widens(self, result: Ref, operand: Ref) -> bool:
+        """Whether a cast keeps every value."""
+        return widens(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
 
     def _has_exponential(self, ref: Ref) -> bool:
         """Whether an exponential lies behind elementwise operations."""
@@ -179,122 +224,187 @@ class Softmax:
 
     # ------------------------------------------------------------------ the exponential's argument
 
-    def strip(self, ref: Ref, outermost: bool = False) -> tuple[Expression, list[Term]]:
+    def strip(self, ref: Ref) -> tuple[Expression, list[Term]]:
         """The argument of an exponential as (x, rows): x + rows, where the rows depend on the scores but lack S."""
+        found = self._stripped(ref)
+        return found.x, list(found.rows)
+
+    def _stripped(self, ref: Ref, nothing: float = -math.inf, depth: int = 0) -> _Stripped:
+        """The same; a fill below ``nothing`` has an exponential of exactly 0 where this is the whole exponent."""
         ref = self.space.canonical(ref)
+        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+            return _Stripped(ref, [])
+        return self._remembered("strip", ref, lambda: self._take_rows_out(ref, nothing, depth), nothing)
+
+    def _take_rows_out(self, ref: Ref, nothing: float, depth: int) -> _Stripped:
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
-        if not self.scope.depends(ref.value) or operands is None or node is None:
-            return ref, []
+        if operands is None or node is None:
+            return _Stripped(ref, [])
         dtype = self.scope.graph.dtype(ref.value)
-
-        def apply(*arguments: Expression) -> Apply:
-            return Apply(node.equation.primitive, node.params, arguments, dtype)
-
         x: Expression = ref
         rows: list[Term] = []
+        shifted = False
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1
             if self._is_row(b):
-                x, rows = self.strip(a)
-                rows = rows + [t.scaled(sign) for t in self.linear(b)]
+                x, rows, shifted = self._stripped(a, depth=depth + 1)
+                row = [t.scaled(sign) for t in self.linear(b)]
+                rows = rows + row
+                shifted = self._bounds(row, a) or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
-                x, inner = self.strip(b)
+                x, inner, _ = self._stripped(b, depth=depth + 1)
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
                 if sign < 0:
-                    x = Apply(lax.neg_p, {}, (x,), dtype)
+                    x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
             else:
-                (xa, ra), (xb, rb) = self.strip(a), self.strip(b)
-                x, rows = apply(xa, xb), ra + [t.scaled(sign) for t in rb]
-        elif name == "convert_element_type" and self._keeps_value(ref, operands[0]):
-            x, rows = self.strip(operands[0], outermost)
-            x = apply(x)
+                (xa, ra, _), (xb, rb, _) = (self._stripped(o, depth=depth + 1) for o in (a, b))
+                x, rows = self._on_wide(node, xa, xb), ra + [t.scaled(sign) for t in rb]
+        elif name == "convert_element_type" and self._rounds(ref, operands[0]):
+            x, rows, shifted = self._stripped(operands[0], nothing, depth + 1)
+            if widens(self.scope.dtype(x), dtype):
+                x = self.convert(x, dtype)
+            elif self.scope.dtype(x) == np.float64 and not self._double:
+                rows = []  # kernels compute in float32, which does not hold what float64 does before rows are taken out
         elif name in ("mul", "div") and node.name == name:  # not a dot without contraction
             for position in (0, 1) if name == "mul" else (0,):
                 other = operands[1 - position]
                 number = self.scope.number(other)
                 if number and self.scope.depends(operands[position].value):
-                    x, rows = self.strip(operands[position])
-                    x = apply(x, other) if position == 0 else apply(other, x)
+                    x, rows, shifted = self._stripped(operands[position], depth=depth + 1)
+                    x = self._on_wide(node, x, other) if position == 0 else self._on_wide(node, other, x)
                     rows = [t.scaled(number if name == "mul" else 1 / number) for t in rows]
+                    shifted = shifted and number > 0
                     break
         elif name == "neg":
-            x, rows = self.strip(operands[0])
-            x, rows = apply(x), [t.scaled(-1) for t in rows]
+            x, rows, _ = self._stripped(operands[0], depth=depth + 1)
+            x, rows = self._on_wide(node, x), [t.scaled(-1) for t in rows]
         elif name == "select_n" and len(operands) == 3:
             mask, *cases = operands
             for position in (0, 1):
                 fill = self.scope.number(cases[position])
-                if fill is not None and (fill == -math.inf or outermost and fill < _EXP_IS_ZERO[dtype == np.float64]):
-                    y, rows = self.strip(cases[1 - position])
-                    nothing = Constant(-math.inf, dtype)
-                    x = apply(mask, *((nothing, y) if position == 0 else (y, nothing)))
+                if fill is not None and (fill == -math.inf or fill < nothing):
+                    y, rows, _ = self._stripped(cases[1 - position], depth=depth + 1)
+                    filled = Constant(-math.inf, self.scope.dtype(y))
+                    x = self._on_wide(node, mask, *((filled, y) if position == 0 else (y, filled)))
                     break
-        return (x, rows) if rows else (ref, [])
+        if not rows:
+            return _Stripped(ref, [])
+        rows = self.combine(rows)
+        return _Stripped(x, rows, shifted) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
+
+    def _on_wide(self, node: Node, *arguments: Expression) -> Apply:
+        """An equation applied to other operands, in the widest of their dtypes: one of which a cast was left out is
+        wider than the program has it."""
+        floats = [d for d in map(self.scope.dtype, arguments) if rounds(d, d)]
+        wide = max(floats, key=lambda d: d.itemsize)
+        converted = (self.convert(a, wide) if rounds(self.scope.dtype(a), wide) else a for a in arguments)
+        return Apply(node.equation.primitive, node.params, tuple(converted), wide)
+
+    def convert(self, expression: Expression, dtype: np.dtype[Any]) -> Expression:
+        """An expression in another dtype."""
+        if self.scope.dtype(expression) == dtype:
+            return expression
+        if isinstance(expression, Constant):
+            return Constant(expression.value, dtype)
+        return Apply(lax.convert_element_type_p, conversion_params(dtype), (expression,), dtype)
+
+    @property
+    def _double(self) -> bool:
+        """Whether kernels compute in float64."""
+        score = self.scope.score
+        return score is not None and self.scope.graph.dtype(score) == np.float64
+
+    def _bounds(self, row: Sequence[Term], values: Ref) -> bool:
+        """Whether what is added to some values takes from them their maximum along the row, but for rounding, or the
+        logarithm of the sum of their exponentials."""
+        for term in row:
+            if term.kind == "logsumexp" and term.coefficient < 0:
+                return True
+            if term.kind == "value" and term.coefficient == -1:
+                if self._is_maximum(term.expression, values, about=True):
+                    return True
+        return False
 
     def _is_row(self, ref: Ref) -> bool:
         return self.scope.depends(ref.value) and not self.carries_axis(ref)
 
     # ------------------------------------------------------------------ row terms
 
-    def linear(self, ref: Ref) -> list[Term]:
+    def linear(self, ref: Ref, depth: int = 0) -> list[Term]:
         """A row value as a sum of terms."""
         ref = self.space.canonical(ref)
         number = self.scope.number(ref)
         if number is not None:
-            return [Term(number, "constant", None)]
+            return [Term(float(number), "constant", None)]
+        itself = [Term(1.0, "value", ref)]
+        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+            return itself
+        terms = self._remembered("linear", ref, lambda: self._summands(ref, depth + 1))
+        return itself if terms is None else list(terms)
+
+    def _summands(self, ref: Ref, depth: int) -> list[Term] | None:
+        """The terms whose sum a row value is, or None where it is a term of its own."""
         name, operands = self.scope.name(ref), self.space.operands(ref)
-        if operands is None or not self.scope.depends(ref.value):
-            return [Term(1.0, "value", ref)]
-        if name in ("add", "add_any"):
-            return self.linear(operands[0]) + self.linear(operands[1])
-        if name == "sub":
-            return self.linear(operands[0]) + [t.scaled(-1) for t in self.linear(operands[1])]
+        if operands is None:
+            return None
+        if name in ("add", "add_any", "sub"):
+            sign = -1 if name == "sub" else 1
+            left, right = (self.linear(operand, depth) for operand in operands)
+            terms = self.combine([*left, *(t.scaled(sign) for t in right)])
+            return terms if len(terms) <= _MOST_TERMS else None
         if name == "neg":
-            return [t.scaled(-1) for t in self.linear(operands[0])]
-        if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
-            return self.linear(operands[0])
+            return [t.scaled(-1) for t in self.linear(operands[0], depth)]
+        if name == "convert_element_type" and self._widens(ref, operands[0]):
+            return self.linear(operands[0], depth)
         if name == "log":
-            return self.log(operands[0])
+            return self.log(operands[0], depth)
         if name in ("mul", "div"):
             for position in (0, 1) if name == "mul" else (0,):
                 number = self.scope.number(operands[1 - position])
                 if number:
                     factor = number if name == "mul" else 1 / number
-                    return [t.scaled(factor) for t in self.linear(operands[position])]
+                    return [t.scaled(factor) for t in self.linear(operands[position], depth)]
         if name == "max":  # jax.nn.softmax guards against an empty axis with max(-inf, m)
             for position in (0, 1):
                 if self.scope.number(operands[position]) == -math.inf:
-                    return self.linear(operands[1 - position])
-        return [Term(1.0, "value", ref)]
+                    return self.linear(operands[1 - position], depth)
+        return None
 
-    def log(self, ref: Ref) -> list[Term]:
+    def log(self, ref: Ref, depth: int = 0) -> list[Term]:
         """The logarithm of a row factor as a sum of terms."""
         ref = self.space.canonical(ref)
         number = self.scope.number(ref)
         if number is not None and number > 0:
             return [Term(math.log(number), "constant", None)]
-        if not self.scope.depends(ref.value):
+        if not self.scope.depends(ref.value) or depth > _DEEPEST:
             return [Term(1.0, "log", ref)]
+        return list(self._remembered("log", ref, lambda: self._log(ref, depth + 1)))
+
+    def _log(self, ref: Ref, depth: int) -> list[Term]:
         name, operands, node = self.scope.name(ref), self.space.operands(ref), self.scope.node(ref)
+        itself = [Term(1.0, "log", ref)]
         if operands is not None and node is not None:
-            if name == "convert_element_type" and self._keeps_value(ref, operands[0]):
-                return self.log(operands[0])
+            if name == "convert_element_type" and self._rounds(ref, operands[0]):
+                return self.log(operands[0], depth)
             if name == "abs":  # jax.scipy.special.logsumexp takes it of a sum that is positive anyway
-                inner = self.log(operands[0])
-                return inner if all(map(_positive, inner)) else [Term(1.0, "log", ref)]
+                inner = self.log(operands[0], depth)
+                return inner if all(map(_positive, inner)) else itself
             if name == "exp":
-                return self.linear(operands[0])
+                return self.linear(operands[0], depth)
             if name in ("mul", "div"):
-                return self.log(operands[0]) + [t.scaled(1 if name == "mul" else -1) for t in self.log(operands[1])]
+                sign = 1 if name == "mul" else -1
+                left, right = (self.log(operand, depth) for operand in operands)
+                terms = self.combine([*left, *(t.scaled(sign) for t in right)])
+                return terms if len(terms) <= _MOST_TERMS else itself
             if name == "integer_pow":
-                return [t.scaled(node.params["y"]) for t in self.log(operands[0])]
+                return [t.scaled(node.params["y"]) for t in self.log(operands[0], depth)]
             if name in ("add", "add_any", "max"):
-                if (found := self._unchanged(name, operands)) is not None:
+                if (found := self._unchanged(name, operands, depth)) is not None:
                     return found
             if name in ("add", "add_any"):
                 try:
-                    return self._log_of_sum([self.log(o) for o in operands])
+                    return self._log_of_sum([self.log(o, depth) for o in operands])
                 except Mismatch as mismatch:
                     self.note = mismatch.reason
             if name == "max":
@@ -307,9 +417,9 @@ class Softmax:
             found = self._log_of_dot(ref)
             if found is not None:
                 return found
-        return [Term(1.0, "log", ref)]
+        return itself
 
-    def _unchanged(self, name: str, operands: Sequence[Ref]) -> list[Term] | None:
+    def _unchanged(self, name: str, operands: Sequence[Ref], depth: int) -> list[Term] | None:
         """The logarithm of a sum of exponentials beside a number that is too small to make a difference.
 
         One of the exponentials is 1 where the maximum is subtracted.  Then less than half a unit in the last place of 1
@@ -320,7 +430,7 @@ class Softmax:
             double = self.scope.dtype(ref) == np.float64
             if number is None or not 0 <= number < (1.0 if name == "max" else 2.0 ** (-54 if double else -25)):
                 continue
-            terms = self.log(ref)
+            terms = self.log(ref, depth)
             shift = [t for t in terms if t.kind != "logsumexp"]
             if len(shift) == 1 and len(terms) == 2 and shift[0].kind == "value" and shift[0].coefficient == -1:
                 (inner,) = (t.expression for t in terms if t.kind == "logsumexp")
@@ -328,11 +438,21 @@ class Softmax:
                     return terms
         return None
 
-    def _is_maximum(self, row: Ref, argument: Expression) -> bool:
-        """Whether a value of the row is the greatest of some values over the keys."""
+    def _is_maximum(self, row: Ref, argument: Expression, about: bool = False) -> bool:
+        """Whether a value of the row is the greatest of some values over the keys; ``about``: but for rounding, and
+        for rows where that is infinite and 0 is taken instead."""
+        keeps = self._rounds if about else self._widens
         row = self.space.canonical(row)
-        while self.scope.name(row) in ("stop_gradient", "convert_element_type"):
-            (row,) = self.space.operands(row) or (row,)
+        for _ in range(_DEEPEST):
+            name, operands = self.scope.name(row), self.space.operands(row) or []
+            kept = [o for o in operands if name != "max" or self.scope.number(o) != -math.inf]
+            if about and name == "select_n" and len(operands) == 3 and self.scope.name(operands[0]) == "is_finite":
+                kept = operands[2:]
+            elif name == "convert_element_type" and not keeps(row, operands[0]):
+                return False
+            elif name not in ("stop_gradient", "convert_element_type", "max") or len(kept) != 1:
+                break
+            (row,) = kept
         if self.scope.name(row) != "reduce_max":
             return False
         try:
@@ -433,7 +553,7 @@ class Softmax:
         """The logarithm of a single column beside the keys (a sink): an exponential without S."""
         ref = self.space.canonical(ref)
         operands = self.space.operands(ref)
-        while self.scope.name(ref) == "convert_element_type" and operands and self._keeps_value(ref, operands[0]):
+        while self.scope.name(ref) == "convert_element_type" and operands and self._rounds(ref, operands[0]):
             ref = operands[0]
             operands = self.space.operands(ref)
         if self.scope.name(ref) != "exp" or operands is None:
@@ -442,7 +562,7 @@ class Softmax:
         at = operands[0]
         while self.scope.depends(at.value):
             inner = self.space.operands(at)
-            if inner and self.scope.name(at) == "convert_element_type" and self._keeps_value(at, inner[0]):
+            if inner and self.scope.name(at) == "convert_element_type" and self._rounds(at, inner[0]):
                 at = inner[0]
             elif inner and self.scope.name(at) == "sub" and self.scope.depends(inner[1].value):
                 rows += [t.scaled(-1) for t in self.linear(inner[1])]
@@ -530,12 +650,6 @@ class Softmax:
         return self._depends(term)
 
 
-def keeps_value(graph: Graph, cast: Node) -> bool:
-    """Whether a cast is between floating types of at least 16 bits: rounding, which kernels do as well."""
-    dtypes = [graph.dtype(number) for number in (*cast.inputs, *cast.outputs)]
-    return all(jnp.issubdtype(d, jnp.floating) and d.itemsize >= 2 for d in dtypes)
-
-
 def _positive(term: Term) -> bool:
     """Whether a term is the logarithm of something that is known to be positive."""
     if term.kind != "logsumexp":
@@ -545,7 +659,3 @@ def _positive(term: Term) -> bool:
 
 def _normalised(found: Exponential) -> bool:
     return any(t.kind in ("logsumexp", "log") for t in found.rows)
-
-
-_EXP_IS_ZERO = {False: -200.0, True: -800.0}
-"""Below this the exponential is exactly 0: in float32 and narrower; in float64."""

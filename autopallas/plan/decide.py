@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -10,6 +11,7 @@ import jax
 
 from autopallas import compat
 from autopallas.errors import UnsupportedError
+from autopallas.faults import MEANT
 from autopallas.kernels.implementation import HOME, Device, Operation, Unsupported
 from autopallas.kernels.interpret import interpretation, settled
 from autopallas.kernels.placed import PlacedSite
@@ -19,8 +21,10 @@ from autopallas.own.site import OwnSite
 from autopallas.patterns.match import Match
 from autopallas.plan import own
 from autopallas.plan.alone import alone
+from autopallas.report.late import Entry
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.coverage import REMEDY
 from autopallas.tuning.evidence import Evidence, in_words, ranked
 from autopallas.tuning.probe import Prober
 
@@ -48,6 +52,8 @@ class Decision:
     """What was asked for, should the program be lowered for another platform; None: there the original runs."""
     must: bool = False
     """Whether a failure of it is raised, in place of a fallback."""
+    entry: Entry | None = field(default=None, repr=False, compare=False)
+    """Where in the report it is entered if the original runs after all; every replaced site has its own."""
     survey: int | None = None
     """A number under which the original is lowered with marks, to find out how a program is divided among devices."""
 
@@ -74,31 +80,42 @@ def plan(
     decisions: list[Decision] = []
     applied = 0
     for match in matches:
-        key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
-        if key not in known:
-            try:
-                if match.obstacle:
-                    known[key] = _hindered(match, device, options)
-                elif isinstance(match.site, OwnSite):
-                    known[key] = _own(match, device, options, prober)
-                elif lock is not None and options.implementation_for(match.op) is None:
-                    known[key] = _locked(match, device, options, lock, prober)
-                else:
-                    known[key] = _decide(match, device, options, tuner, prober)
-            except Exception as error:
-                if options.strict or isinstance(options.implementation_for(match.op), str):
-                    raise
-                reason = f"{type(error).__name__}: {error}"
-                prober.found.append((match, "any implementation", "plan", reason))
-                attempts = (("", "plan", reason),)
-                known[key] = Decision("kept", f"planning failed: {reason}", device.platform, attempts=attempts)
-        decision = known[key]
+        key: Any = None
+        try:
+            key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
+            if key not in known:
+                known[key] = _planned(match, device, options, tuner, prober, lock)
+            decision = known[key]
+        except MEANT:
+            raise
+        except Exception as error:
+            if options.strict:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            prober.found.append((match, "any implementation", "plan", reason))
+            attempts = (("", "plan", reason),)
+            decision = Decision("kept", f"planning failed: {reason}", device.platform, attempts=attempts)
+            with contextlib.suppress(TypeError):  # where the site itself is at fault, it may have no hash
+                known[key] = decision
         if decision.verdict == "applied":
             applied += 1
+            decision = replace(decision, entry=Entry())
             if options.fuel is not None and applied > options.fuel:
                 decision = replace(decision, verdict="kept", reason=f"the fuel of {options.fuel} is used up")
         decisions.append(decision)
     return decisions
+
+
+def _planned(
+    match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober, lock: lockfile.Lock | None
+) -> Decision:
+    if match.obstacle:
+        return _hindered(match, device, options)
+    if isinstance(match.site, OwnSite):
+        return _own(match, device, options, prober)
+    if lock is not None and options.implementation_for(match.op) is None:
+        return _locked(match, device, options, lock, prober)
+    return _decide(match, device, options, tuner, prober)
 
 
 def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
@@ -128,7 +145,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
             objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
         if objection is None:
             try:
-                with device.targeted(), settled():
+                with device.targeted(), settled(), compat.on_mesh_of(match.original.in_avals):
                     for part in match.passes:
                         _check_types(part, decision)
                 return replace(decision, kind=device.kind, direction=match.direction, options=options)
@@ -196,8 +213,9 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
         objection = prober.objection(alone(match), site.implementation, sizes, again=False, measured=False)
         if objection is not None:
             return kept(f"{site.implementation} failed", site.implementation, *objection)
-        for part in match.passes:
-            _check_types(part, decision)
+        with compat.on_mesh_of(match.original.in_avals):
+            for part in match.passes:
+                _check_types(part, decision)
     except Exception as error:
         if options.strict:
             raise
@@ -295,10 +313,12 @@ def _judge(
     if options.objective == "always":
         return decision("applied", 'objective "always" asks for no evidence')
     tried = f" (a search found nothing: {choice.note})" if choice.note else ""
+    if choice.gap:
+        return decision("kept", f"{choice.gap}, so the original stays{tried or f' ({REMEDY})'}")
     if row is None or not choice.exact:
         return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
     evidence = Evidence.of(row, options.objective)
     if evidence is None:
         reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
         return decision("kept", reason)
-    return decision("applied" if evidence.licenses else "kept", str(evidence))
+    return decision("applied" if evidence.licenses else "kept", evidence.reason)

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from autopallas import environment
 from autopallas.report.records import Report
 
-__all__ = ["JSON", "TABLE", "collect", "record", "write"]
+__all__ = ["JSON", "TABLE", "collect", "record", "withdraw", "write"]
 
 TABLE, JSON = "table", "json"
 """Destinations of :func:`collect`: standard error, as one table for each function with anything in it, or as JSON."""
@@ -23,7 +24,7 @@ _STREAMS = (TABLE, JSON, "1")
 class _Log:
     """The reports so far.  They are kept only where somebody asks for them."""
 
-    entries: list[tuple[str, Report]] = field(default_factory=list)
+    entries: list[tuple[str, Report | Callable[[], Report]]] = field(default_factory=list)
     destination: str | None = None
     process: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -36,16 +37,20 @@ class _Log:
                 self.process = os.getpid()
                 atexit.register(self.flush)
 
-    def add(self, name: str, report: Report) -> None:
+    def add(self, name: str, report: Report | Callable[[], Report]) -> None:
         with self.lock:
             self.entries.append((name, report))
+
+    def remove(self, report: Report | Callable[[], Report]) -> None:
+        with self.lock:
+            self.entries = [entry for entry in self.entries if entry[1] is not report]
 
     def flush(self) -> None:
         """Prints or writes what was recorded; an error here must not change how the process ends."""
         if self.destination is None or self.process != os.getpid():
             return
         with self.lock:
-            entries = list(self.entries)
+            entries = [(name, report if isinstance(report, Report) else report()) for name, report in self.entries]
         try:
             if self.destination == TABLE:
                 _show(entries)
@@ -67,12 +72,12 @@ class _Log:
 _LOG = _Log()
 
 
-def record(name: str, report: Report) -> None:
+def record(name: str, report: Report | Callable[[], Report]) -> None:
     """Keeps a report for the end of the process, if ``AUTOPALLAS_REPORT`` asks for that.
 
     Args:
       name: the function that was traced.
-      report: what happened to it.
+      report: what happened to it; as a function, which is called at the end, where that may still change.
 
     Raises:
       OptionError: the environment holds a bad ``AUTOPALLAS_*`` variable.
@@ -85,6 +90,11 @@ def record(name: str, report: Report) -> None:
         _LOG.begin(destination)
     if _LOG.destination is not None:
         _LOG.add(name, report)
+
+
+def withdraw(report: Report | Callable[[], Report]) -> None:
+    """Takes back what was recorded, of what turned out otherwise."""
+    _LOG.remove(report)
 
 
 def collect(destination: str) -> None:

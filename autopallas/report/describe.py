@@ -6,22 +6,56 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopallas.faults import contained
 from autopallas.report.records import Site
 from autopallas.tuning.encoding import encoded
 
-__all__ = ["describe"]
+__all__ = ["Describer"]
 
 
-def describe(matches: Sequence[Any], decisions: Sequence[Any]) -> tuple[Site, ...]:
-    """The records of all sites: everything as text and numbers.  Equal sites share theirs but for the place."""
-    known: dict[Any, Site] = {}
-    records = []
-    for match, decision in zip(matches, decisions, strict=True):
+class Describer:
+    """Makes the records of sites: everything as text and numbers.  Equal sites share theirs but for the place."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Site] = {}
+
+    def accountable(self, matches: Sequence[Any], decisions: Sequence[Any]) -> list[Any]:
+        """The decisions, but that a site is kept of which the report could not say what it is."""
+        result = []
+        for match, decision in zip(matches, decisions, strict=True):
+            if decision.verdict == "applied":
+                with contained(match.location, match.op, "report") as attempt:
+                    self._record(match, decision)
+                if attempt.error:
+                    reason = f"it could not be described: {attempt.error}"
+                    decision = replace(decision, verdict="kept", reason=reason)
+            result.append(decision)
+        return result
+
+    def records(self, matches: Sequence[Any], decisions: Sequence[Any]) -> tuple[Site, ...]:
+        """The records of all sites; of one that cannot be described, its place and what became of it."""
+        return tuple(map(self._record_or_less, matches, decisions))
+
+    def _record_or_less(self, match: Any, decision: Any) -> Site:
+        with contained(match.location, match.op, "report"):
+            return self._record(match, decision)
+        return Site(
+            op=match.op,
+            location=match.location,
+            path=" > ".join(match.body.path),
+            direction=match.direction,
+            verdict=decision.verdict,
+            reason=decision.reason,
+            implementation=decision.implementation,
+            block_sizes_from=decision.block_sizes_from,
+            attempts=decision.attempts,
+        )
+
+    def _record(self, match: Any, decision: Any) -> Site:
         key = (match.site, match.direction, decision)
-        if key not in known:
-            known[key] = _describe(match, decision)
-        records.append(replace(known[key], location=match.location, path=" > ".join(match.body.path)))
-    return tuple(records)
+        if key not in self._known:
+            self._known[key] = _describe(match, decision)
+        return replace(self._known[key], location=match.location, path=" > ".join(match.body.path))
 
 
 def _describe(match: Any, decision: Any) -> Site:
@@ -39,7 +73,7 @@ def _describe(match: Any, decision: Any) -> Site:
         block_sizes_from=decision.block_sizes_from,
         measured=None if decision.evidence is None else _row(decision.evidence),
         attempts=decision.attempts,
-        assumptions=spec.assumptions(),
+        assumptions=(*match.assumptions, *spec.assumptions()),
         spec=_spec(spec, sizes),
         spec_line=str(spec),
         encoded=encoded(match),

@@ -22,12 +22,19 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ad, batching, mlir
+from autopallas.faults import one_line
 from autopallas.kernels.implementation import NOT_EXPORTED, Device
 from autopallas.kernels.interpret import settled
 from autopallas.kernels.placed import PlacedSite
 from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.plan import Decision, elsewhere
+from autopallas.report.late import Entry
 from autopallas.tuning.cache import WARNED
+
+
+def entry_of(decision: Decision) -> Entry:
+    """Where in the report it is entered what becomes of a site; what was never reported enters into nothing."""
+    return decision.entry or Entry()
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
@@ -103,9 +110,13 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
         if same_kind and decision.platform == device.platform:
             return decision
-        return elsewhere(decision, device, params["site"], params["original"], params.get("active"))
+        found = elsewhere(decision, device, params["site"], params["original"], params.get("active"))
+        if found.verdict == "kept":
+            errors = [(stage, error) for _, stage, error in found.attempts if stage not in ("supports", "tune")]
+            entry_of(decision).keeps(device.platform, found.reason, *errors)
+        return replace(found, entry=decision.entry)
 
-    def attempt(kernel: bool, *operands: Any, decision: Decision, **params: Any) -> Any:
+    def attempt(kernel: bool, *operands: Any, platform: str, decision: Decision, **params: Any) -> Any:
         """The kernel, or the original where that cannot be traced.
 
         A kernel is traced for the program before it gets here, but not for what transformations around the program
@@ -113,25 +124,31 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         """
         if kernel:
             try:
-                return compute(True, *operands, decision=decision, **params)
+                results = compute(True, *operands, decision=decision, **params)
             except Exception as error:
                 if decision.must or params.get("residuals"):
                     raise
-                reason = f"{name} of {decision.implementation} failed with {type(error).__name__}: {error}"
-                reason = reason.split("\n")[0]
+                reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
                 WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
+                entry_of(decision).keeps(platform, f"it could not be lowered: {reason}", ("lowering", one_line(error)))
+            else:
+                entry_of(decision).runs(platform)
+                return results
         return compute(False, *operands, decision=decision, **params)
 
     def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
-        decision = decided(decision, Device.current(), params)
-        return attempt(decision.verdict == "applied", *operands, decision=decision, **params)
+        device = Device.current()
+        decision = decided(decision, device, params)
+        return attempt(
+            decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params
+        )
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(types)
     for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
 
-        def lowered(*operands: Any, runs: bool, **params: Any) -> Any:
-            return attempt(runs, *operands, **params)
+        def lowered(*operands: Any, runs: bool, ours: str = ours, **params: Any) -> Any:
+            return attempt(runs, *operands, platform=ours, **params)
 
         rule: Any = mlir.lower_fun(lowered, multiple_results=True)
 
@@ -152,6 +169,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             runs = decision.verdict == "applied" and decision.platform == ours
             if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
                 runs = False  # the compiler would gather everything on each device
+                entry_of(decision).keeps(ours, _UNPLACED.partition(": ")[2])
                 WARNED.once(_UNPLACED + params["site"].operation.name, _UNPLACED)
             with device.lowered(), settled():
                 return rule(context, *operands, decision=decision, runs=runs, **params)
@@ -317,6 +335,7 @@ def _batched_params(
         further = site.divided_further(divided) if isinstance(site, PlacedSite) else None
         if further is None and decision.verdict == "applied":
             WARNED.once(_MAPPED + site.operation.name, _MAPPED)
+            entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
             decision = replace(decision, verdict="kept", reason=_MAPPED)
         site = further or site
     function = jax.vmap(compat.jaxpr_as_fun(original), in_axes=tuple(axes), axis_size=size)

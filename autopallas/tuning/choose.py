@@ -17,6 +17,7 @@ import jax
 
 from autopallas.kernels.implementation import Device
 from autopallas.options import Options
+from autopallas.tuning import coverage
 from autopallas.tuning.agree import agreement
 from autopallas.tuning.cache import WARNED, Cache
 from autopallas.tuning.entry import Entry, EntryError
@@ -37,6 +38,7 @@ class Choice:
       source: where they come from.
       row: the row that they come from, or None.
       failure: None, or why the implementation does not work for this site.
+      gap: why the table's row of this bucket does not hold for this site, or an empty string.
       note: what a search came to that found nothing, or an empty string.
     """
 
@@ -45,19 +47,23 @@ class Choice:
     row: Row | None = None
     failure: str | None = None
     note: str = ""
+    gap: str = ""
 
     @property
     def exact(self) -> bool:
-        """Whether the row was measured for this bucket, so that it can license a replacement."""
-        return self.row is not None and self.source in ("cache", "table", "autotune")
+        """Whether the row was measured for such a site, so that it can license a replacement."""
+        return self.row is not None and self.source in ("cache", "table", "autotune") and not self.gap
 
 
 def of_table(match: Any, implementation: str, device: Device, objective: str = "time") -> Choice:
-    """What the tables know of a match (its ``op``, ``spec`` and ``direction``) on a device."""
+    """What the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
     tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
     found = tables.find(match.spec, device, implementation, match.direction, objective)
     sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
-    return Choice(sizes, "default") if found is None else Choice(sizes, found.source, found.row)
+    if found is None:
+        return Choice(sizes, "default")
+    uncovered = coverage.gap(found.row, match, device) if found.source == "table" else ""
+    return Choice(sizes, found.source, found.row, gap=uncovered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,7 @@ class Tuner:
         if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
             return tabled
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= seconds:
-            return Choice(tabled.block_sizes, tabled.source, tabled.row, note=entry.reason)
+            return replace(tabled, note=entry.reason)
         if key is None or not self._may_search:
             return tabled
         return _Miss(key, entry, tabled)
@@ -183,5 +189,5 @@ class Tuner:
                 self._cache.put(entry)
         choice = self._of(entry, match, implementation, "autotune")
         if choice is None or not (choice.failure or choice.row):
-            return Choice(otherwise.block_sizes, otherwise.source, otherwise.row, note=entry.reason)
+            return replace(otherwise, note=entry.reason)
         return choice

@@ -26,7 +26,7 @@ __all__ = [
     "read_json",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Rises whenever the fields of an entry, or their meaning, change."""
 
 MAXIMUM_BYTES = 128 * 1024
@@ -141,7 +141,9 @@ class Entry:
             raise EntryError(f"the block sizes are not valid: {error}") from None
 
 
-_ROW_FIELDS = ("kernel_us", "original_us", "kernel_bytes", "original_bytes", "evidence", "date", "versions")
+_CONDITIONS = ("batch", "extensions", "spelling")
+_FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
+_ROW_FIELDS = (*_FIGURES, "evidence", "date", "versions", *_CONDITIONS)
 
 
 def _figures(row: Row) -> dict[str, Any]:
@@ -274,6 +276,9 @@ def _row(data: Any, sizes: Sizes) -> Row:
         evidence="measured",
         date=checked_text(data["date"], "row.date"),
         versions=checked_text(data["versions"], "row.versions"),
+        batch=_whole(data["batch"], "row.batch"),
+        extensions=None if data["extensions"] is None else checked_text(data["extensions"], "row.extensions"),
+        spelling=checked_text(data["spelling"], "row.spelling"),
     )
 
 
@@ -310,7 +315,7 @@ def _number(data: Any, where: str, low: float, high: float) -> float:
 
 def _whole(data: Any, where: str) -> int:
     if isinstance(data, bool) or not isinstance(data, int) or not 0 <= data <= _GREATEST_BYTES:
-        raise EntryError(f"{where} is {_short(data)}, not a number of bytes")
+        raise EntryError(f"{where} is {_short(data)}, not a count")
     return data
 
 

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from autopallas.tuning.choose import Choice
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
-__all__ = ["SIMULATED_MARGIN", "Evidence", "in_words", "ranked"]
+__all__ = ["LEAST_GAIN", "SIMULATED_MARGIN", "Evidence", "in_words", "ranked"]
 
 SIMULATED_MARGIN = 1.3
 """A simulated gain counts only above this."""
+
+LEAST_GAIN = 1.1
+"""A measured gain in time counts from this: one process differs from the next by as much, and a kernel takes longer to
+compile than what it replaces."""
+
+_GAIN_FOR_MEMORY = 1.3
+"""The same where the kernel needs more temporary memory than the original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,20 @@ class Evidence:
         """Whether the original may be replaced."""
         if self.objective == "memory":
             return self.memory > 1 and self.time * MEMORY_SLOWDOWN >= 1
-        return self._sure_time > 1
+        return self._sure_time > 1 and self.time >= self._least_gain
+
+    @property
+    def _least_gain(self) -> float:
+        """The gain in time from which a replacement pays."""
+        return _GAIN_FOR_MEMORY if self.memory < 1 else LEAST_GAIN
+
+    @property
+    def reason(self) -> str:
+        """The figures, and what is wanted of them where they do not suffice."""
+        if self.licenses or self.objective == "memory" or self._sure_time <= 1:
+            return str(self)
+        more = " with more temporary memory" if self.memory < 1 else ""
+        return f"{self}; less than {self._least_gain}x the speed{more} is within what measurements differ by"
 
     @property
     def rank(self) -> tuple[bool, float, float]:

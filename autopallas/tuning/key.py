@@ -17,6 +17,7 @@ import jax
 import autopallas
 from autopallas import compat
 from autopallas.kernels.implementation import Device
+from autopallas.tuning import processor
 
 __all__ = ["EXACT_UP_TO", "TuningKey", "canonical", "digest_of", "key_of"]
 
@@ -100,9 +101,10 @@ def kernel_version(operation: str) -> str:
 
 
 def _runtime(platform: str) -> str:
-    """What stands between the compiler and the device: the driver's version, or how many processors there are."""
+    """What stands between the compiler and the device: the driver's version, or how many processors there are and which
+    vector extensions they have."""
     if platform == "cpu":
-        return f"{os.cpu_count()} processors"
+        return f"{os.cpu_count()} processors, {processor.vector_extensions() or 'unknown vector extensions'}"
     return " ".join(str(getattr(jax.devices()[0].client, "platform_version", "")).split())
 
 

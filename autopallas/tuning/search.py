@@ -15,6 +15,7 @@ import jax
 
 from autopallas.kernels.implementation import Device
 from autopallas.progress import Progress
+from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
 from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
@@ -238,7 +239,7 @@ class _Search:
         for name, sizes in finalists.items():
             row = _row(sizes, measured, name, clock)
             if row is not None:
-                rows[name] = row
+                rows[name] = row = stated(row, self.match, Device.current())
                 if sizes in self.tried:
                     self.tried[sizes] = replace(self.tried[sizes], row=row)
         if not rows:

@@ -65,7 +65,15 @@ def table_device(device: Device) -> str:
 class Row:
     """Block sizes, and what the kernel and the original cost with them on that device and bucket.
 
-    Times are microseconds per call, bytes are of temporary memory.
+    Times are microseconds per call, bytes are of temporary memory.  What rows of CPUs hold for, by
+    :mod:`autopallas.tuning.coverage`:
+
+    Attributes:
+      extensions: of the processor, as :func:`autopallas.tuning.processor.vector_extensions` has them; "unknown" where
+        it says nothing; None: not stated, which counts as "avx2", with which the first rows were measured.
+      batch: how many independent parts the measured original had, such as sequences; 1 where there is no such axis.
+      spelling: the matrix products of the measured original in the notation of einsum, where they are others than those
+        of the operation's cases.
     """
 
     block_sizes: Any
@@ -76,6 +84,9 @@ class Row:
     evidence: Evidence
     date: str
     versions: str
+    extensions: str | None = None
+    batch: int = 1
+    spelling: str = ""
 
     @property
     def speedup(self) -> float:

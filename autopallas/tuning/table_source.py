@@ -72,11 +72,19 @@ def literal(rows: Mapping[Key, Row], buckets: Sequence[str], name: str = "_ROWS"
         row = rows[key]
         sizes = f"{type(row.block_sizes).__name__}({', '.join(map(repr, row.block_sizes.to_dict().values()))})"
         figures = ", ".join(map(str, (row.kernel_us, row.original_us, row.kernel_bytes, row.original_bytes)))
-        origin = ", ".join(f'"{text}"' for text in (row.evidence, row.date, row.versions))
+        origin = [f'"{text}"' for text in (row.evidence, row.date, row.versions)]
         shown = "(" + ", ".join(f'"{text}"' for text in key) + ")"
-        values = ", ".join((sizes, figures, origin))
+        parts = (sizes, *figures.split(", "), *origin, *_conditions(row))
+        values = ", ".join(parts)
         if len(values) > _LINE - 8:  # one to a line
-            parts = (sizes, *figures.split(", "), *(f'"{text}"' for text in (row.evidence, row.date, row.versions)))
             values = ",\n        ".join(parts) + ","
         lines += [f"    {shown}: Row(\n", f"        {values}\n", "    ),\n"]
     return "".join([*lines, "}\n"])
+
+
+def _conditions(row: Row) -> list[str]:
+    """What a row holds for, as far as that is not the default."""
+    given = {"batch": str(row.batch)} if row.batch != 1 else {}
+    given |= {"spelling": f'"{row.spelling}"'} if row.spelling else {}
+    extensions = [] if row.extensions is None else [f'"{row.extensions}"']
+    return [*extensions, *(f"{name}={value}" for name, value in given.items())]

@@ -15,11 +15,11 @@ import numpy as np
 from autopallas import compat
 from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.tuning.measure import Difference
+from autopallas.verification.compare import tolerance
+from autopallas.verification.rounding import gradient_function, rounded
 
 __all__ = ["Trial"]
 
-_TOLERANCE = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
-"""Per dtype, how far a result and a gradient may be from the reference: ``max |x - r| / max |r|``."""
 _DIFFERENT_INTEGERS = 0.02
 """Of integers, such as the position of a maximum, some may differ by rounding; this is for the mean difference."""
 
@@ -122,13 +122,19 @@ class Trial:
         """For each result, whether it is an integer, and how far it may be from the reference."""
         limits = []
         for number, part in enumerate(self.passes):
-            results = list(part.original.out_avals)
-            gradients = [part.original.in_avals[i] for i in _active(part)] if part.backwards else []
-            types = [np.dtype(t.dtype).name for t in (*part.original.in_avals, *results)]
-            coarsest = max((_TOLERANCE[t] for t in types if t in _TOLERANCE), default=_TOLERANCE["float32"])
-            for position, kind in enumerate((*results, *gradients)):
-                gradient = number > 0 or position >= len(results)
-                limits.append((not jnp.issubdtype(kind.dtype, jnp.inexact), coarsest[gradient]))
+            types = [*part.original.out_avals]
+            found = rounded(part.original)
+            if part.backwards:
+                active = _active(part)
+                types += [part.original.in_avals[i] for i in active]
+                arguments = [*part.original.in_avals, *part.original.out_avals]
+                abstract = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arguments]
+                found += rounded(compat.make_jaxpr(gradient_function(part.original, active), *abstract))
+            for position, (kind, source) in enumerate(zip(types, found, strict=True)):
+                gradient = number > 0 or position >= len(part.original.out_avals)
+                floating = jnp.issubdtype(kind.dtype, jnp.inexact)
+                dtype = kind.dtype if source.dtype is None else source.dtype
+                limits.append((not floating, tolerance(dtype, gradient) if floating else 0.0))
         return tuple(limits)
 
     def fault(self, found: Sequence[Difference] | None, original: Sequence[Difference] | None) -> str | None:

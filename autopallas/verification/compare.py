@@ -60,7 +60,7 @@ def tolerance(dtype: Any, gradient: bool) -> float:
     """The relative error that is allowed whatever the original's own is.
 
     Args:
-      dtype: the narrowest floating-point dtype that the value was computed through.
+      dtype: the least precise floating-point dtype that the original rounds to on the way to the value.
       gradient: whether a backward kernel had part in it.
 
     Example:

@@ -16,10 +16,10 @@ from autopallas.rewrite import primitive
 from autopallas.verification.compare import Comparison, compare, tolerance
 from autopallas.verification.oracle import Oracle
 from autopallas.verification.promote import quiet
+from autopallas.verification.taint import SITES, Source, replaced, site_sources
 
-__all__ = ["SiteCheck", "applied_sites", "check_sites", "coarsest"]
+__all__ = ["SiteCheck", "applied_sites", "check_sites"]
 
-_OURS = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
 _CALLS_LOOKED_AT = 16
 """Of a site in a loop, so many calls are looked at."""
 
@@ -48,7 +48,7 @@ def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
     equations = []
     for equation in jaxpr.eqns:
         params = dict(equation.params)
-        if equation.primitive not in _OURS:
+        if equation.primitive not in SITES:
             for name, position, inner in compat.bodies(equation):
                 new = _edited(inner, edit)
                 if position is None:
@@ -68,34 +68,13 @@ def applied_sites(program: Any) -> list[JaxprEqn]:
     """The equations of a rewritten program, in nested bodies too, at which a kernel runs."""
     found: list[JaxprEqn] = []
     for equation in compat.opened(program)[0].eqns:
-        if equation.primitive in _OURS:
+        if equation.primitive in SITES:
             if equation.params["decision"].verdict == "applied" and equation.primitive is not primitive.tangent_p:
                 found.append(equation)
         else:
             for _, _, body in compat.bodies(equation):
                 found += applied_sites(body)
     return found
-
-
-def coarsest(program: Any) -> Any | None:
-    """The narrowest floating-point dtype in a program, or None if it has no floats."""
-    found = None
-    jaxpr, _ = compat.opened(program)
-    for variable in [*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)]:
-        dtype = getattr(variable.aval, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, np.inexact):
-            found = wider_step(found, dtype)
-    for equation in jaxpr.eqns:
-        for _, _, body in compat.bodies(equation):
-            found = wider_step(found, coarsest(body))
-    return found
-
-
-def wider_step(a: Any | None, b: Any | None) -> Any | None:
-    """The less precise of two dtypes."""
-    if a is None or b is None:
-        return a if b is None else b
-    return a if jnp.finfo(a).eps >= jnp.finfo(b).eps else b
 
 
 def check_sites(program: Any, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
@@ -135,7 +114,7 @@ def check_sites(program: Any, arguments: Sequence[Any]) -> tuple[list[SiteCheck]
     for site, seen, count in zip(sites, calls, counts, strict=True):
         key = (id(site.params["original"]), site.primitive, site.params.get("active"))
         if key not in known:
-            closed = compat.make_jaxpr(_replaced(site), *(_type(v.aval) for v in site.invars))
+            closed = compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars))
             known[key] = closed, Oracle(closed)
         closed, oracle = known[key]
         checks.append(_check(site, seen, count, closed, oracle))
@@ -160,31 +139,10 @@ def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
     return watching
 
 
-def _replaced(site: JaxprEqn) -> Callable[..., Any]:
-    """What the site's equation stands for, in the original's equations, of the same arguments."""
-    original = site.params["original"]
-    function: Callable[..., Any] = compat.jaxpr_as_fun(original)
-    if site.primitive is primitive.site_p:
-        return function
-    operands, active = len(original.in_avals), site.params["active"]
-
-    def backward(*arguments: Any) -> Any:
-        def varied(*chosen: Any) -> Any:
-            filled = list(arguments[:operands])
-            for position, x in zip(active, chosen, strict=True):
-                filled[position] = x
-            return function(*filled)
-
-        _, pull = jax.vjp(varied, *(arguments[i] for i in active))
-        return list(pull(list(arguments[-len(original.out_avals) :])))
-
-    return backward
-
-
 def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: Any, oracle: Oracle) -> SiteCheck:
     params = site.params
     gradient = site.primitive is not primitive.site_p
-    allowed = tolerance(coarsest(closed), gradient)
+    allowed = [_allowed(v.aval.dtype, source) for v, source in zip(site.outvars, site_sources(site), strict=True)]
     run = jax.jit(compat.jaxpr_as_fun(closed))
     worst: list[Comparison] = []
     for call in calls:
@@ -192,8 +150,8 @@ def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: A
         with quiet():
             originals = run(*operands)
         compared = [
-            compare(f"[{i}]", x, y, z, allowed)
-            for i, (x, y, z) in enumerate(zip(originals, results, oracle(*operands), strict=False))
+            compare(f"[{i}]", x, y, z, bound)
+            for i, (x, y, z, bound) in enumerate(zip(originals, results, oracle(*operands), allowed, strict=False))
         ]
         worst = [max(pair, key=_badness) for pair in zip(worst or compared, compared, strict=True)]
     return SiteCheck(
@@ -205,6 +163,13 @@ def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: A
         outputs=tuple(worst),
         ok=all(c.ok for c in worst),
     )
+
+
+def _allowed(dtype: Any, source: Source) -> float:
+    """The tolerance of a result: that of what the original rounds on the way to it."""
+    if not jnp.issubdtype(dtype, np.inexact):
+        return 0.0
+    return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
 
 
 def _badness(c: Comparison) -> tuple[bool, int, float]:

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
+import jax
 
 from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal
+from autopallas.compat import JaxprEqn
 from autopallas.rewrite import primitive
-from autopallas.verification.sites import coarsest, wider_step
+from autopallas.verification.rounding import (
+    NOTHING,
+    Source,
+    coarsest,
+    flow,
+    gradient_function,
+    joined,
+    rounded,
+)
 
-__all__ = ["Source", "sources"]
+__all__ = ["SITES", "Source", "replaced", "site_sources", "sources"]
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """``dtype``: the narrowest floating-point dtype at or after a site on the way to a value; None without a site.
-    ``gradient``: whether a backward kernel is among the sites."""
-
-    dtype: Any = None
-    gradient: bool = False
+SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
 
 
 def sources(program: Any) -> list[Source]:
@@ -31,40 +30,40 @@ def sources(program: Any) -> list[Source]:
     program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
     """
     jaxpr, _ = compat.opened(program)
-    known: dict[Any, Source] = {}
-    for equation in jaxpr.eqns:
-        before = [known.get(atom, Source()) for atom in equation.invars if not isinstance(atom, Literal)]
-        within = list(_sites(equation))
-        reached = [s for s in before if s.dtype is not None] + within
-        if not reached:
-            continue
-        for variable in equation.outvars:
-            known[variable] = _joined([*reached, *_passed(equation, variable)])
+    known: dict[Any, list[Source]] = {}
+
+    def site(equation: JaxprEqn, before: Sequence[Source]) -> list[Source] | None:
+        if equation.primitive not in SITES:
+            return None
+        key = (id(equation.params["original"]), equation.primitive, equation.params.get("active"))
+        if key not in known:
+            known[key] = site_sources(equation)
+        return [joined([*before, own]) for own in known[key]]
+
     anything = Source(coarsest(program))
-    reaching = [Source() if isinstance(atom, Literal) else known.get(atom, Source()) for atom in jaxpr.outvars]
-    return [anything if source.dtype is None else source for source in reaching]
+    found = flow(program, [NOTHING] * len(jaxpr.invars), site)
+    return [source if source.followed else anything for source in found]
 
 
-def _joined(found: Iterable[Source]) -> Source:
-    result = Source()
-    for source in found:
-        result = Source(wider_step(result.dtype, source.dtype), result.gradient or source.gradient)
-    return result
+def site_sources(site: JaxprEqn) -> list[Source]:
+    """A source for each result of a site whose operands are exact, as the original computes it."""
+    gradient = site.primitive is not primitive.site_p
+    if site.primitive is primitive.tangent_p:
+        own = [Source(coarsest(site.params["original"]), followed=True)] * len(site.outvars)
+    else:
+        own = rounded(compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars)))
+        # Residuals, which the original has not, depend on all that it computes.
+        own += [joined(own)] * (len(site.outvars) - len(own))
+    return [Source(source.dtype, gradient, True) for source in own]
 
 
-def _passed(equation: JaxprEqn, variable: Any) -> list[Source]:
-    """What an equation that a site reaches adds: its result's dtype, and those in its bodies."""
-    dtype = getattr(variable.aval, "dtype", None)
-    own = [Source(dtype)] if dtype is not None and jnp.issubdtype(dtype, np.inexact) else []
-    return own + [Source(coarsest(body)) for _, _, body in compat.bodies(equation)]
+def replaced(site: JaxprEqn) -> Any:
+    """What the equation of a site, or of its backward, stands for: the original's equations, of the same arguments."""
+    original = site.params["original"]
+    if site.primitive is primitive.site_p:
+        return compat.jaxpr_as_fun(original)
+    return gradient_function(original, site.params["active"])
 
 
-def _sites(equation: JaxprEqn) -> Iterable[Source]:
-    """The sites that an equation is or holds."""
-    if equation.primitive in (primitive.site_p, primitive.tangent_p, primitive.backward_p):
-        gradient = equation.primitive is primitive.backward_p
-        yield Source(coarsest(equation.params["original"]), gradient)
-        return
-    for _, _, body in compat.bodies(equation):
-        for inner in compat.opened(body)[0].eqns:
-            yield from _sites(inner)
+def _type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -77,7 +77,7 @@ def test_a_lock_decides_without_evidence_and_without_a_search(file, monkeypatch,
 
 
 def test_a_site_that_the_lock_keeps_or_does_not_have_stays_as_it_was(file):
-    operands = qkv(300, "float32")
+    operands = qkv(600, "float32")
     assert site_of(attend, *operands)[0].verdict == "applied", "the table alone would apply it"
     path = file(replace(locked(attend_all, *operands)))
     site, _ = site_of(attend, *operands, lock=path)
@@ -160,7 +160,7 @@ def test_equal_programs_give_equal_files_and_a_file_reads_back():
 
 
 def test_evidence_is_written_down_and_reported(file):
-    operands = qkv(300, "float32")
+    operands = qkv(600, "float32")
     lock = locked(attend, *operands, objective="time")
     site, _ = site_of(attend, *operands, lock=file(lock))
     assert site.measured == lock.sites[0].evidence == site_of(attend, *operands)[0].measured

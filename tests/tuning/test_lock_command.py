@@ -32,7 +32,7 @@ def step(parameters, x):
 
 optimized = autopallas.optimize(attend, objective="always")
 """
-SHAPES = "f32[300,64],f32[300,64],f32[300,64]"
+SHAPES = "f32[600,64],f32[600,64],f32[600,64]"
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_lock_writes_what_optimize_then_does(module, capsys, tmp_path):
     written = Lock.from_json((tmp_path / "sites.lock").read_text())
     assert [site.location for site in written.sites] == ["lockable.py:7 (attend)"] * 2
     optimized = autopallas.optimize(importlib.import_module("lockable").two, lock="sites.lock", strict=True)
-    x = jax.ShapeDtypeStruct((300, 64), jnp.float32)
+    x = jax.ShapeDtypeStruct((600, 64), jnp.float32)
     optimized.lower(x, x, x)
     assert [site.block_sizes for site in optimized.report().sites] == [site.block_sizes for site in written.sites]
     assert optimized.report().counts()["attention"] == 2

@@ -130,6 +130,9 @@ def attention(
         sides=tuple(side_specs),
         sink=None if sink is None else (False, key_heads > 1, groups > 1, False, False),
         live=_live_program(mask_side, is_causal),
+        # Nothing is rounded but to the dtype that all operands have, and the result.
+        weights_dtype=dtypes[0] if len({*dtypes}) == 1 else None,
+        score_gradient_dtype=dtypes[0] if len({*dtypes}) == 1 else None,
     )
     device = Device.current()
     q = jnp.transpose(query.reshape(batch, length, key_heads, groups, size), (0, 2, 3, 1, 4))

@@ -7,16 +7,30 @@ of XLA's as well as inside a Pallas kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.program import Program
 
-__all__ = ["Tile", "any_kept", "greatest", "logits", "narrow", "row_maximum", "weighted", "weighted_vjp"]
+__all__ = [
+    "Tile",
+    "any_kept",
+    "exponentials",
+    "exponentials_vjp",
+    "greatest",
+    "halves",
+    "heights",
+    "logits",
+    "narrow",
+    "row_maximum",
+    "weighted",
+    "weighted_vjp",
+]
 
 Array: TypeAlias = jax.Array
 
@@ -42,8 +56,11 @@ def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile
     return jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
 
 
-def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array) -> Array:
-    """max over the keys of x.  An increasing function of the score alone is applied to the highest score instead."""
+def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array, here: Tile) -> Array:
+    """max over the keys of :func:`heights`.  An increasing function of the score alone is applied to the highest score
+    instead."""
+    if programs.inner_weights:
+        return jnp.max(heights(spec, programs.inner_weights, x, here), axis=-1, keepdims=True)
     if not programs.increasing:
         return jnp.max(x, axis=-1, keepdims=True)
     highest = jnp.max(score, axis=-1, keepdims=True)
@@ -54,6 +71,69 @@ def greatest(spec: AttentionSpec, program: Program, score: Array, here: Tile) ->
     """max over the keys of a program like the score's."""
     y = program.evaluate(score, here.query, here.key, here.sides)
     return jnp.max(jnp.broadcast_to(y, score.shape).astype(spec.accumulation_dtype), axis=-1, keepdims=True)
+
+
+def heights(spec: AttentionSpec, weights: Sequence[Weight], x: Array, here: Tile) -> Array:
+    """The logarithm of the size of exp(x) times weights, of which the greatest is subtracted: -inf for a key whose
+    weight is 0, so that such a key, however great its x, takes nothing from the others.
+
+    Of weights beyond exp(-83) and exp(83) in float32 the bound counts: what is left in the exponentials is in range.
+    """
+    if not weights:
+        return x
+    dtype = spec.accumulation_dtype
+    farthest = _greatest_exponent(dtype) - 5
+    size = jnp.zeros((1,) * x.ndim, dtype)
+    for weight in weights:
+        w = weight.program.evaluate(None, here.query, here.key, here.sides)
+        if weight.kind == "where":
+            size = jnp.where(w, size, -jnp.inf)
+        else:
+            magnitude = jnp.abs(w.astype(dtype))
+            size = jnp.where(magnitude == 0, -jnp.inf, size + jnp.log(magnitude))
+    bounded = jnp.minimum(jnp.maximum(size, -farthest), farthest)
+    return jnp.where(size == -jnp.inf, -jnp.inf, x + bounded)
+
+
+def halves(x: Array, shift: Array) -> Array:
+    """exp((x - shift) / 2), two of which, with a weight between them, make an exponential.
+
+    A key of weight 0 may have an x so far above the shift that its exponential is beyond the dtype.  Times the weight
+    that is 0, and what the weight's derivative multiplies it with may be small enough to bring it back.
+    """
+    half = (x - shift) * 0.5
+    # An infinite x stays that: the original's exponential times 0 is NaN too.
+    return jnp.exp(jnp.where(half < jnp.inf, jnp.minimum(half, _greatest_exponent(x.dtype)), half))
+
+
+def _greatest_exponent(dtype: Any) -> float:
+    """What the exponential of a dtype is finite of, rounded down."""
+    return float(np.floor(np.log(float(jnp.finfo(dtype).max))))
+
+
+def exponentials(weights: Sequence[Weight], x: Array, shift: Array, here: Tile) -> Array:
+    """exp(x - shift) times weights."""
+    if not weights:
+        return jnp.exp(x - shift)
+    half = halves(x, shift)
+    return weighted(weights, half, here) * half
+
+
+def exponentials_vjp(
+    spec: AttentionSpec, weights: Sequence[Weight], x: Array, shift: Array, here: Tile
+) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
+    """:func:`exponentials`, and the map from their cotangent to those of x and of the side inputs of the weights."""
+    if not weights:
+        e = jnp.exp(x - shift)
+        return e, lambda cotangent: (e * cotangent, ())
+    half = halves(x, shift)
+    one_half, vjp = weighted_vjp(spec, weights, half, here)
+
+    def pull(cotangent: Array) -> tuple[Array, tuple[Array, ...]]:
+        dhalf, sides = vjp(half * cotangent)
+        return half * dhalf, sides
+
+    return one_half * half, pull
 
 
 def weighted(weights: Sequence[Weight], p: Array, here: Tile) -> Array:
@@ -85,8 +165,12 @@ def any_kept(weights: Sequence[Weight], here: Tile, shape: tuple[int, ...]) -> A
     return jnp.any(jnp.broadcast_to(kept, shape), axis=-1, keepdims=True)
 
 
-def narrow(tile: Array, operand: Array, bounded: bool) -> Array:
-    """The tile in the dtype of its dot.  Rounding to bfloat16 keeps the range; float16 holds only what is below 1."""
-    if operand.dtype == jnp.bfloat16 or (bounded and operand.dtype == jnp.float16):
+def narrow(tile: Array, read: Any, operand: Array, bounded: bool) -> Array:
+    """The tile as its dot with an operand takes it: in the operand's dtype where the original's product reads it in
+    that dtype, ``read``, too; else as it is.
+
+    Rounding to bfloat16 keeps the range; float16 holds only what is below 1.
+    """
+    if read == operand.dtype and (operand.dtype == jnp.bfloat16 or (bounded and operand.dtype == jnp.float16)):
         return tile.astype(operand.dtype)
     return tile

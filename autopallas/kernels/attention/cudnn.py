@@ -57,6 +57,8 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     names = {d.name for d in (spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.result_dtype)}
     if len(names) > 1 or not names <= set(MATRIX_DTYPES):
         return Unsupported(f"cuDNN's attention has operands and results all of {' or all of '.join(MATRIX_DTYPES)}")
+    if spec.reads_weights != spec.value_dtype:
+        return Unsupported(f"cuDNN's attention rounds probabilities to {spec.value_dtype}, and the original does not")
     if spec.head_size != spec.value_head_size or spec.head_size % 8 or spec.head_size > 256:
         return Unsupported("cuDNN's attention has one head size, a multiple of 8 up to 256")
     if spec.sink is not None or spec.statistics is not None or spec.weights or spec.inner_weights:

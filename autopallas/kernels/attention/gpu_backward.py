@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -18,11 +19,11 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels import gpu
-from autopallas.kernels.attention import gpu_forward
+from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import fill, multiplied, ring, share_registers, vectors
+from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, ring, share_registers, vectors
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Place,
@@ -62,6 +63,11 @@ def backward(
     dout: Array,
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Gradients of the forward's first result; see ``pallas_gpu.backward``."""
+    # What wgmma multiplies with has 16 bits: a cotangent that the original does not round is the sum of two, which lie
+    # side by side, and so do the values for them.
+    split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
+    if split and head_size_of(2 * spec.value_head_size) is None:
+        return xla.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)
 
     def anew() -> tuple[Array, Array]:
         maximum, total = gpu_forward.statistics(spec, block_sizes, query, key, sides, sink)
@@ -77,7 +83,14 @@ def backward(
     unit = _unit(scaled, value) if query.dtype == np.float16 else None
     scaled = scaled if unit is None else scaled * unit
     delta = jnp.sum(scaled * out.astype(F32), axis=-1)
-    operands = query, key, value, sides, scaled.astype(query.dtype), shift, delta
+    read_dout = scaled.astype(query.dtype)
+    size = spec.value_head_size
+    if split:
+        rest = (scaled - read_dout.astype(F32)).astype(query.dtype)
+        read_dout = jnp.concatenate([read_dout, rest], axis=-1)
+        value = jnp.concatenate([value, value], axis=-1)
+        spec = replace(spec, value_head_size=2 * size)
+    operands = query, key, value, sides, read_dout, shift, delta
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query", block_sizes)
         operands = *operands[:-1], _gradients(spec, "query", tiles, (), *operands)["delta"] * factor
@@ -90,6 +103,8 @@ def backward(
         tiles = backward_tiles(spec, kernel, block_sizes)
         for outputs in tiles.outputs:
             found |= _gradients(spec, kernel, tiles, outputs, *operands)
+    if split:
+        found["value"] = found["value"][..., :size].astype(F32) + found["value"][..., size:].astype(F32)
     dsides: list[Array | None] = []
     for number, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
         if not side.differentiable:
@@ -273,7 +288,12 @@ def _gradients(
                     def add(output: str, x: Value, streamed: Any) -> Any:
                         total = sums[outputs.index(output)]
                         staged = None if through is None else through.at[here]
-                        return multiplied(shown(x).astype(dtype), streamed.at[slot], total, staged)
+                        value = output == "value"
+                        read = spec.reads_weights if value else spec.reads_score_gradients
+                        precision = spec.value_precision if value else spec.score_precision
+                        for part in parts(shown(x), read, dtype, precision):
+                            total = multiplied(part, streamed.at[slot], total, staged)
+                        return total
 
                     plgpu.barrier_wait(ready.at[slot])
                     known = tile_place.positions() | side_values(spec, side_refs, tile_place)

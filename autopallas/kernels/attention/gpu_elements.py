@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.attention.contents import Tile, logits, weighted, weighted_vjp
+from autopallas.kernels.attention.contents import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import mosaic
@@ -148,7 +148,8 @@ _NOTHING = frozenset(
 
 @cache
 def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, Elements]:
-    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; and whether a key is "kept"."""
+    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; with inner ones the "height" of
+    "x"; and whether a key is "kept"."""
 
     def here(sides: Sequence[Array], query: Array, key: Array) -> Tile:
         return Tile(query, key, tuple(sides))
@@ -169,6 +170,12 @@ def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, E
                 ("e",),
                 (F32,),
             )
+    if programs.inner_weights:
+
+        def height(x: Array, query: Array, key: Array, *sides: Array) -> Array:
+            return heights(spec, programs.inner_weights, x, here(sides, query, key))
+
+        found["height"] = _traced(spec, height, ("x",), (F32,))
     if any(w.kind == "where" for w in programs.weights):
 
         def kept(query: Array, key: Array, *sides: Array) -> Array:
@@ -198,15 +205,10 @@ def backward_elements(spec: AttentionSpec, programs: TilePrograms) -> Elements:
             return logits(spec, programs, score, here.with_floating(spec, floating))
 
         x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
-        e = jnp.exp(x - shift)
-        p_normal, inner_vjp = weighted_vjp(spec, programs.inner_weights, e, here)
+        p_normal, pull = exponentials_vjp(spec, programs.inner_weights, x, shift, here)
         p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
         dp_normal, outer_sides = outer_vjp(dp)
-        if programs.inner_weights:
-            de, inner_sides = inner_vjp(dp_normal - delta)
-            dx = e * de
-        else:
-            dx, inner_sides = p_normal * (dp_normal - delta), ()
+        dx, inner_sides = pull(dp_normal - delta)
         dscore, score_sides = logits_vjp(dx.astype(x.dtype))
         parts = [part for part in (score_sides, inner_sides, outer_sides) if part]
         dsides = tuple(sum(x.astype(F32) for x in group) for group in zip(*parts, strict=True))

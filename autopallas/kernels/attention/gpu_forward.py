@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels import gpu
+from autopallas.kernels.attention.contents import halves
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
@@ -35,7 +36,7 @@ from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import mosaic, rounded, tile
 from autopallas.kernels.interpret import interpretation
 
-__all__ = ["forward", "multiplied", "ring", "share_registers", "statistics", "vectors"]
+__all__ = ["forward", "multiplied", "parts", "ring", "share_registers", "statistics", "vectors"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
@@ -182,7 +183,9 @@ def _call(
                         return running
                     plgpu.barrier_wait(v_ready.at[slot])
                     shared = None if p_shared is None else p_shared.at[here]
-                    accumulator = multiplied(p.astype(value.dtype), v_shared.at[slot], running.accumulator, shared)
+                    accumulator = running.accumulator
+                    for part in parts(p, spec.reads_weights, value.dtype, spec.value_precision):
+                        accumulator = multiplied(part, v_shared.at[slot], accumulator, shared)
                     plgpu.barrier_arrive(v_free.at[slot])
                     return running._replace(accumulator=accumulator)
 
@@ -257,7 +260,8 @@ def _softmax(
     def across(rows: Any) -> Any:
         return lax.broadcast_in_dim(rows, shape, (0,))
 
-    scale = None if general or spec.score_dtype != F32 else scale_of(programs.score)
+    plain = not general and spec.score_dtype == F32 and not programs.inner_weights
+    scale = scale_of(programs.score) if plain else None
     known: dict[str, Value] = {}
     if scale is None or len(elements) > 1:
         known = place.positions() | side_values(spec, side_refs, place)
@@ -271,10 +275,14 @@ def _softmax(
         x = elements["logit"].on(shape, known | {"score": rounded_score}).result().widened("tile", shape)
         if valid is not None:
             x = jnp.where(valid, x, -jnp.inf)
-        maximum = jnp.maximum(running.maximum, jnp.max(x, axis=1))
+        reached = x
+        if "height" in elements:
+            reached = elements["height"].on(shape, known | {"x": Value("tile", x)}).result().widened("tile", shape)
+            reached = reached if valid is None else jnp.where(valid, reached, -jnp.inf)
+        maximum = jnp.maximum(running.maximum, jnp.max(reached, axis=1))
         # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
         finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-        e = jnp.exp2((x - across(finite)) * np.float32(LOG2E))
+        e = halves(x, across(finite)) if "inner" in elements else jnp.exp2((x - across(finite)) * np.float32(LOG2E))
     shrink = jnp.exp2((running.maximum - finite) * np.float32(LOG2E))
 
     def weighted(name: str, e: Any) -> Any:
@@ -283,7 +291,8 @@ def _softmax(
         e = elements[name].on(shape, known | {"e": Value("tile", e)}).result().widened("tile", shape)
         return e if valid is None else jnp.where(valid, e, 0.0)
 
-    e = weighted("inner", e)
+    if "inner" in elements:
+        e = weighted("inner", e) * e
     total = running.total * shrink + jnp.sum(e, axis=1)
     running = running._replace(maximum=maximum, total=total)
     if not wants_values or running.accumulator is None:
@@ -354,6 +363,18 @@ def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) ->
     @pl.loop(0, used)
     def _(n: Any) -> None:
         free(lax.rem(total - used + n, jnp.int32(stages)))
+
+
+def parts(tile_value: Any, read: Any, dtype: Any, precision: str | None) -> list[Any]:
+    """A tile as a sum of tiles of the dtype that wgmma takes: one where the original's product reads the tile in that
+    dtype, else two, which have 16 bits of fraction and more where TF32 has 10, or three for a higher precision."""
+    if read == dtype:
+        return [tile_value.astype(dtype)]
+    found = []
+    for _ in range(2 if precision is None else 3):
+        found.append(tile_value.astype(dtype))
+        tile_value = tile_value - found[-1].astype(F32)
+    return found
 
 
 def multiplied(tile_value: Any, shared: Any, accumulator: Any, through: Any | None) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.contents import Tile, exponentials, heights, weighted
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.implementation import Device, Supported, Unsupported
 
@@ -40,35 +41,30 @@ def forward(
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
     s = jnp.arange(spec.key_length, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
 
-    def weighted(p: Array, weights: Sequence[Weight]) -> Array:
-        for weight in weights:
-            w = weight.program.evaluate(None, t, s, sides)
-            p = jnp.where(w, p, 0) if weight.kind == "where" else p * w.astype(dtype)
-        return p
-
     score = _einsum("bkgtd,bksd->bkgts", query, key, dtype, spec.score_precision).astype(spec.score_dtype)
     x = jnp.broadcast_to(spec.score.evaluate(score, t, s, sides), score.shape).astype(dtype)
-    maximum = jnp.max(x, axis=-1, keepdims=True)
+    here = Tile(t, s, tuple(sides))
+    maximum = jnp.max(heights(spec, spec.inner_weights, x, here), axis=-1, keepdims=True)
     if sink is not None:
         maximum = jnp.maximum(maximum, sink.astype(dtype))
     maximum = lax.stop_gradient(maximum)
     if spec.statistics is not None:
         maximum, highest = jnp.where(maximum == -jnp.inf, 0, maximum), maximum
-    e = weighted(jnp.exp(x - maximum), spec.inner_weights)
+    e = exponentials(spec.inner_weights, x, maximum, here)
     total = jnp.sum(e, axis=-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink.astype(dtype) - maximum)
-    p = weighted(e / total if spec.statistics is None else e, spec.weights)
+    p = weighted(spec.weights, e / total if spec.statistics is None else e, here)
     out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
     if spec.statistics is None:
         return out, jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))[..., 0]
     further = (
-        jnp.sum(weighted(e, y), -1)
+        jnp.sum(weighted(y, e, here), -1)
         if isinstance(y, tuple)
         else jnp.broadcast_to(y.evaluate(score, t, s, sides), score.shape).max(-1)
         for y in spec.statistics
     )
-    kept = (jnp.any(weighted(jnp.ones_like(e), masks) != 0, -1),) if (masks := _masks(spec)) else ()
+    kept = (jnp.any(weighted(masks, jnp.ones_like(e), here) != 0, -1),) if (masks := _masks(spec)) else ()
     statistics = (total[..., 0], highest[..., 0], *further, *kept)
     return out, *(statistic.astype(dtype) for statistic in statistics)
 

@@ -105,6 +105,7 @@ class AttentionSite:
       result: the view of the result.
       rows: the view of an array with one value per row, as the residuals are.
       types: dtypes of all operands.
+      weights_dtype: of the probabilities where they meet the values; None for that of the exponentials.
     """
 
     sizes: tuple[int, ...]
@@ -130,6 +131,7 @@ class AttentionSite:
     live: Program | None = None
     score_precision: str | None = None
     value_precision: str | None = None
+    weights_dtype: Dtype | None = None
     assume_finite: bool = True
 
     @property
@@ -212,6 +214,7 @@ class AttentionSite:
             statistics=None if self.row_program is None else self.row_program.statistics,
             score_precision=self.score_precision,
             value_precision=self.value_precision,
+            weights_dtype=self.weights_dtype,
             assume_finite=self.assume_finite,
         )
 

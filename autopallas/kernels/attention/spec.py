@@ -49,10 +49,13 @@ class AttentionSpec:
 
     With s = q k^T rounded to ``score_dtype``, x = ``score`` (s) in float32 (float64 for float64 scores)::
 
-        e = exp(x - max) * inner_weights          max and the sum run over S and, if ``sink``, one more logit
+        e = exp(x - max) * inner_weights          the sum runs over S and, if ``sink``, one more logit
         p = e / (sum_S e + exp(sink - max)) * weights
         out = p v                                 [B, K, G, T, Dv] in ``result_dtype``
         logsumexp = max + log(sum)                [B, K, G, T] float32 (float64)
+
+    ``max`` is the greatest of x + log |inner_weights|, and of the sink: keys whose weight is 0 do not count.  The
+    logarithms are bounded; see ``contents.heights``.
 
     A row whose every x is -inf has the result NaN, as ``0 / 0`` in the original, except where a ``where`` weight has
     turned each of its probabilities into 0.
@@ -94,6 +97,11 @@ class AttentionSpec:
     """``lax.Precision`` of the original's first dot: None (default), "HIGH" or "HIGHEST"."""
     value_precision: str | None = None
     """The same for the second dot."""
+    weights_dtype: Dtype | None = None
+    """In which dtype the probabilities enter the original's product with the values, or None for that of x: kernels
+    may round them to it, and to no other.  In the backward, those that the values' gradient is made of, likewise."""
+    score_gradient_dtype: Dtype | None = None
+    """In which dtype the gradient of s enters the products that give those of q and k; None for that of s."""
     assume_finite: bool = True
     """Whether dead tiles may be skipped although an inf or NaN in a dead key's value would have reached the result."""
 
@@ -101,6 +109,16 @@ class AttentionSpec:
     def accumulation_dtype(self) -> Dtype:
         """float32, or float64 where the scores are float64."""
         return np.dtype(np.float64 if self.score_dtype == np.float64 else np.float32)
+
+    @property
+    def reads_weights(self) -> Dtype:
+        """The dtype to which probabilities may be rounded."""
+        return self.accumulation_dtype if self.weights_dtype is None else self.weights_dtype
+
+    @property
+    def reads_score_gradients(self) -> Dtype:
+        """The dtype to which gradients of scores may be rounded."""
+        return self.score_dtype if self.score_gradient_dtype is None else self.score_gradient_dtype
 
     @property
     def widest_dtype(self) -> Dtype:

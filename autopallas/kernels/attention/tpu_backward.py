@@ -20,13 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, logits, narrow, weighted
+from autopallas.kernels.attention.contents import Tile, halves, logits, weighted
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tpu_forward import (
     contract,
     exponentials,
     kept_rows,
+    narrowed,
     plain_scale,
     sides_at,
     statistics,
@@ -91,7 +92,9 @@ def backward(
     # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
     scaled = dout.astype(F32) * factor[..., None]
     delta = jnp.sum(scaled * out.astype(F32), axis=-1)
-    read = shape, query, key, value, sides, scaled.astype(dout.dtype), shift
+    # The product with the probabilities is rounded as they are, in one factor or the other.
+    kept = dout.dtype if spec.reads_weights == dout.dtype else F32
+    read = shape, query, key, value, sides, scaled.astype(kept), shift
     operands = _operands(*read, delta)
 
     dq_block = rows_block(shape, spec.head_size, query.dtype)
@@ -127,7 +130,7 @@ def _delta(shape: Geometry, sink: Array | None, shift: Array, gradients: Callabl
     delta, total = (without_rows(shape, from_rows(shape, x)) for x in rows)
     if sink is not None:
         total = total + jnp.exp(sink.astype(F32) - shift[..., None])[..., 0]
-    return jnp.where(total > 0, delta / jnp.where(total > 0, total, 1), 0)
+    return jnp.where(total != 0, delta / jnp.where(total != 0, total, 1), 0)
 
 
 def _normalizers(
@@ -338,10 +341,13 @@ class _GradientTile:
 
         score = self._product(q, k, spec.score_precision).astype(spec.score_dtype)
         x, pull_score = jax.vjp(from_score, score, varied)
-        scale = None if numbers else plain_scale(spec, programs)
-        e = self._existing(exponentials(score, x, self.shift, scale))
-        p_normal, pull_inner = jax.vjp(weighting(programs.inner_weights), e, varied)
-        p_normal = self._existing(p_normal) if programs.inner_weights else p_normal
+        scale = None if numbers or programs.inner_weights else plain_scale(spec, programs)
+        if programs.inner_weights:
+            half = self._existing(halves(x, self.shift))
+            weighted_half, pull_inner = jax.vjp(weighting(programs.inner_weights), half, varied)
+            p_normal = self._existing(weighted_half * half)
+        else:
+            p_normal = self._existing(exponentials(score, x, self.shift, scale))
         p, pull_outer = jax.vjp(weighting(programs.weights), p_normal, varied)
         found: dict[str | int, Array] = {}
         if "delta" in chosen:
@@ -349,12 +355,12 @@ class _GradientTile:
             return [jnp.sum(self._existing(x), axis=1, keepdims=True) for x in (p * c, p_normal)]
         if "value" in chosen:
             p = self._existing(p) if programs.weights else p
-            found["value"] = self._summed_over_rows(p, do, spec.value_precision)
+            found["value"] = self._summed_over_rows(p, do, spec.reads_weights, spec.value_precision)
         dp_normal, outer_sides = pull_outer(self._product(do, v, spec.value_precision))
         # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
         if programs.inner_weights:
-            de, inner_sides = pull_inner(dp_normal - self.delta)
-            dx = e * de
+            dhalf, inner_sides = pull_inner(half * (dp_normal - self.delta))
+            dx = half * dhalf
         else:
             dx, inner_sides = p_normal * (dp_normal - self.delta), None
         if scale is None:
@@ -364,9 +370,10 @@ class _GradientTile:
             dscore, score_sides = self._existing(dx), None
         factor = 1 if scale is None else np.float32(scale)
         if "query" in chosen:
-            found["query"] = contract(narrow(dscore, k, False), k, (1, 0), spec.score_precision) * factor
+            found["query"] = self._times_columns(dscore, k) * factor
         if "key" in chosen:
-            found["key"] = self._summed_over_rows(dscore, q, spec.score_precision) * factor
+            read = spec.reads_score_gradients
+            found["key"] = self._summed_over_rows(dscore, q, read, spec.score_precision) * factor
         for position, n in enumerate(numbers):
             parts = [part[position].astype(F32) for part in (score_sides, inner_sides, outer_sides) if part is not None]
             total = self._existing(sum(parts[1:], parts[0]))
@@ -383,9 +390,16 @@ class _GradientTile:
             contract(columns, rows, (1, 1), precision) if self.flipped else contract(rows, columns, (1, 1), precision)
         )
 
-    def _summed_over_rows(self, tile: Array, rows: Array, precision: str | None) -> Array:
-        """The tile and [bq, d] to [bk, d]."""
-        return contract(narrow(tile, rows, False), rows, (1 if self.flipped else 0, 0), precision)
+    def _summed_over_rows(self, tile: Array, rows: Array, read: Any, precision: str | None) -> Array:
+        """The tile, which the original's product reads in the dtype ``read``, and [bq, d] to [bk, d]."""
+        tile = narrowed(tile, read, rows, precision)
+        return contract(tile, rows, (1 if self.flipped else 0, 0), precision)
+
+    def _times_columns(self, dscore: Array, k: Array) -> Array:
+        """The tile's gradient and [bk, d] to [bq, d]."""
+        spec = self.shape.spec
+        dscore = narrowed(dscore, spec.reads_score_gradients, k, spec.score_precision)
+        return contract(dscore, k, (1, 0), spec.score_precision)
 
     # ------------------------------------------------------------------ what does not exist
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, logits, narrow, row_maximum, weighted
+from autopallas.kernels.attention.contents import Tile, halves, heights, logits, narrow, row_maximum, weighted
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import FULL, PARTIAL, scale_of
@@ -40,12 +40,14 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
+from autopallas.kernels.interpret import interpretation
 
 __all__ = [
     "contract",
     "exponentials",
     "forward",
     "kept_rows",
+    "narrowed",
     "plain_scale",
     "sides_at",
     "statistics",
@@ -240,18 +242,21 @@ def _step(
     x = logits(spec, programs, score, here)
     if valid is not None:
         x = jnp.where(valid, x, -jnp.inf)
-        highest = jnp.max(x, axis=-1, keepdims=True)
+        reached = jnp.where(valid, heights(spec, programs.inner_weights, x, here), -jnp.inf)
+        highest = jnp.max(reached, axis=-1, keepdims=True)
     else:
-        highest = row_maximum(spec, programs, score, x)
+        highest = row_maximum(spec, programs, score, x, here)
     maximum = jnp.maximum(carry.maximum, highest)
     # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)
     scale = plain_scale(spec, programs) if valid is None else None
-    e = exponentials(score, x, finite_maximum, scale, lambda maximum: widened(maximum, x.shape[1]))
-    e = weighted(programs.inner_weights, e, here)
-    if valid is not None and programs.inner_weights:
-        e = jnp.where(valid, e, 0.0)
+    if programs.inner_weights:
+        half = halves(x, widened(finite_maximum, x.shape[1]))
+        e = weighted(programs.inner_weights, half, here) * half
+        e = e if valid is None else jnp.where(valid, e, 0.0)
+    else:
+        e = exponentials(score, x, finite_maximum, scale, lambda maximum: widened(maximum, x.shape[1]))
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
     if v is None or carry.accumulator is None:
         return carry._replace(maximum=maximum, total=total)
@@ -260,7 +265,8 @@ def _step(
         p = jnp.where(valid, p, 0.0)
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
     accumulator = carry.accumulator * widened(shrink, v.shape[1])
-    accumulator = accumulator + contract(narrow(p, v, bounded), v, (1, 0), spec.value_precision)
+    p = narrowed(p, spec.reads_weights, v, spec.value_precision, bounded)
+    accumulator = accumulator + contract(p, v, (1, 0), spec.value_precision)
     kept = carry.kept
     if kept is not None:
         kept = jnp.maximum(kept, _any(programs, here, p.shape, valid))
@@ -354,6 +360,17 @@ def valid_columns(shape: Geometry, place: Place, axis: int) -> Array | None:
 def kept_rows(exists: Array | None, x: Array) -> Array:
     """``x`` with zeros in the rows that do not exist: what is read beyond an array's end may be anything."""
     return x if exists is None else jnp.where(exists, x.astype(F32), 0.0).astype(x.dtype)
+
+
+def narrowed(tile: Array, read: Any, operand: Array, precision: str | None, bounded: bool = False) -> Array:
+    """The tile as its product with an operand takes it: see ``contents.narrow``.
+
+    A TPU's matrix unit takes bfloat16 unless a higher precision is asked for, and so rounds the tile for the original's
+    product too, whatever its dtype.  Rounded before, the tile is half as large.
+    """
+    if operand.dtype == jnp.bfloat16 and precision is None and not interpretation():
+        read = operand.dtype
+    return narrow(tile, read, operand, bounded)
 
 
 def contract(a: Array, b: Array, axes: tuple[int, int], precision: str | None) -> Array:

@@ -24,6 +24,8 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.contents import (
     Tile,
     any_kept,
+    exponentials,
+    exponentials_vjp,
     greatest,
     logits,
     narrow,
@@ -152,11 +154,11 @@ def _stream(
         here = _tile(spec, place, columns, sides)
         score = _scores(spec, place, q, place.columns(key, columns))
         x = logits(spec, programs, score, here)
-        maximum = jnp.maximum(carry.maximum, row_maximum(spec, programs, score, x))
+        maximum = jnp.maximum(carry.maximum, row_maximum(spec, programs, score, x, here))
         # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
         finite_maximum = jnp.where(maximum == -jnp.inf, 0, maximum)
         shrink = jnp.exp(carry.maximum - finite_maximum)
-        e = weighted(programs.inner_weights, jnp.exp(x - finite_maximum), here)
+        e = exponentials(programs.inner_weights, x, finite_maximum, here)
         total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
         if value is None:
             return carry._replace(maximum=maximum, total=total)
@@ -169,7 +171,7 @@ def _stream(
         def statistic(wanted: Program | tuple[Weight, ...], before: Array) -> Array:
             if isinstance(wanted, tuple):
                 return before * shrink + jnp.sum(weighted(wanted, e, here), axis=-1, keepdims=True)
-            if wanted == spec.score and sink is None:
+            if wanted == spec.score and sink is None and not spec.inner_weights:
                 return maximum
             return jnp.maximum(before, greatest(spec, wanted, score, here))
 
@@ -316,7 +318,9 @@ def _backward_rows(
     else:
         delta = -place.rows(dsums[0][..., None])
     # Everything below is linear in the cotangent, so that the factor of P goes there, where it costs nothing.
-    do, delta = (do * factor).astype(do.dtype), delta * factor
+    # The product with the probabilities is rounded as they are, in one factor or the other.
+    kept = do.dtype if spec.reads_weights == do.dtype else dtype
+    do, delta = (do * factor).astype(kept), delta * factor
     # The barrier keeps XLA from folding the transposition back into the dots.
     q_transposed, do_transposed = lax.optimization_barrier((jnp.swapaxes(q, -1, -2), jnp.swapaxes(do, -1, -2)))
     shift, delta = place.ungrouped(shift), place.ungrouped(delta)
@@ -326,7 +330,7 @@ def _backward_rows(
         columns = (key_start, key_size)
         here = _tile(spec, place, columns, sides)
         x = logits(spec, programs, _scores(spec, place, q, place.columns(key, columns)), here)
-        p = weighted(spec.weights, weighted(spec.inner_weights, jnp.exp(x - shift), here), here)
+        p = weighted(spec.weights, exponentials(spec.inner_weights, x, shift, here), here)
         dp = _rows_by_columns(spec, place, do, place.columns(value, columns))
         return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
 
@@ -346,10 +350,9 @@ def _backward_rows(
             return logits(spec, programs, score, here.with_floating(spec, floating))
 
         x, logits_vjp = jax.vjp(from_score, score, here.floating(spec))
-        e = jnp.exp(x - shift)
-        p_normal, inner_vjp = weighted_vjp(spec, programs.inner_weights, e, here)
+        p_normal, exponentials_pull = exponentials_vjp(spec, programs.inner_weights, x, shift, here)
         p, outer_vjp = weighted_vjp(spec, programs.weights, p_normal, here)
-        dvalue = _rows_by_tile(spec, place, do_transposed, p)
+        dvalue = _rows_by_weights(spec, place, do_transposed, p)
         dp = _rows_by_columns(spec, place, do, v)
         dp_normal, *outer_sides = outer_vjp(dp)
         for weights, dsum in zip(spec.sums, further, strict=True):
@@ -357,15 +360,11 @@ def _backward_rows(
             de, sum_sides = sum_vjp(jnp.broadcast_to(dsum, p_normal.shape))
             dp_normal, outer_sides = dp_normal + de, [*outer_sides, sum_sides]
         # d(e / sum) = P (.. - delta): the derivative of the sum is the same for each key of the row.
-        if spec.inner_weights:
-            de, inner_sides = inner_vjp(dp_normal - delta)
-            dx = e * de
-        else:
-            dx, inner_sides = p_normal * (dp_normal - delta), ()
+        dx, inner_sides = exponentials_pull(dp_normal - delta)
         dscore, score_sides = logits_vjp(dx.astype(x.dtype))
         dq = dq + _times_keys(spec, place, dscore, k)
         window = place.window("BK-S", columns)
-        dkey = _rows_by_tile(spec, place, q_transposed, dscore)
+        dkey = _rows_by_score_gradients(spec, place, q_transposed, dscore)
         updates = gradients._replace(
             key=accumulate(gradients.key, window, place.unmerged(dkey)),
             value=accumulate(gradients.value, window, place.unmerged(dvalue)),
@@ -542,12 +541,12 @@ def _scores(spec: AttentionSpec, place: _Rows, q: Array, k: Array) -> Array:
 
 def _times_values(spec: AttentionSpec, place: _Rows, p: Array, v: Array) -> Array:
     bounded = not any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
-    p = place.grouped(narrow(p, v, bounded))
+    p = place.grouped(narrow(p, spec.reads_weights, v, bounded))
     return place.ungrouped(_dot(spec, p, v, (-1, -2), spec.value_precision))
 
 
 def _times_keys(spec: AttentionSpec, place: _Rows, ds: Array, k: Array) -> Array:
-    ds = place.grouped(narrow(ds, k, False))
+    ds = place.grouped(narrow(ds, spec.reads_score_gradients, k, False))
     return place.ungrouped(_dot(spec, ds, k, (-1, -2), spec.score_precision))
 
 
@@ -555,6 +554,11 @@ def _rows_by_columns(spec: AttentionSpec, place: _Rows, do: Array, v: Array) -> 
     return place.ungrouped(_dot(spec, do, v, (-1, -1), spec.value_precision))
 
 
-def _rows_by_tile(spec: AttentionSpec, place: _Rows, rows_transposed: Array, tile: Array) -> Array:
-    tile = place.grouped(narrow(tile, rows_transposed, False))
-    return _dot(spec, rows_transposed, tile, (-1, -2), spec.score_precision)
+def _rows_by_weights(spec: AttentionSpec, place: _Rows, do_transposed: Array, p: Array) -> Array:
+    p = place.grouped(narrow(p, spec.reads_weights, do_transposed, False))
+    return _dot(spec, do_transposed, p, (-1, -2), spec.value_precision)
+
+
+def _rows_by_score_gradients(spec: AttentionSpec, place: _Rows, q_transposed: Array, ds: Array) -> Array:
+    ds = place.grouped(narrow(ds, spec.reads_score_gradients, q_transposed, False))
+    return _dot(spec, q_transposed, ds, (-1, -2), spec.score_precision)

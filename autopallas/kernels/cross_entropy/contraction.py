@@ -59,23 +59,18 @@ class Target:
         return 1 if self.kind == "side" and self.varies[1] else None
 
     def contribution(self, spec: CrossEntropySpec, value: Array, x: Rows, w: Array) -> Array:
-        """What one tile contributes, in the accumulation dtype."""
+        """What one tile contributes, in the accumulation dtype.
+
+        The value has the dtype in which the original's product reads it: a gradient of logits that of the logits.
+        """
         if self.kind == "rows":
-            return dot(spec, value.astype(self.narrow(spec, value.dtype)), w, (1, 0 if spec.vocabulary_major else 1))
+            return dot(spec, value, w, (1, 0 if spec.vocabulary_major else 1))
         if self.kind == "columns":
-            value = value.astype(self.narrow(spec, value.dtype))
             if not spec.vocabulary_major:
                 return dot(spec, x.transposed, value, (1, 0))
             return dot(spec, value, x.x, (0, 0))
         axes = tuple(axis for axis, varies in enumerate(self.varies) if not varies)
         return jnp.sum(value.astype(spec.accumulation_dtype), axis=axes, keepdims=True)
-
-    def narrow(self, spec: CrossEntropySpec, dtype: Any) -> Any:
-        """The dtype of their dot for values of a dtype.  bfloat16 has the range; float16 would lose small gradients."""
-        if self.kind == "side":
-            return dtype
-        operand = spec.weight_dtype if self.kind == "rows" else spec.row_dtype
-        return operand if operand == self.dtype == jnp.bfloat16 else dtype
 
     def result(self, spec: CrossEntropySpec, found: Array) -> Array:
         return found.astype(self.dtype)

@@ -147,7 +147,7 @@ def _contracted(
 
     vectors = Vectors.of(sides)
     whole_x, whole_w, operands = _whole(spec, vectors, x, w, sides)
-    stored = [(p, t.narrow(spec, p.dtype)) for p, t in zip(programs, targets, strict=True)]
+    stored = [(p, p.dtype) for p in programs]
     different = tuple(dict.fromkeys(stored))
 
     def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:

@@ -189,15 +189,16 @@ def contract(reader: Reader, task: Task, targets: Sequence[Target], make: Make, 
     count = 2 + len(reader.sides.arrays)
     (x, w, *sides), rest = refs[:count], refs[count:]
     results, sums = rest[: len(targets)], iter(rest[len(targets) :])
-    step, steps = pl.program_id(1), pl.num_programs(1)
+    step = pl.program_id(1)
     row, column = (step, pl.program_id(0)) if task == "columns" else (pl.program_id(0), step)
     extent, block = ((spec.rows, reader.shape.rows), (spec.vocabulary, reader.shape.columns))[axis]
-    left = extent % block
+    # Not what Pallas counts: it remembers a body with the grid of an earlier call.
+    last, left = -(-extent // block) - 1, extent % block
     if left:
         # What lies behind the end may be anything, and is multiplied with zeros.
         operand, along = (x, 0) if task == "columns" else (w, 0 if spec.vocabulary_major else 1)
 
-        @pl.when(step == steps - 1)
+        @pl.when(step == last)
         def _() -> None:
             behind = (slice(left, None), slice(None)) if along == 0 else (slice(None), slice(left, None))
             operand[behind] = jnp.zeros_like(operand[behind])
@@ -215,7 +216,7 @@ def contract(reader: Reader, task: Task, targets: Sequence[Target], make: Make, 
         _accumulate(total, _contribution(spec, target, task, value, x, w), step)
         if total is not result:
 
-            @pl.when(step == steps - 1)
+            @pl.when(step == last)
             def _(result: Ref = result, total: Ref = total) -> None:
                 result[...] = total[...].astype(result.dtype)
 
@@ -239,8 +240,8 @@ def _contribution(spec: CrossEntropySpec, target: Target, task: Task, value: Arr
     if target.kind == "side":
         return jnp.sum(value.astype(jnp.float32), axis=0 if task == "columns" else 1, keepdims=True)
     operand = w[...] if target.kind == "rows" else x[...]
-    if operand.dtype == target.dtype == jnp.bfloat16:  # the program's own dot would take them so
-        value = value.astype(operand.dtype)
+    if operand.dtype == target.dtype == jnp.bfloat16 and spec.precision is None and not interpretation():
+        value = value.astype(operand.dtype)  # as a matrix unit takes what the original's product reads, in any dtype
     if target.kind == "rows":
         return dot(spec, value, operand, 1, 0 if spec.vocabulary_major else 1)
     return dot(spec, value, operand, 0, 0) if spec.vocabulary_major else dot(spec, operand, value, 0, 0)

@@ -40,10 +40,18 @@ BUCKETS: tuple[Bucket, ...] = (
 
 _ROWS: dict[Key, Row] = {
     ("xla", "forward", "bfloat16", "N2048 V8192", "plain"): Row(
-        BlockSizes(2048, 2048), 117600.0, 166100.0, 29403264, 100679680, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        117600.0,
+        166100.0,
+        29403264,
+        100679680,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "bfloat16", "N512 V32000", "plain"): Row(
-        BlockSizes(512, 2048), 163500.0, 183600.0, 13378176, 98308096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 2048), 163500.0, 183600.0, 13378176, 98308096, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "bfloat16", "N2048 V32000", "argmax"): Row(
         BlockSizes(2048, 2048),
@@ -53,37 +61,78 @@ _ROWS: dict[Key, Row] = {
         393240592,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "bfloat16", "N2048 V32000", "plain"): Row(
-        BlockSizes(2048, 2048), 441600.0, 575400.0, 45131904, 393232384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        441600.0,
+        575400.0,
+        45131904,
+        393232384,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "float32", "small", "plain"): Row(
-        BlockSizes(2048, 1024), 13010.0, 12890.0, 8413184, 8404992, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 1024), 13010.0, 12890.0, 8413184, 8404992, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "float32", "N512 V8192", "plain"): Row(
-        BlockSizes(512, 2048), 30710.0, 29680.0, 8397440, 16781312, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 2048), 30710.0, 29680.0, 8397440, 16781312, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "float32", "N2048 V8192", "plain"): Row(
-        BlockSizes(2048, 2048), 109600.0, 110600.0, 21006464, 67125248, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048), 109600.0, 110600.0, 21006464, 67125248, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "float32", "N8192 V8192", "plain"): Row(
-        BlockSizes(2048, 2048), 221600.0, 243400.0, 21152000, 268500992, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        221600.0,
+        243400.0,
+        21152000,
+        268500992,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "float32", "N512 V32000", "plain"): Row(
-        BlockSizes(512, 2048), 104600.0, 99110.0, 11020928, 65540096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 2048), 104600.0, 99110.0, 11020928, 65540096, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "float32", "N2048 V32000", "argmax"): Row(
-        BlockSizes(2048, 2048), 502400.0, 427700.0, 31516872, 262168592, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        502400.0,
+        427700.0,
+        31516872,
+        262168592,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "float32", "N2048 V32000", "plain"): Row(
-        BlockSizes(2048, 2048), 452000.0, 441700.0, 31500416, 262160384, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        452000.0,
+        441700.0,
+        31500416,
+        262160384,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "float32", "N8192 V32000", "plain"): Row(
-        BlockSizes(2048, 2048), 887000.0, 978400.0, 22462848, 1048641536, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(2048, 2048),
+        887000.0,
+        978400.0,
+        22462848,
+        1048641536,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward", "float32", "N512 V128000", "plain"): Row(
-        BlockSizes(512, 2048), 475100.0, 481400.0, 10496640, 262148096, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 2048), 475100.0, 481400.0, 10496640, 262148096, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward", "float32", "N2048 V128000", "plain"): Row(
         BlockSizes(2048, 2048),
@@ -93,7 +142,8 @@ _ROWS: dict[Key, Row] = {
         1048592384,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "bfloat16", "N2048 V8192", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -103,7 +153,8 @@ _ROWS: dict[Key, Row] = {
         134250752,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "bfloat16", "N512 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -113,7 +164,8 @@ _ROWS: dict[Key, Row] = {
         132128768,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "bfloat16", "N2048 V32000", "argmax"): Row(
         BlockSizes(512, 1048576),
@@ -123,7 +175,8 @@ _ROWS: dict[Key, Row] = {
         655360016,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "bfloat16", "N2048 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -133,13 +186,14 @@ _ROWS: dict[Key, Row] = {
         524321024,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "small", "plain"): Row(
-        BlockSizes(512, 1048576), 46420.0, 44840.0, 10518752, 16802048, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 1048576), 46420.0, 44840.0, 10518752, 16802048, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward+backward", "float32", "N512 V8192", "plain"): Row(
-        BlockSizes(512, 1048576), 86820.0, 86420.0, 17829888, 33562624, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 1048576), 86820.0, 86420.0, 17829888, 33562624, "measured", "2026-11-21", "jax 0.12.0.1", "avx2"
     ),
     ("xla", "forward+backward", "float32", "N2048 V8192", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -149,7 +203,8 @@ _ROWS: dict[Key, Row] = {
         134242560,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N8192 V8192", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -159,7 +214,8 @@ _ROWS: dict[Key, Row] = {
         536969216,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N512 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -169,7 +225,8 @@ _ROWS: dict[Key, Row] = {
         131080192,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N2048 V32000", "argmax"): Row(
         BlockSizes(512, 1048576),
@@ -179,7 +236,8 @@ _ROWS: dict[Key, Row] = {
         524312848,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N2048 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -189,7 +247,8 @@ _ROWS: dict[Key, Row] = {
         524312832,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N8192 V32000", "plain"): Row(
         BlockSizes(512, 1048576),
@@ -199,10 +258,19 @@ _ROWS: dict[Key, Row] = {
         2097250304,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N512 V128000", "plain"): Row(
-        BlockSizes(512, 4096), 1723000.0, 1262000.0, 23070984, 524296192, "measured", "2026-11-21", "jax 0.12.0.1, avx2"
+        BlockSizes(512, 4096),
+        1723000.0,
+        1262000.0,
+        23070984,
+        524296192,
+        "measured",
+        "2026-11-21",
+        "jax 0.12.0.1",
+        "avx2",
     ),
     ("xla", "forward+backward", "float32", "N2048 V128000", "plain"): Row(
         BlockSizes(128, 1048576),
@@ -212,7 +280,8 @@ _ROWS: dict[Key, Row] = {
         2097176832,
         "measured",
         "2026-11-21",
-        "jax 0.12.0.1, avx2",
+        "jax 0.12.0.1",
+        "avx2",
     ),
 }
 

@@ -43,15 +43,19 @@ class Case:
     weights: tuple[Weight, ...] = ()
     sink: tuple[bool, bool, bool, bool, bool] | None = None
     draw: str = ""
-    """How side inputs are drawn, one letter each: "n" normal, "p" positive, "m" mask, "l" lengths, "s" segments."""
+    """How side inputs are drawn, one letter each: "n" normal, "p" positive, "m" mask, "l" lengths, "s" segments, "z"
+    zero at every other key, "v" mostly positive, and some zero or negative, "t" near the least that float32 can be."""
     size: float = 1.0
     """Factor of the queries."""
+    cotangent: float = 1.0
+    """Factor of the result's cotangent."""
     undefined_rows: bool = False
     """Whether some rows are NaN."""
 
     def spec(self, dtype: Any = F32, **changes: Any) -> AttentionSpec:
         dtype = np.dtype(dtype)
         score = self.score if self.score is not None else traced(lambda s: s * np.float32(0.3), SCORE)
+        changes = {"weights_dtype": dtype} | changes
         return AttentionSpec(
             self.batch, self.key_heads, self.groups, self.query_length, self.key_length, self.head_size,
             self.value_head_size, dtype, dtype, dtype, F32, dtype, score, sides=self.sides,
@@ -73,6 +77,9 @@ class Case:
                 "n": lambda shape=shape: random.standard_normal(shape),
                 "p": lambda shape=shape: random.uniform(0.5, 1.5, shape),
                 "m": lambda shape=shape: random.uniform(size=shape) < 0.6,
+                "z": lambda shape=shape: random.uniform(0.5, 1.5, shape) * (np.arange(shape[-1]) % 2),
+                "v": lambda shape=shape: random.choice([0.0, 3.0, 5.0, -0.5], shape, p=[0.4, 0.3, 0.2, 0.1]),
+                "t": lambda shape=shape: random.uniform(0.5, 1.5, shape) * 1e-36,
                 "l": lambda shape=shape: random.integers(1, s, shape),
                 "s": lambda shape=shape: np.sort(random.integers(0, 3, shape), axis=-1 if shape[-1] > 1 else -2),
             }[letter]()
@@ -87,7 +94,7 @@ class Case:
             normal(b, k, s, self.value_head_size),
             tuple(sides),
             sink,
-            normal(b, k, g, t, self.value_head_size),
+            normal(b, k, g, t, self.value_head_size, scale=self.cotangent),
         )
 
 
@@ -197,6 +204,25 @@ CASES = (
         ),
         sides=(SideSpec(F32, _varies("S")),), draw="p", sink=_varies("KT"),
     ),
+    Case(
+        "weights of zero inside the sum beside huge exponentials",
+        score=traced(lambda s, j: s * np.float32(0.05) + np.float32(90) * (j % 2 == 0), SCORE, KEY),
+        inner_weights=(Weight("multiply", traced(lambda w: w, side(0))),),
+        sides=(SideSpec(F32, _varies("S")),), draw="z", cotangent=0.01,
+    ),
+    Case(
+        "negative weights inside the sum, a mask and a sink",
+        score=traced(
+            lambda s, i, j: jnp.where(i >= j, s * np.float32(0.3) + np.float32(4) * (j % 3), -np.inf), SCORE, QUERY, KEY
+        ),
+        live=traced(_causal, QUERY, KEY), inner_weights=(Weight("multiply", traced(lambda w: w, side(0))),),
+        sides=(SideSpec(F32, _varies("BTS")),), draw="v", sink=_varies("KT"), query_length=29,
+    ),
+    Case(
+        "tiny weights inside the sum",
+        inner_weights=(Weight("multiply", traced(lambda w: w, side(0))),),
+        sides=(SideSpec(F32, _varies("TS")),), draw="t", cotangent=0.01,
+    ),
     Case("large logits", size=200.0),
 )  # fmt: skip
 
@@ -227,7 +253,7 @@ def promoted_spec(spec: AttentionSpec) -> AttentionSpec:
         spec, query_dtype=double, key_dtype=double, value_dtype=double, score_dtype=double, result_dtype=double,
         score=promoted(spec.score), inner_weights=weights(spec.inner_weights), weights=weights(spec.weights),
         sides=tuple(replace(s, dtype=double) if s.differentiable else s for s in spec.sides),
-        live=None if spec.live is None else promoted(spec.live),
+        live=None if spec.live is None else promoted(spec.live), weights_dtype=double, score_gradient_dtype=None,
         statistics=None
         if spec.statistics is None
         else tuple(weights(s) if isinstance(s, tuple) else promoted(s) for s in spec.statistics),

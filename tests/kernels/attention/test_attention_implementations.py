@@ -20,6 +20,13 @@ from autopallas.kernels.implementation import Device, Unsupported
 
 TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
 BY_NAME = {case.name: case for case in CASES}
+MIXED = (
+    ("float32", "bfloat16", "bfloat16"),
+    ("float32", "float32", "bfloat16"),
+    ("bfloat16", "float16", "float16"),
+    ("bfloat16", "bfloat16", "bfloat16"),
+)
+"""Dtypes of queries, keys and values."""
 
 
 def computed(module: ModuleType, case: Case, dtype: Any, sizes: BlockSizes, **changes: Any) -> dict[str, np.ndarray]:
@@ -50,6 +57,16 @@ class AttentionImplementation:
     @pytest.fixture
     def module(self) -> Any:
         return OPERATION.implementation(self.name)
+
+    def require(self, module: ModuleType, spec: Any) -> None:
+        """Skips the test, with the reason, where the implementation does not support the spec."""
+        answer = module.supports(spec, Device.current())
+        if isinstance(answer, Unsupported):
+            pytest.skip(f"{self.name}: {answer.reason}")
+
+    def resized(self, case: Case) -> Case:
+        """The case as large as this implementation wants it."""
+        return case
 
     def check(self, module: ModuleType, case: Case, dtype: str, sizes: BlockSizes) -> None:
         dtype = jnp.dtype(dtype)
@@ -98,6 +115,49 @@ class AttentionImplementation:
     def test_any_block_sizes(self, module, name, sizes):
         self.check(module, BY_NAME[name], "float32", sizes)
 
+    def test_rows_whose_weights_are_all_zero_divide_zero_by_zero(self, module):
+        """As the original does; the other rows are as they would be without them."""
+        case = replace(BY_NAME["negative weights inside the sum, a mask and a sink"], sink=None)
+        spec, (query, key, value, (weights,), _, _) = case.spec(), case.operands()
+        self.require(module, spec)
+        weights = jnp.abs(weights).at[:, :, :, 5].set(0).at[:, :, :, :, 0].add(1).at[:, :, :, 7:].multiply(1e-3)
+        weights = weights.at[:, :, :, 5].set(0)
+        out, _ = module.forward(spec, self.sizes, query, key, value, (weights,))
+        assert np.all(np.isnan(np.asarray(out, np.float32)[:, :, :, 5]))
+        assert np.all(np.isfinite(np.asarray(out, np.float32)[:, :, :, 6:]))
+
+    @pytest.mark.parametrize("dtypes", MIXED, ids=str)
+    def test_products_read_what_the_originals_do(self, module, dtypes):
+        """Scores, probabilities and the result are in float32, whatever the operands are; keys and values have an
+        offset, so that a gradient of scores or a probability that is rounded to 16 bits shows."""
+        case = self.resized(replace(BY_NAME["causal"], key_length=40, size=0.02))
+        names = ("query_dtype", "key_dtype", "value_dtype")
+        spec = replace(case.spec(), **{n: jnp.dtype(d) for n, d in zip(names, dtypes, strict=True)}, weights_dtype=None)
+        self.require(module, spec)
+        query, key, value, _, _, dout = case.operands()
+        operands = [x.astype(d) for x, d in zip((query, key + 64, value + 8), dtypes, strict=True)]
+
+        @jax.jit
+        def run(query: Any, key: Any, value: Any) -> Any:
+            out, logsumexp = module.forward(spec, self.sizes, query, key, value)
+            gradients = module.backward(spec, self.sizes, query, key, value, (), None, out, logsumexp, dout)
+            return out, logsumexp, gradients
+
+        with jax.enable_x64(True):
+            wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*operands, dout)]
+            double = promoted_spec(spec)
+            out, logsumexp = reference.forward(double, None, *wide[:3])
+            gradients = reference.backward(double, None, *wide[:3], (), None, out, logsumexp, wide[3])
+            wanted = named(out, logsumexp, gradients)
+        found = named(*run(*operands))
+        result_dtypes = dict(zip(("dquery", "dkey", "dvalue"), dtypes, strict=True))
+        for name, value in wanted.items():
+            dtype = jnp.dtype(result_dtypes.get(name, "float32"))
+            # One rounding at the end; before it, sums of keys of 64 with gradients that add up to zero.
+            tolerance = 2e-4 if dtype == np.float32 else float(jnp.finfo(dtype).eps)
+            largest, _ = errors(found[name], value)
+            assert largest <= tolerance, f"{name}: max error {largest:.2e}, allowed {tolerance:.2e}"
+
     @pytest.mark.parametrize("name", ["causal", "blocks", "rows without keys, finite fill"])
     def test_skipped_tiles_change_nothing(self, module, name):
         case = BY_NAME[name]
@@ -116,8 +176,11 @@ class AttentionImplementation:
 
     @pytest.mark.parametrize(
         "name",
-        ["causal", "rows without keys, fill -inf", "sink", "probabilities masked again", "weights inside the sum"],
-    )
+        [
+            "causal", "rows without keys, fill -inf", "sink", "probabilities masked again", "weights inside the sum",
+            "negative weights inside the sum, a mask and a sink",
+        ],
+    )  # fmt: skip
     def test_row_statistics(self, module, name):
         """Numerator, sum, maxima, and the gradients of the first two."""
         case = BY_NAME[name]

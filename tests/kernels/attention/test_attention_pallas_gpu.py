@@ -42,8 +42,12 @@ QUICK = {
     f"test_values_and_gradients[{name}]"
     for name in (
         "grouped queries", "causal with a fill of -inf", "biases of every shape", "rows without keys, finite fill",
+        "weights of zero inside the sum beside huge exponentials",
     )
-} | {"test_narrow_operands[probabilities multiplied-bfloat16]"}  # fmt: skip
+} | {
+    "test_narrow_operands[probabilities multiplied-bfloat16]",
+    "test_products_read_what_the_originals_do[('bfloat16', 'bfloat16', 'bfloat16')]",
+}  # fmt: skip
 
 
 def larger(case: Case) -> Case:
@@ -71,6 +75,9 @@ class TestPallasGpu(AttentionImplementation):
             pytest.skip("one of the cases that make check-gpu runs")
         with racing():
             yield
+
+    def resized(self, case):
+        return larger(case)
 
     def check(self, module, case, dtype, sizes):
         super().check(module, larger(case), "bfloat16" if dtype == "float32" else dtype, sizes)

@@ -1,0 +1,85 @@
+"""The one rule for casts: what a cast means to a proof, which every walk over a program asks here.
+
+A program's arithmetic is read as arithmetic of real numbers, which kernels compute at least as precisely.  A cast is
+different: the program says there how precise a value is to be.  What that allows depends on where the cast stands:
+
+* **A factor** (probabilities, a sum of exponentials, a reciprocal): rounding changes it by a relative error, as the
+  rounding of a kernel does.  A cast between floating types of 16 bits and more is read through (:func:`rounds`).
+* **A sum in an exponent**, such as ``x - m``: rounding changes the exponential by a factor that grows with the numbers.
+  A cast that keeps every value commutes with taking ``m`` out (:func:`widens`).  One that rounds does not:
+  ``bf16(x - m)`` is not ``bf16(x) - m``.  What it rounds is small there, and is kept unrounded.
+* **A number of a row** in an exponent, such as ``bf16(m)``: it cancels only against itself.  A cast that keeps every
+  value is read through, one that rounds is not.
+* **A maximum** commutes with every rounding, since rounding is monotone; the cast stays, outside of the maximum.
+* **A position or a label**: a cast is read through where both types hold every number that is counted
+  (:func:`counts_exactly`); types of 8 and 16 bits often do not.
+* **To and from integers and booleans** nothing is read through but positions; 8-bit floating types are never read
+  through, for what they hold is quantised on purpose.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["counts_exactly", "exponential_underflows_below", "rounds", "widens"]
+
+_Dtype: TypeAlias = np.dtype[Any]
+
+
+@cache
+def rounds(source: _Dtype, target: _Dtype) -> bool:
+    """Whether a cast between floating types keeps a value up to the rounding of the narrower of them.
+
+    Both have 16 bits or more.  Beyond the range of float16 this does not hold; a proof says what it assumes there.
+
+    Example:
+      >>> rounds(np.dtype("float32"), np.dtype("float16")), rounds(np.dtype("int32"), np.dtype("float32"))
+      (True, False)
+    """
+    return all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2 for dtype in (source, target))
+
+
+@cache
+def widens(source: _Dtype, target: _Dtype) -> bool:
+    """Whether a cast between floating types of 16 bits or more keeps every value as it is.
+
+    Example:
+      >>> widens(np.dtype("float16"), np.dtype("float32")), widens(np.dtype("float16"), jnp.dtype("bfloat16"))
+      (True, False)
+    """
+    if not rounds(source, target):
+        return False
+    before, after = jnp.finfo(source), jnp.finfo(target)
+    return bool(before.nmant <= after.nmant and before.maxexp <= after.maxexp and before.minexp >= after.minexp)
+
+
+@cache
+def counts_exactly(dtype: _Dtype, largest: int) -> bool:
+    """Whether a type holds every whole number from 0 to ``largest``.
+
+    Example:
+      >>> [counts_exactly(np.dtype(name), 299) for name in ("uint8", "int16", "bfloat16", "float16")]
+      [False, True, False, True]
+    """
+    if largest <= 0:
+        return True
+    if dtype.kind == "b":
+        return largest <= 1
+    if dtype.kind in "iu":
+        return largest <= int(jnp.iinfo(dtype).max)
+    if jnp.issubdtype(dtype, jnp.floating):
+        information = jnp.finfo(dtype)
+        return largest <= 2 ** (int(information.nmant) + 1) and largest <= float(information.max)
+    return False
+
+
+def exponential_underflows_below(dtype: _Dtype) -> float:
+    """The number below which the exponential is exactly 0, computed in a type and seen from a wide one.
+
+    The least positive numbers are 1.4e-45 in float32, from which narrower types come, and 4.9e-324 in float64.
+    """
+    return -800.0 if dtype == np.float64 else -200.0

@@ -1,0 +1,115 @@
+"""Along which axes a value differs by something that a program compared, scattered or normalised further back.
+
+One pass over a program tells it of every value, as a bit for each axis.  It may say too much, never too little: what it
+says nothing of need not be walked through to find a choice of experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopallas.graph import Graph, Node
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+
+__all__ = ["choice_axes", "passed_on"]
+
+_COPIES = frozenset(
+    """copy copy_p name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard""".split()
+)
+_CASTS = frozenset({"convert_element_type", "reduce_precision"})
+_KEEPS_AXES = frozenset({"slice", "concatenate", "split", "tile"})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
+_EVERYTHING = -1
+
+
+def choice_axes(graph: Graph) -> Sequence[int]:
+    """Per value, the axes along which it may be that of one expert among all: from a comparison with positions along
+    them, or from what is scattered, through what a walk over labels reads through."""
+    if "choices" not in graph.notes:
+        positions = [0] * len(graph.avals)
+        found = [0] * len(graph.avals)
+        for node in graph.nodes:
+            inputs, name = node.inputs, node.name
+            own = [found[i] for i in inputs]
+            counted = [positions[i] for i in inputs]
+            for output in node.outputs:
+                if name == "iota":
+                    positions[output] = 1 << int(node.params["dimension"])
+                elif any(counted) and (name in _CASTS or name not in ELEMENTWISE):
+                    positions[output] = passed_on(graph, node, output, counted)
+                bits = passed_on(graph, node, output, own) if any(own) else 0
+                if name == "eq" and any(counted):
+                    bits |= passed_on(graph, node, output, counted)
+                elif name in ("scatter", "scatter-add"):
+                    bits |= _EVERYTHING
+                found[output] = bits
+        graph.notes["choices"] = found
+    return graph.notes["choices"]  # type: ignore[return-value]
+
+
+def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int:
+    """The axes of a result that come from the ``axes`` of the operands; none, where labels are not read through."""
+    if not any(axes):
+        return 0
+    name, after = node.name, graph.shape(output)
+    shapes = [graph.shape(i) for i in node.inputs]
+    if name in ELEMENTWISE or is_elementwise_call(node.equation):
+        found = 0
+        for mask, shape in zip(axes, shapes, strict=True):
+            found |= mask if shape or not mask else _EVERYTHING
+        return found
+    if name in _COPIES:
+        return axes[node.outputs.index(output)]
+    if name in _KEEPS_AXES:
+        return _any(axes)
+    if name in _REDUCTIONS:
+        return _moved(axes[0], [d for d in range(len(shapes[0])) if d not in node.params["axes"]])
+    if name == "transpose":
+        return _moved(axes[0], [int(d) for d in node.params["permutation"]])
+    if name == "dot_general":
+        (left, right), batch = node.params["dimension_numbers"]
+        bits = [axes[0] >> int(d) & 1 | axes[1] >> int(e) & 1 for d, e in zip(*batch, strict=True)]
+        for own, shape, gone, shared in zip(axes, shapes, (left, right), batch, strict=True):
+            bits += [own >> d & 1 for d in range(len(shape)) if d not in gone and d not in shared]
+        return sum(bit << d for d, bit in enumerate(bits))
+    if name == "broadcast_in_dim":
+        targets = node.params["broadcast_dimensions"]
+        if not shapes[0]:
+            return _EVERYTHING
+        return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets))
+    if name in ("reshape", "squeeze", "expand_dims"):
+        return _reshaped(axes[0], shapes[0], after)
+    if name in ("stack", "unstack"):
+        return _EVERYTHING
+    return 0
+
+
+def _any(axes: Sequence[int]) -> int:
+    found = 0
+    for mask in axes:
+        found |= mask
+    return found
+
+
+def _moved(axes: int, order: Sequence[int]) -> int:
+    """The axes of what has those of ``order`` in that order."""
+    return sum((axes >> d & 1) << i for i, d in enumerate(order))
+
+
+def _reshaped(axes: int, before: Sequence[int], after: Sequence[int]) -> int:
+    """Axes that become several, or one of several, are all of them."""
+    if 0 in before:
+        return _EVERYTHING
+    found = first = last = 0  # of ``before`` and of ``after``, up to where both hold as many elements
+    for d in range(len(before)):
+        size = math.prod(before[first : d + 1])
+        end = last
+        while end < len(after) and math.prod(after[last:end]) < size:
+            end += 1
+        if math.prod(after[last:end]) != size:
+            continue
+        if axes >> first & (1 << d + 1 - first) - 1:
+            found |= (1 << end) - (1 << last)
+        first, last = d + 1, end
+    return found

@@ -1,0 +1,112 @@
+"""A report that stays true: what becomes of a site after the report was made is entered into it.
+
+A replaced site may still turn out to be impossible: when its program is lowered, for another platform, under vmap.  Then
+the original runs.  The site's equations carry its :class:`Entry`, which takes such news, and whoever reads the
+:class:`LiveReport` reads them too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopallas.report.records import Failure, Report, Site
+
+__all__ = ["Entry", "LiveReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Why the original runs on a platform, and the exceptions that led to it, each as (stage, error)."""
+
+    reason: str
+    errors: tuple[tuple[str, str], ...]
+
+
+class Entry:
+    """What became of one replaced site where it was lowered, per platform."""
+
+    __slots__ = ("_kept", "_ran")
+
+    def __init__(self) -> None:
+        self._ran: dict[str, None] = {}
+        self._kept: dict[str, _Kept] = {}
+
+    def runs(self, platform: str) -> None:
+        """Notes that the kernel was lowered for a platform."""
+        self._ran[platform] = None
+
+    def keeps(self, platform: str, reason: str, *errors: tuple[str, str]) -> None:
+        """Notes that the original was lowered in its place, and the (stage, error) that are to blame."""
+        self._kept.setdefault(platform, _Kept(reason, errors))
+
+    def corrected(self, site: Site, platform: str) -> tuple[Site, list[Failure]]:
+        """The record of the site as it is by now, and the failures since it was made.
+
+        Only one platform's program runs, so a kernel that runs on one stays in the report though another keeps the
+        original: ``platform``, for which the site was planned, before the others.
+        """
+        if site.verdict != "applied" or not self._kept:
+            return site, []
+        failures = [
+            Failure(stage, error, site.op, site.location)
+            for kept in self._kept.values()
+            for stage, error in kept.errors
+        ]
+        if platform not in self._kept and (platform in self._ran or self._ran.keys() - self._kept.keys()):
+            return site, failures
+        where = platform if platform in self._kept else next(iter(self._kept))
+        kept = self._kept[where]
+        attempts = tuple((site.implementation or "", stage, error) for stage, error in kept.errors)
+        return without_kernel(
+            site, kept.reason if where == platform else f"on {where}: {kept.reason}", attempts
+        ), failures
+
+
+def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, str]] = ()) -> Site:
+    """The record of a replaced site of which the original runs after all."""
+    return replace(
+        site,
+        verdict="kept",
+        reason=reason,
+        implementation=None,
+        block_sizes=None,
+        block_sizes_from=None,
+        attempts=(*site.attempts, *attempts),
+        replacement="",
+    )
+
+
+class LiveReport:
+    """A report, and the entries of its sites, in order; None for a site that was not replaced."""
+
+    def __init__(self, report: Report, entries: Sequence[Entry | None] = ()):
+        self._report = report
+        self._entries = tuple(entries)
+
+    def __call__(self) -> Report:
+        """The report as it is by now."""
+        sites, failures = [], list(self._report.failures)
+        entries = self._entries or (None,) * len(self._report.sites)
+        for site, entry in zip(self._report.sites, entries, strict=True):
+            if entry is not None:
+                site, further = entry.corrected(site, self._report.platform)
+                failures += [failure for failure in further if failure not in failures]
+            sites.append(site)
+        return replace(self._report, sites=tuple(sites), failures=tuple(failures))
+
+    def counts(self) -> Counter[str]:
+        """As of the report."""
+        return self().counts()
+
+    def add(self, *failures: Failure) -> None:
+        """Enters failures of the whole program."""
+        self._report = replace(self._report, failures=(*self._report.failures, *failures))
+
+    def leave(self, reason: str) -> None:
+        """Says of every replaced site that the original runs."""
+        sites = tuple(
+            without_kernel(site, reason) if site.verdict == "applied" else site for site in self._report.sites
+        )
+        self._report = replace(self._report, sites=sites)

@@ -1,0 +1,124 @@
+"""Whether a table's row holds for a site: it was measured at one batch size, against one spelling, on one processor.
+
+A table's key names what block sizes depend on.  On CPUs the original's own speed depends on more: XLA makes one kernel
+of some originals and several of others, by their batch axes and the order of their products, and processors differ in
+how they multiply 16-bit numbers.  What was not varied when a row was measured, the row says nothing of.
+
+An operation declares what its rows depend on by a function ``conditions(match)`` in its module of tuned block sizes;
+without one its rows depend on the processor alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import Any
+
+import numpy as np
+
+from autopallas.kernels.implementation import Device
+from autopallas.tuning import processor
+from autopallas.tuning.table import Row
+
+__all__ = ["Conditions", "conditions_of", "gap", "products", "stated"]
+
+REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
+"""What a user can do about a site that no row holds for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a site's original depends on, beyond the key of its row.
+
+    Attributes:
+      batch: how many independent parts it has, all leading axes together; 1 where the operation has no such axis.
+      spelling: empty where its products are those of the operation's cases (``cases.py``), else these products.
+      holds_from: the gain from which a row holds for another batch size or spelling than its own: 0.0 for all of
+        them, infinity for none.
+    """
+
+    batch: int = 1
+    spelling: str = ""
+    holds_from: float = 0.0
+
+
+def conditions_of(match: Any) -> Conditions:
+    """The conditions of a match, as its operation declares them."""
+    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
+    return found
+
+
+def gap(row: Row, match: Any, device: Device) -> str:
+    """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
+    empty string.  Of devices other than CPUs nothing is asked."""
+    if device.platform != "cpu":
+        return ""
+    asked = conditions_of(match)
+    if row.speedup < asked.holds_from:
+        if (asked.batch > 1) != (row.batch > 1):
+            measured = f"the table's was measured at B={row.batch}, and this site has B={asked.batch}"
+            return f"no row for this batch size: {measured}"
+        if asked.spelling != row.spelling:
+            measured = f"the products {row.spelling}" if row.spelling else "the usual einsum"
+            return (
+                f"no row for this spelling, of which XLA may make a faster kernel: the table's was measured against "
+                f"{measured}, and this site has the products {asked.spelling or 'of the usual einsum'}"
+            )
+    if _narrow(match.spec):
+        here = processor.vector_extensions()
+        measured, own = row.extensions or "avx2", here or "unknown ones"
+        if not processor.alike(measured, here):
+            return (
+                f"no row for these vector extensions, which decide the speed of 16-bit numbers: the table's was "
+                f"measured with {measured}, and this machine has {own}"
+            )
+    return ""
+
+
+def stated(row: Row, match: Any, device: Device) -> Row:
+    """A row that was measured for a match on this machine, with what it holds for."""
+    if device.platform != "cpu":
+        return row
+    asked = conditions_of(match)
+    extensions = processor.vector_extensions() or "unknown"
+    return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
+
+
+def products(original: Any) -> str:
+    """The matrix products of a closed jaxpr in the notation of einsum, in their order.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((2, 3))
+      >>> products(jax.make_jaxpr(lambda x: (x @ x.T) @ x)(x))
+      'ab,bc->ac; ab,bc->ac'
+    """
+    found = []
+    for equation in getattr(original, "eqns", ()):
+        if equation.primitive.name == "dot_general":
+            (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+            shared = dict(zip((*right, *right_batch), (*left, *left_batch), strict=True))
+            ranks = [len(v.aval.shape) for v in equation.invars]
+            first = ascii_lowercase[: ranks[0]]
+            further = iter(ascii_lowercase[ranks[0] :])
+            second = "".join(first[shared[i]] if i in shared else next(further) for i in range(ranks[1]))
+            result = "".join(
+                (
+                    *(first[i] for i in left_batch),
+                    *(first[i] for i in range(ranks[0]) if i not in (*left, *left_batch)),
+                    *(second[i] for i in range(ranks[1]) if i not in shared),
+                )
+            )
+            found.append(f"{first},{second}->{result}")
+    return "; ".join(found)
+
+
+def _narrow(spec: Any) -> bool:
+    """Whether some number of a specification has 16 bits or fewer, so that products may be of such numbers."""
+    values = (getattr(spec, field.name) for field in dataclasses.fields(spec))
+    dtypes = (value for value in values if isinstance(value, np.dtype))
+    return any(dtype.itemsize <= 2 and not np.issubdtype(dtype, np.integer) and dtype != np.bool_ for dtype in dtypes)

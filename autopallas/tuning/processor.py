@@ -1,0 +1,70 @@
+"""Which vector extensions this machine's processor has: they decide how fast a CPU multiplies 16-bit numbers."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from pathlib import Path
+
+from autopallas.kernels.implementation import Device
+
+__all__ = ["alike", "parsed", "told", "vector_extensions"]
+
+_PRODUCTS = {
+    "avx2": "widened on x86",
+    "avx512": "widened on x86",
+    "avx512_bf16": "16 bits on x86",
+    "amx": "16 bits on x86",
+    "neon": "widened on ARM",
+    "neon_bf16": "16 bits on ARM",
+}
+"""How XLA multiplies 16-bit numbers with each of the extensions: those of one kind are of use for one another."""
+
+_X86 = (("amx", "amx_bf16"), ("avx512_bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
+_ARM = (("neon_bf16", "bf16"), ("neon", "asimd"))
+"""Names here, and the flags of the kernel that they stand for, the greatest first."""
+
+
+@functools.cache
+def vector_extensions() -> str | None:
+    """The greatest extension that decides the speed of products: "avx2", "avx512", "avx512_bf16", "amx", "neon" or
+    "neon_bf16"; None where it is not known."""
+    if platform.system() == "Darwin":
+        return "neon" if platform.machine() == "arm64" else None
+    try:
+        return parsed(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+
+
+def parsed(text: str) -> str | None:
+    """The extension of a Linux kernel's account of its processors; of processors that differ, what all of them have.
+
+    Example:
+      >>> parsed("flags\\t\\t: fpu avx avx2 avx512f"), parsed("Features\\t: fp asimd"), parsed("flags\\t\\t: sse2")
+      ('avx512', 'neon', None)
+    """
+    known: tuple[tuple[str, str], ...] = ()
+    common: set[str] | None = None
+    for line in text.splitlines():
+        label, _, flags = line.partition(":")
+        names = {"flags": _X86, "Features": _ARM}.get(label.strip())
+        if names is not None:
+            known = names
+            common = set(flags.split()) if common is None else common & set(flags.split())
+    return next((name for name, flag in known if flag in (common or ())), None)
+
+
+def told(device: Device) -> dict[str, str]:
+    """What a report says of the processor, beside the versions: on a CPU its vector extensions."""
+    return {"vector extensions": vector_extensions() or "unknown"} if device.platform == "cpu" else {}
+
+
+def alike(one: str | None, other: str | None) -> bool:
+    """Whether products of 16-bit numbers are computed alike with two extensions; False where one is not known.
+
+    Example:
+      >>> alike("avx2", "avx512"), alike("avx2", "avx512_bf16"), alike(None, None)
+      (True, False, False)
+    """
+    return one in _PRODUCTS and other in _PRODUCTS and _PRODUCTS[one] == _PRODUCTS[other]

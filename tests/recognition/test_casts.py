@@ -1,0 +1,405 @@
+"""Casts between the scores and the exponential, in numbers of the row, in positions and in labels: what one of them
+rounds is what the original rounds, or less."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopallas
+from autopallas.patterns.casts import counts_exactly, rounds, widens
+from recognition.catalogue import ODD, bhtd
+from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
+
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+
+
+def divided(p):
+    return p / p.sum(-1, keepdims=True)
+
+
+def normalised(p, v):
+    return divided(p).astype(v.dtype) @ v
+
+
+def far(q, k, offset):
+    """Scores far from 0, which 16 bits hold badly."""
+    return q @ k.mT * 4 + offset
+
+
+def less_maximum(s):
+    return s - s.max(-1, keepdims=True)
+
+
+def rounded(x, dtype):
+    return x.astype(dtype).astype(x.dtype)
+
+
+def first_keys(s):
+    return jnp.where(jnp.arange(s.shape[-1]) < 5, s, -jnp.inf)
+
+
+# ---------------------------------------------------------------------- casts that follow a subtracted row
+
+CAST_AFTER_A_ROW = {
+    "maximum": (300, lambda s: jnp.exp(less_maximum(s).astype(bf16))),
+    "maximum, float16": (7e4, lambda s: jnp.exp(less_maximum(s).astype(f16)).astype(f32)),
+    "maximum, and back": (300, lambda s: jnp.exp(rounded(less_maximum(s), bf16))),
+    "exp2": (300, lambda s: jnp.exp2(less_maximum(s).astype(bf16))),
+    "bias after it": (300, lambda s: jnp.exp(less_maximum(s).astype(bf16) + jnp.arange(s.shape[-1]).astype(bf16) / 8)),
+    "scale after it": (300, lambda s: jnp.exp(less_maximum(s).astype(bf16) * 0.5)),
+    "mask after it": (300, lambda s: jnp.exp(first_keys(less_maximum(s).astype(bf16)))),
+    "mean": (300, lambda s: jnp.exp((s - s.mean(-1, keepdims=True)).astype(bf16))),
+    "two casts": (300, lambda s: jnp.exp(less_maximum(s).astype(f16).astype(bf16))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAST_AFTER_A_ROW)
+def test_a_cast_that_follows_a_subtracted_row_is_not_moved_before_it(name):
+    offset, weights = CAST_AFTER_A_ROW[name]
+    compared = compare(lambda q, k, v: normalised(weights(far(q, k, offset)), v), bhtd(ODD, f32), dtype="bfloat16")
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()
+
+
+def test_a_cast_to_float64_after_a_row_and_back():
+    with jax.enable_x64(True):
+        q, k, v = bhtd(ODD, f32)
+
+        def attend(q, k, v):
+            s = far(q, k, 3e7).astype(jnp.float64) + 1e7 * jnp.arange(k.shape[-2])
+            return normalised(jnp.exp(less_maximum(s).astype(f32)), v)
+
+        assert compare(attend, (q, k, v), dtype="float32").complaints == []
+
+
+# ---------------------------------------------------------------------- casts of numbers of the row
+
+
+def total(weights):
+    return weights.sum(-1, keepdims=True)
+
+
+ROUNDED_ROWS = {
+    "maximum of the numerator alone": lambda s, m, b: (jnp.exp(s - m), total(jnp.exp(s - b))),
+    "maximum of the denominator alone": lambda s, m, b: (jnp.exp(s - b), total(jnp.exp(s - m))),
+    "floor that acts": lambda s, m, b: (jnp.exp(s - b), jnp.maximum(total(jnp.exp(s - b)), 0.999)),
+    "factor": lambda s, m, b: (jnp.exp(s) * jnp.exp(-m), total(jnp.exp(s) * jnp.exp(-b))),
+}
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("name", ROUNDED_ROWS)
+def test_a_rounded_number_of_the_row_is_not_the_number(name, dtype):
+    def attend(q, k, v):
+        s = q @ k.mT * 6
+        m = jax.lax.stop_gradient(s.max(-1, keepdims=True))
+        weights, denominator = ROUNDED_ROWS[name](s, m, rounded(m, dtype))
+        return (weights / denominator) @ v
+
+    args = bhtd(ODD, f32)
+    given, expected = (compiled(with_gradients(f, args))(*args) for f in (optimized_like_a_user(attend), attend))
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)  # sums of a few float32 numbers in another order
+
+
+def test_a_floor_that_acts_in_rows_without_keys_is_kept():
+    """There the maximum is -inf, 0 is subtracted instead, the sum is 0, and the floor makes 0 of what were 0 / 0."""
+
+    def attend(q, k, v):
+        s = jnp.where(jnp.arange(k.shape[-2]) < jnp.arange(q.shape[-2])[:, None], q @ k.mT, -jnp.inf)
+        m = s.max(-1, keepdims=True)
+        p = jnp.exp(s - jnp.where(jnp.isfinite(m), m, 0))
+        return (p / jnp.maximum(total(p), 1e-9)) @ v
+
+    compared = compare(attend, bhtd(ODD, f32))
+    assert compared.complaints == []
+
+
+def test_equal_casts_of_a_number_of_the_row_cancel():
+    def attend(q, k, v):
+        s = q @ k.mT * 6
+        m = rounded(s.max(-1, keepdims=True), bf16)
+        return jnp.exp(s - m) @ v / jnp.exp(s - m).sum(-1, keepdims=True)
+
+    compared = compare(attend, bhtd(ODD, f32))
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()
+
+
+# ---------------------------------------------------------------------- constants and fills of 64 bits
+
+
+def test_integer_constants_beyond_those_that_floats_hold_are_exact():
+    with jax.enable_x64(True):
+        far_away = 2**53 + 1  # as a float it is 2 ** 53
+
+        def attend(q, k, v):
+            row, column = (jnp.arange(x.shape[-2], dtype=jnp.int64) for x in (q, k))
+            shown = row[:, None] + far_away > column + 2**53
+            return jax.nn.softmax(jnp.where(shown, q @ k.mT, -jnp.inf)) @ v
+
+        compared = compare(attend, bhtd(ODD, f32))
+        assert compared.complaints == []
+        assert compared.counts() == 1, compared.reasons()
+
+
+def test_a_quotient_of_integer_constants_is_exact():
+    with jax.enable_x64(True):
+
+        def attend(q, k, v):
+            row, column = (jnp.arange(x.shape[-2], dtype=jnp.int64) for x in (q, k))
+            least = jax.lax.div(jnp.int64(3 * (2**53 + 1)), jnp.int64(3)) - 2**53
+            return jax.nn.softmax(jnp.where(row[:, None] + least > column, q @ k.mT, -jnp.inf)) @ v
+
+        assert compare(attend, bhtd(ODD, f32)).complaints == []
+
+
+@pytest.mark.parametrize("fill", [-250.0, -400.0, -2000.0])
+def test_a_fill_before_a_cast_to_float64_counts_as_its_exponential_in_float64(fill):
+    with jax.enable_x64(True):
+        q, k, v = bhtd(ODD, f32)
+
+        def attend(q, k, v):
+            s = q @ k.mT
+            hidden = jnp.arange(k.shape[-2]) >= jnp.arange(s.shape[-2])[:, None]  # all keys of the first row
+            p = jnp.exp(jnp.where(hidden, fill, less_maximum(s)).astype(jnp.float64))
+            return (p / p.sum(-1, keepdims=True)) @ v.astype(jnp.float64)
+
+        compared = compare(attend, (q, k, v), dtype="float32")
+        assert compared.complaints == []
+
+
+# ---------------------------------------------------------------------- scores that are not shifted
+
+
+def test_that_no_maximum_is_subtracted_is_an_assumption_of_the_site():
+    def attend(q, k, v):
+        return normalised(jnp.exp(q @ k.mT), v)
+
+    args = bhtd(ODD, f32)
+    (site,) = autopallas.explain(optimized_like_a_user(attend), *args).sites
+    assert any("no maximum is subtracted" in assumption for assumption in site.assumptions)
+    kept = autopallas.explain(optimized_like_a_user(attend, assume_finite=False), *args)
+    assert kept.counts()["attention"] == 0
+    assert any("no maximum is subtracted" in miss.reason for miss in kept.near_misses)
+
+
+def test_the_same_of_logits():
+    def loss(x, w, labels):
+        z = x @ w
+        return (jnp.log(jnp.exp(z).sum(-1)) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]).mean()
+
+    args = jnp.ones((6, 4)), jnp.ones((4, 9)), jnp.zeros(6, jnp.int32)
+    (site,) = autopallas.explain(optimized_like_a_user(loss), *args).sites
+    assert any("no maximum is subtracted" in assumption for assumption in site.assumptions)
+    assert autopallas.explain(optimized_like_a_user(loss, assume_finite=False), *args).counts()["cross_entropy"] == 0
+
+
+SHIFTED = {
+    "softmax": jax.nn.softmax,
+    "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
+    "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
+    "maximum in 16 bits": lambda s: jax.nn.softmax(s.astype(bf16)).astype(f32),
+    "rounded maximum": lambda s: divided(jnp.exp(s - rounded(s.max(-1, keepdims=True), bf16))),
+    "scaled": lambda s: divided(jnp.exp(less_maximum(s) * 0.3)),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_a_subtracted_maximum_needs_no_assumption(name):
+    args = bhtd(ODD, f32)
+    report = autopallas.explain(
+        optimized_like_a_user(lambda q, k, v: SHIFTED[name](q @ k.mT) @ v, assume_finite=False), *args
+    )
+    assert report.counts()["attention"] == 1, [miss.reason for miss in report.near_misses]
+    assert report.sites[0].assumptions == ()
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def logits_and_labels(vocabulary=300, rows=20, offset=0.0):
+    numbers = np.random.default_rng(7)
+    x = jnp.asarray(numbers.standard_normal((rows, 8)), f32)
+    w = jnp.asarray(numbers.standard_normal((8, vocabulary)), f32)
+    return x, w, jnp.asarray(numbers.integers(0, 100, (rows,)), jnp.int32)
+
+
+def picked(z, labels):
+    return jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+
+
+LOSSES = {
+    "cast after the maximum": lambda z, y: (lambda c: jnp.log(jnp.exp(c).sum(-1)) - picked(c, y))(
+        less_maximum(z).astype(bf16).astype(f32)
+    ),
+    "cast after the maximum, summed in 16 bits": lambda z, y: (lambda c: jnp.log(jnp.exp(c).sum(-1)) - picked(c, y))(
+        less_maximum(z).astype(bf16)
+    ),
+    "maximum of what was cast": lambda z, y: (
+        lambda c: jax.nn.logsumexp(c, -1) - picked(c, y)
+    )((z - z.mean(-1, keepdims=True)).astype(bf16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_cast_that_follows_a_subtracted_row_of_logits(name):
+    x, w, labels = logits_and_labels()
+    compared = compare(lambda x, w: LOSSES[name](x @ w + 300, labels).mean(), (x, w), dtype="bfloat16")
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+
+
+NARROW_LABELS = {
+    "int8 labels by index": lambda p, y: jax.vmap(lambda row, i: row[i])(p, y.astype(jnp.int8)),
+    "uint8 labels by index": lambda p, y: jax.vmap(lambda row, i: row[i])(p, y.astype(jnp.uint8)),
+    "int8 labels, clipped": lambda p, y: jax.vmap(lambda row, i: jnp.take(row, i, mode="clip"))(p, y.astype(jnp.int8)),
+    "uint8 positions": lambda p, y: jnp.where(jnp.arange(p.shape[-1], dtype=jnp.uint8) == y[:, None], p, 0).sum(-1),
+    "int8 positions and labels": lambda p, y: (
+        p * (jnp.arange(p.shape[-1], dtype=jnp.int8) == y[:, None].astype(jnp.int8))
+    ).sum(-1),
+    "bfloat16 positions": lambda p, y: (
+        p * (jnp.arange(p.shape[-1], dtype=bf16) == (y[:, None] + 200).astype(bf16))
+    ).sum(-1),
+    "float16 positions, cast to whole numbers": lambda p, y: (
+        p * (jnp.arange(p.shape[-1], dtype=f16).astype(jnp.int32) == y[:, None])
+    ).sum(-1),
+}
+
+
+@pytest.mark.parametrize("vocabulary", [300, 2100])
+@pytest.mark.parametrize("name", NARROW_LABELS)
+def test_labels_and_positions_of_narrow_types(name, vocabulary):
+    x, w, labels = logits_and_labels(vocabulary)
+    compared = compare(lambda x, w: -NARROW_LABELS[name](jax.nn.log_softmax(x @ w), labels).mean(), (x, w))
+    assert compared.complaints == []
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+
+
+def test_rows_counted_in_a_type_that_does_not_hold_them():
+    x, w, labels = logits_and_labels(9, rows=300)
+    rows = jnp.arange(300, dtype=jnp.int32).astype(jnp.uint8)  # 256 is 0 again
+
+    compared = compare(lambda x, w: -jax.nn.log_softmax(x @ w)[rows, labels % 9].mean(), (x, w))
+    assert compared.complaints == []
+
+
+def test_keys_counted_in_a_type_that_does_not_hold_them():
+    q, k, v = bhtd(ODD, f32)
+    k, v = (jnp.tile(x, (1, 1, 40, 1)) for x in (k, v))
+
+    def attend(q, k, v):
+        shown = jnp.arange(k.shape[-2]).astype(jnp.uint8) < 3  # and again after 256 keys
+        return jax.nn.softmax(jnp.where(shown, q @ k.mT, -jnp.inf)) @ v
+
+    assert k.shape[-2] > 256
+    compared = compare(attend, (q, k, v))
+    assert compared.complaints == []
+
+
+def test_an_axis_without_elements_is_left_alone():
+    x, w, labels = jnp.ones((6, 0)), jnp.ones((0, 9)), jnp.zeros(6, jnp.int32)
+
+    def loss(x, w):
+        return -picked(jax.nn.log_softmax(x @ w), labels).mean()
+
+    optimized = optimized_like_a_user(jax.value_and_grad(loss, argnums=(0, 1)))
+    np.testing.assert_allclose(jax.jit(optimized)(x, w)[0], np.log(9), rtol=1e-6)
+    assert optimized.report().counts()["cross_entropy"] == 0
+
+
+def test_a_mask_that_is_a_product_of_booleans():
+    q, k, v = bhtd(ODD, f32)
+    valid = jnp.arange(k.shape[-2]) < jnp.arange(2, 2 + k.shape[0])[:, None]
+    shown = jnp.arange(q.shape[-2]) < jnp.arange(2, 2 + k.shape[0])[:, None]
+
+    def attend(q, k, v):
+        mask = jnp.einsum("bi,bj->bij", shown, valid)
+        return jax.nn.softmax(jnp.where(mask[:, None], q @ k.mT, -1e9)) @ v
+
+    compared = compare(attend, (q, k, v))
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()
+
+
+# ---------------------------------------------------------------------- programs as long as one likes
+
+
+def doubled_row(s):
+    m = s.max(-1, keepdims=True)
+    for _ in range(120):
+        m = (m + m) * 0.5
+    return s - m
+
+
+def doubled_scores(s):
+    s = less_maximum(s)
+    for _ in range(120):
+        s = (s + s) * 0.5
+    return s
+
+
+def long_row(s):
+    m = s.max(-1, keepdims=True)
+    for i in range(1500):
+        m = m + 1e-6 * i
+    return s - m
+
+
+def long_scores(s):
+    for i in range(1500):
+        s = s + 1e-6 * i
+    return less_maximum(s)
+
+
+LONG = {f.__name__: f for f in (doubled_row, doubled_scores, long_row, long_scores)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_read_does_not_grow_with_repetition(name):
+    """Each of these took for ever, or more stack than there is."""
+    args = bhtd(ODD, f32)
+    report = autopallas.explain(
+        optimized_like_a_user(lambda q, k, v: normalised(jnp.exp(LONG[name](q @ k.mT)), v)), *args
+    )
+    assert report.failures == ()
+    x, w, labels = logits_and_labels(9)
+    loss = lambda x, w: (jnp.log(jnp.exp(LONG[name](x @ w)).sum(-1)) - picked(LONG[name](x @ w), labels)).mean()  # noqa: E731
+    assert autopallas.explain(optimized_like_a_user(jax.value_and_grad(loss)), x, w).failures == ()
+
+
+# ---------------------------------------------------------------------- the rule itself
+
+
+FLOATS = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")]
+
+
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("target", FLOATS, ids=str)
+def test_a_cast_widens_exactly_if_every_value_comes_back(source, target):
+    with jax.enable_x64(True):
+        information = jnp.finfo(source)
+        hard = [information.max, information.tiny, information.smallest_subnormal, 1 + float(information.eps)]
+        values = np.asarray(hard, source)
+        back = values.astype(target).astype(source)
+    assert rounds(source, target)
+    assert widens(source, target) == bool(np.array_equal(back, values))
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16", "float16", "bfloat16", "bool"])
+def test_a_type_counts_exactly_as_far_as_numbers_differ(name):
+    dtype = jnp.dtype(name)
+    last = next(n for n in range(2**17) if not counts_exactly(dtype, n)) - 1 if counts_exactly(dtype, 1) else 0
+    numbers = np.arange(max(0, last - 300), last + 1)
+    assert np.array_equal(numbers.astype(dtype).astype(np.int64), numbers)
+    assert int(np.asarray(last + 1).astype(dtype).astype(np.int64)) != last + 1 or name == "bool"
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "int32", "bool"])
+def test_nothing_is_read_through_a_cast_to_a_quantised_or_whole_number(name):
+    dtype = jnp.dtype(name)
+    assert not rounds(jnp.dtype("float32"), dtype)
+    assert not rounds(dtype, jnp.dtype("float32"))

@@ -1,0 +1,361 @@
+"""What a table's row licenses on a CPU: sites of its own batch size and spelling, on processors like its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from places import CPU, match_of
+
+import autopallas
+from autopallas.kernels.attention import tuned_block_sizes
+from autopallas.kernels.attention.cases import square
+from autopallas.kernels.cross_entropy import tuned_block_sizes as cross_entropy_tables
+from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul_tables
+from autopallas.kernels.implementation import Device
+from autopallas.tuning import choose, processor
+from autopallas.tuning.case import DIRECTIONS, Case, cases_of
+from autopallas.tuning.case import match_of as match_of_case
+from autopallas.tuning.choose import of_table
+from autopallas.tuning.coverage import gap, products, stated
+from autopallas.tuning.evidence import Evidence
+from autopallas.tuning.key import key_of
+from autopallas.tuning.table import Row
+
+MASKS = ("full", "padded", "causal", "window")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """``machine(extensions)`` makes this processor have them; before that, those of the tables' rows."""
+
+    def set_to(extensions):
+        monkeypatch.setattr(processor, "vector_extensions", lambda: extensions)
+
+    set_to("avx2")
+    return set_to
+
+
+def einsum(query, key, value, mask="full", lengths=None):
+    """[B, T, N, D], as the cases are spelled."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / 8
+    return jnp.einsum("bnts,bsnd->btnd", weights_of(scores, mask, lengths), value)
+
+
+def matmul(query, key, value, mask="full", lengths=None):
+    """[B, N, T, D]."""
+    return weights_of(query @ key.swapaxes(-1, -2) / 8, mask, lengths) @ value
+
+
+def weights_of(scores, mask, lengths):
+    places = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    shown = {"full": None, "causal": places >= 0, "window": (places >= 0) & (places < scores.shape[-1] // 2)}
+    if mask == "padded":
+        shown = {"padded": jnp.arange(scores.shape[-1]) < lengths[:, None, None, None]}
+    if shown[mask] is not None:
+        scores = jnp.where(shown[mask], scores, -1e30)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def site_of(spelling, batch, length=1024, heads=4, mask="full", dtype="float32", gradient=False, **options):
+    """The one site of an attention, by the tables that are checked in."""
+    shape = (batch, heads, length, 64) if spelling is matmul else (batch, length, heads, 64)
+    types = [jax.ShapeDtypeStruct(shape, dtype)] * 3 + [jax.ShapeDtypeStruct((batch,), "int32")]
+
+    def attention(query, key, value, lengths):
+        return spelling(query, key, value, mask, lengths)
+
+    def step(query, key, value, lengths):
+        return jax.grad(lambda *qkv: jnp.sum(attention(*qkv, lengths) ** 2), argnums=(0, 1, 2))(query, key, value)
+
+    optimized = autopallas.optimize(step if gradient else attention, **options)
+    optimized.trace(*types)
+    (site,) = optimized.report().sites
+    return site
+
+
+@pytest.mark.parametrize("spelling", [einsum, matmul])
+@pytest.mark.parametrize("mask", ["full", "padded"])
+@pytest.mark.parametrize("batch", [2, 3, 16])
+def test_several_sequences_are_kept_where_the_row_is_of_one(spelling, mask, batch):
+    site = site_of(spelling, batch, mask=mask)
+    assert (site.verdict, site.direction) == ("kept", "forward")
+    assert "no row for this batch size" in site.reason
+    assert f"B={batch}" in site.reason
+    assert "AUTOPALLAS_AUTOTUNE=1" in site.reason
+    assert 'objective="always"' in site.reason
+    assert site_of(spelling, batch, mask=mask, objective="memory").verdict == "kept", "its memory is not the row's"
+    applied = site_of(spelling, batch, mask=mask, objective="always")
+    assert (applied.verdict, applied.block_sizes_from) == ("applied", "table"), "the block sizes are still the row's"
+
+
+@pytest.mark.parametrize("leading", [(2, 1), (1, 2), (2, 2)])
+def test_all_leading_axes_count(leading):
+    """As of nested maps over examples."""
+    types = [jax.ShapeDtypeStruct((*leading, 1024, 4, 64), "float32")] * 3
+    optimized = autopallas.optimize(jax.vmap(einsum))
+    optimized.trace(*types)
+    (site,) = optimized.report().sites
+    assert site.verdict == "kept"
+    assert "no row for this batch size" in site.reason
+
+
+@pytest.mark.parametrize("mask", ["full", "padded"])
+def test_one_sequence_is_licensed_as_it_was_measured(mask):
+    assert site_of(einsum, 1, mask=mask).verdict == "applied"
+
+
+@pytest.mark.parametrize("mask", ["full", "padded"])
+def test_another_spelling_than_the_measured_one_is_kept(mask):
+    """XLA makes one kernel of this one, at B = 1 too."""
+    site = site_of(matmul, 1, mask=mask)
+    assert site.verdict == "kept"
+    assert "no row for this spelling" in site.reason
+
+
+def test_a_single_head_has_one_spelling():
+    """Without any batch axis XLA computes each step by itself, however it is written."""
+    assert site_of(matmul, 1, heads=1).verdict == "applied"
+    assert site_of(einsum, 1, heads=1).verdict == "applied"
+
+
+@pytest.mark.parametrize("spelling", [einsum, matmul])
+@pytest.mark.parametrize(("mask", "length"), [("causal", 512), ("causal", 1024), ("window", 512), ("window", 1024)])
+def test_skipped_tiles_outweigh_the_batch_where_they_gain_much(spelling, mask, length):
+    site = site_of(spelling, 2, length, mask=mask)
+    gain = site.measured["original_us"] / site.measured["kernel_us"]
+    assert site.verdict == ("applied" if gain >= 1.6 else "kept"), gain
+    assert site_of(einsum, 1, length, mask=mask).verdict == "applied"
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_train_step_of_several_sequences_is_licensed_by_rows_of_more_than_small_gains(mask):
+    assert site_of(einsum, 2, 1024, mask=mask, gradient=True).verdict == "applied"
+    kept = site_of(einsum, 2, 256, mask=mask, gradient=True)
+    assert kept.verdict == "kept"
+    assert "no row for this batch size" in kept.reason
+
+
+# --- processors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("here", ["avx512_bf16", "amx", "neon", "neon_bf16", None])
+@pytest.mark.parametrize(("mask", "gradient"), [("causal", False), ("causal", True), ("full", False)])
+def test_16_bit_numbers_need_a_row_of_such_a_processor(machine, here, mask, gradient):
+    asked = {"mask": mask, "gradient": gradient, "dtype": "bfloat16", "length": 2048 if mask == "full" else 1024}
+    if mask != "full":
+        assert site_of(einsum, 1, **asked).verdict == "applied"
+    machine(here)
+    site = site_of(einsum, 1, **asked)
+    if site.direction == "forward" or mask != "full":
+        assert site.verdict == "kept"
+        assert "no row for these vector extensions" in site.reason
+        assert "avx2" in site.reason
+        assert (here or "unknown") in site.reason
+        assert "AUTOPALLAS_AUTOTUNE=1" in site.reason
+    assert site_of(einsum, 1, objective="always", **asked).verdict == "applied"
+
+
+@pytest.mark.parametrize("here", ["avx512", "avx512_bf16", "amx", None])
+def test_float32_rows_hold_for_any_processor(machine, here):
+    machine(here)
+    assert site_of(einsum, 1, mask="causal").verdict == "applied"
+    assert site_of(einsum, 1, mask="causal", gradient=True).verdict == "applied"
+
+
+def test_products_widened_on_both_are_alike(machine):
+    machine("avx512")
+    assert site_of(einsum, 1, mask="causal", dtype="bfloat16").verdict == "applied"
+
+
+def test_16_bit_values_beside_float32_count_too(machine):
+    """They are filed under float32, and their products are of 16-bit numbers."""
+    spec = match_of_case(square("forward", "float32", "causal", 1024)).spec
+    match = SimpleNamespace(
+        op="attention",
+        direction="forward",
+        original=match_of_case(square("forward", "float32", "causal", 1024)).original,
+        spec=replace(spec, value_dtype=np.dtype(jnp.bfloat16)),
+    )
+    assert of_table(match, "xla", CPU).exact
+    machine("amx")
+    assert not of_table(match, "xla", CPU).exact
+
+
+@pytest.mark.parametrize(
+    ("tables", "case"),
+    [
+        (
+            cross_entropy_tables,
+            Case("cross_entropy", "forward", "bfloat16", "plain", (("N", 2048), ("D", 64), ("V", 32000))),
+        ),
+        (
+            grouped_matmul_tables,
+            Case("grouped_matmul", "forward", "bfloat16", "uneven", (("M", 512), ("K", 256), ("N", 256), ("G", 8))),
+        ),
+    ],
+)
+def test_every_operation_asks_for_the_processor(machine, tables, case):
+    match = match_of_case(case)
+    assert of_table(match, "xla", CPU).exact
+    machine("avx512_bf16")
+    choice = of_table(match, "xla", CPU)
+    assert not choice.exact
+    assert "vector extensions" in choice.gap
+    assert choice.block_sizes == tables.infer_block_sizes(match.spec, CPU, "xla", "forward")
+
+
+def test_other_devices_are_asked_nothing(machine):
+    machine(None)
+    match = match_of_case(square("forward", "bfloat16", "full", 1024, batch=4))
+    row = Row(None, 1.0, 2.0, 1, 2, "measured", "2026-11-21", "jax")
+    assert gap(row, match, Device("gpu", "NVIDIA H100 80GB HBM3")) == ""
+    assert gap(row, match, CPU) != ""
+    assert stated(row, match, Device("tpu", "TPU v5e")) == row
+
+
+@pytest.mark.parametrize(
+    ("text", "extensions"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 avx avx2 fma\n", "avx2"),
+        ("flags\t\t: avx2 avx512f avx512bw\n", "avx512"),
+        ("flags\t\t: avx2 avx512f avx512_bf16\n", "avx512_bf16"),
+        ("flags\t\t: avx2 avx512f avx512_bf16 amx_tile amx_bf16\n", "amx"),
+        ("flags\t\t: avx2 avx512f\nprocessor\t: 1\nflags\t\t: avx2\n", "avx2"),
+        ("Features\t: fp asimd crc32\n", "neon"),
+        ("Features\t: fp asimd bf16\n", "neon_bf16"),
+        ("flags\t\t: fpu sse2\n", None),
+        ("", None),
+    ],
+)
+def test_extensions_are_read_from_the_kernels_account(text, extensions):
+    assert processor.parsed(text) == extensions
+
+
+def test_the_report_names_the_extensions(machine):
+    machine("avx512_bf16")
+    optimized = autopallas.optimize(einsum)
+    optimized.trace(*[jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")] * 3)
+    assert optimized.report().versions["vector extensions"] == "avx512_bf16"
+    assert "vector extensions avx512_bf16" in str(optimized.report())
+    machine(None)
+    optimized.trace(*[jax.ShapeDtypeStruct((1, 32, 2, 16), "float32")] * 3)
+    assert optimized.report().versions["vector extensions"] == "unknown"
+
+
+# --- rows that say more ----------------------------------------------------------------------------------------------
+
+
+def planted(monkeypatch, match, **fields):
+    """The table has one row for a match, with what it holds for."""
+    row = Row(tuned_block_sizes.BlockSizes(256, 256), 100.0, 150.0, 10, 20, "measured", "2026-11-21", "jax", **fields)
+    key = tuned_block_sizes.table_key(match.spec, "xla", match.direction)
+    monkeypatch.setattr(tuned_block_sizes, "TABLE", {"cpu": {key: row}})
+
+
+def test_a_row_of_several_sequences_licenses_several_and_not_one(monkeypatch):
+    several, one = (match_of_case(square("forward", "float32", "full", 1024, batch=b)) for b in (4, 1))
+    planted(monkeypatch, several, extensions="avx2", batch=2)
+    assert of_table(several, "xla", CPU).exact
+    assert "B=2" in of_table(one, "xla", CPU).gap
+
+
+def test_a_row_of_such_a_processor_licenses_16_bit_numbers(monkeypatch, machine):
+    match = match_of_case(square("forward", "bfloat16", "full", 1024))
+    planted(monkeypatch, match, extensions="avx512_bf16")
+    assert "avx512_bf16" in of_table(match, "xla", CPU).gap
+    machine("amx")
+    assert of_table(match, "xla", CPU).exact
+
+
+def test_a_row_of_another_spelling_licenses_that_spelling(monkeypatch):
+    types = [jax.ShapeDtypeStruct((1, 4, 1024, 64), "float32")] * 3
+    match = match_of(lambda q, k, v: matmul(q, k, v), *types)
+    planted(monkeypatch, match, extensions="avx2", spelling=products(match.original))
+    assert of_table(match, "xla", CPU).exact
+    usual = match_of_case(square("forward", "float32", "full", 1024))
+    assert "spelling" in of_table(usual, "xla", CPU).gap
+
+
+def test_what_is_measured_here_says_what_it_holds_for(machine):
+    machine(None)
+    row = Row(None, 1.0, 2.0, 1, 2, "measured", "2026-11-21", "jax")
+    match = match_of_case(square("forward", "float32", "full", 1024, batch=3))
+    assert stated(row, match, CPU) == replace(row, batch=3, extensions="unknown")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_cases_of_the_table_are_spelled_as_its_rows_say(direction, mask):
+    match = match_of_case(square(direction, "float32", mask, 1024))
+    assert tuned_block_sizes.conditions(match).spelling == ""
+
+
+@pytest.mark.parametrize("op", ["attention", "cross_entropy", "grouped_matmul"])
+def test_rows_of_cpus_name_their_processor(op):
+    tables = {
+        "attention": tuned_block_sizes,
+        "cross_entropy": cross_entropy_tables,
+        "grouped_matmul": grouped_matmul_tables,
+    }
+    assert {row.extensions for row in tables[op].TABLE["cpu"].values()} <= {"avx2", "avx512", "avx512_bf16", "amx"}
+    assert cases_of(op) is not None
+
+
+# --- searches and margins --------------------------------------------------------------------------------------------
+
+
+def test_a_search_takes_the_place_of_a_row_that_does_not_hold(monkeypatch):
+    begun = []
+
+    def search(match, implementation, key, first, seconds, known):
+        begun.append((match.spec.batch, first))
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(choose, "search", search)
+    with pytest.warns(autopallas.AutopallasWarning, match="could not search"):
+        site = site_of(einsum, 2, autotune=True)
+    assert [batch for batch, _ in begun] == [2]
+    assert site.verdict == "kept"
+    assert "no row for this batch size" in site.reason
+    assert "a search found nothing" in site.reason
+    begun.clear()
+    assert site_of(einsum, 1, autotune=True).verdict == "applied"
+    assert not begun
+
+
+def test_the_key_of_a_search_holds_the_batch_and_the_processor(machine):
+    one, two = (match_of_case(square("forward", "float32", "full", 1024, batch=b)) for b in (1, 2))
+    assert key_of(one, "xla", CPU).digest != key_of(two, "xla", CPU).digest
+    before = key_of(one, "xla", CPU)
+    machine("amx")
+    assert key_of(one, "xla", CPU).digest != before.digest
+    assert "amx" in key_of(one, "xla", CPU).description["runtime"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "time", "memory", "licensed"),
+    [
+        ("measured", 1.09, 2.0, False),
+        ("measured", 1.1, 2.0, True),
+        ("measured", 1.1, 1.0, True),
+        ("measured", 1.29, 0.9, False),
+        ("measured", 1.3, 0.9, True),
+        ("simulated", 1.29, 2.0, False),
+        ("simulated", 1.31, 2.0, True),
+    ],
+)
+def test_a_gain_counts_from_a_margin_and_a_greater_one_where_memory_grows(kind, time, memory, licensed):
+    evidence = Evidence(kind, time, memory, "time")
+    assert evidence.licenses is licensed
+    assert ("within what measurements differ by" in evidence.reason) is (not licensed and kind == "measured")
+
+
+def test_what_holds_for_nothing_is_never_sure():
+    match = match_of_case(square("forward", "float32", "full", 1024, batch=2))
+    assert math.isinf(tuned_block_sizes.conditions(match).holds_from)
