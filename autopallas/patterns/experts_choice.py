@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from autopallas.graph import Graph, Node, Ref
+from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension, is_product
 from autopallas.patterns.experts_axes import choice_axes

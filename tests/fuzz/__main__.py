@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import collections
+import contextlib
 import os
 import sys
 import time

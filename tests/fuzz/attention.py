@@ -206,7 +206,9 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
         w.features.add("no maximum")
     e = w.set("e", w.cast(f"{at}.exp cast", f"{exp}({x})", 0.2))
     e = _weight_step(w, f"{at}.inner weights", e, size["t"], size["s"], 0.4)
-    total = c.pick(f"{at}.sum", {"sum": f"{e}.sum(-1, keepdims=True)", "dot": f"({e} @ jnp.ones(({size['s']}, 1)))"}, 0.1)
+    total = c.pick(
+        f"{at}.sum", {"sum": f"{e}.sum(-1, keepdims=True)", "dot": f"({e} @ jnp.ones(({size['s']}, 1)))"}, 0.1
+    )
     total = w.cast(f"{at}.sum cast", total, 0.25)
     other = _rounded_again(w, at, s, shift, exp)
     return e, w.set("total", _floored(w, at, other or total))

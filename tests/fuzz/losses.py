@@ -14,7 +14,9 @@ def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
     size["t"] = c.pick(f"{at}.t", [5, 3, 8, 13], 0.5)
     scale = c.pick(f"{at}.magnitude", [1.0, 30.0, 1000.0, 5.0, 100.0], 0.45)
     w.features.add(f"magnitude {scale:g}")
-    x = w.normal("x", (size["t"], size["d"]), w.dtype(f"{at}.x", 0.35), scale, c.pick(f"{at}.offset", [0.0, 30.0], 0.15))
+    x = w.normal(
+        "x", (size["t"], size["d"]), w.dtype(f"{at}.x", 0.35), scale, c.pick(f"{at}.offset", [0.0, 30.0], 0.15)
+    )
     head = w.normal("head", (size["d"], size["v"]), w.dtype(f"{at}.head", 0.35))
     return size, [x, head, labels(w, at, size)]
 

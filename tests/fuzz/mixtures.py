@@ -7,7 +7,9 @@ from .writing import Writer
 __all__ = ["body", "operands"]
 
 
-def operands(w: Writer, at: str, tokens: int | None = None, width: int | None = None) -> tuple[dict[str, int], list[str]]:
+def operands(
+    w: Writer, at: str, tokens: int | None = None, width: int | None = None
+) -> tuple[dict[str, int], list[str]]:
     """Tokens, the weights of the experts, and what the choice is made of, as arguments."""
     c = w.choices
     size = {"t": tokens or c.pick(f"{at}.t", [7, 5, 12, 3], 0.5), "d": width or c.pick(f"{at}.d", [4, 3, 8], 0.4)}
@@ -140,8 +142,11 @@ def _ragged(w: Writer, at: str, size: dict[str, int], x: str, up: str, down: str
     sizes = w.set("sizes", f"jnp.bincount({flat}, length={e}).astype(jnp.int32)")
     result = c.pick(f"{at}.ragged in", ["", ", preferred_element_type=jnp.float32"], 0.2)
     rows = w.set("rows", f"jnp.repeat({x}, {chosen}.shape[1], 0)[{order}]")
-    h = w.cast(f"{at}.hidden cast", f"{_nonlinear(w, at)}(lax.ragged_dot({rows}, {up}.astype({rows}.dtype), {sizes}{result}))", 0.2)
+    h = w.cast(
+        f"{at}.hidden cast",
+        f"{_nonlinear(w, at)}(lax.ragged_dot({rows}, {up}.astype({rows}.dtype), {sizes}{result}))",
+        0.2,
+    )
     y = w.set("y", f"lax.ragged_dot(({h}).astype({down}.dtype), {down}, {sizes}{result})")
     y = w.set("y", f"jnp.zeros(({t} * {chosen}.shape[1], {d}), {y}.dtype).at[{order}].set({y})")
     return w.set("out", f"({y}.reshape({t}, -1, {d}) * {weights}[..., None]).sum(1)")
-

@@ -34,7 +34,9 @@ def _environment() -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOPALLAS_", "XLA_", "JAX_"))}
     own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{_FLAGS} {_FASTER}", "PYTHONPATH": str(ROOT)}
     own |= {"OMP_NUM_THREADS": "1"}
-    tried = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=own, capture_output=True, check=False)
+    tried = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"], env=own, capture_output=True, check=False
+    )
     return own if tried.returncode == 0 else own | {"XLA_FLAGS": _FLAGS}
 
 

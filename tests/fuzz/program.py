@@ -75,7 +75,9 @@ class RandomProgram:
         return "\n".join(lines) + "\n"
 
 
-def random_program(seed: int, plain: frozenset[str] = frozenset(), fixed: dict[str, str] | None = None) -> RandomProgram:
+def random_program(
+    seed: int, plain: frozenset[str] = frozenset(), fixed: dict[str, str] | None = None
+) -> RandomProgram:
     """The program of a seed; choices named in ``plain`` are taken as the plain ones, those in ``fixed`` as said."""
     c = Choices(seed, plain, fixed)
     w = Writer(c, x64=c.chance("x64", 0.12))
@@ -135,9 +137,7 @@ def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> 
     w.features |= {f"direction: {direction}", f"within: {within}", f"around: {outer}"}
     batched = list(core[:1] if outer == "vmap of some" else core)
     if outer != "none":
-        w.arguments = [
-            Argument(a.name, a.kind, (3, *a.shape), a.rest) if a.name in batched else a for a in w.arguments
-        ]
+        w.arguments = [Argument(a.name, a.kind, (3, *a.shape), a.rest) if a.name in batched else a for a in w.arguments]
     names = [a.name for a in w.arguments]
     floats = [a.name for a in w.arguments if a.kind == "normal"]
     if direction == "vjp of some":

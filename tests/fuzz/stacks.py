@@ -19,7 +19,9 @@ def operands(w: Writer) -> tuple[list[str], Callable[[], str]]:
     c = w.choices
     length, width = c.pick("stack.t", [5, 8, 7], 0.6), 2 * c.pick("stack.d", [2, 3, 4], 0.5)
     count = c.pick("stack.layers", [2, 1, 3, 6], 0.5)
-    tokens = w.integers("tokens", (length,), 0, _VOCABULARY - 1, c.pick("stack.tokens", ["int32", "uint8", "int8"], 0.3))
+    tokens = w.integers(
+        "tokens", (length,), 0, _VOCABULARY - 1, c.pick("stack.tokens", ["int32", "uint8", "int8"], 0.3)
+    )
     return [tokens], lambda: _body(w, tokens, length, width, count)
 
 
@@ -81,7 +83,9 @@ def _embedded(w: Writer, tokens: str, length: int, width: int) -> str:
     h = w.set("h", forms[kind] + (".astype(jnp.float32)" if kind == "gathered" else ""))
     if c.chance("embedding.of positions", 0.4):
         places = w.normal("places", (length, width))
-        form = c.pick("embedding.places", ["{1}", "jax.nn.one_hot(jnp.arange({0}), {0}) @ {1}", "{1}[jnp.arange({0})]"], 0.7)
+        form = c.pick(
+            "embedding.places", ["{1}", "jax.nn.one_hot(jnp.arange({0}), {0}) @ {1}", "{1}[jnp.arange({0})]"], 0.7
+        )
         h = w.set("h", f"{h} + {form.format(length, places)}")
     return h
 

@@ -19,13 +19,15 @@ more precise."""
 
 _EXACT = frozenset(
     {
-        "broadcast_in_dim", "bitcast_convert_type", "concatenate", "copy", "cumand", "cummax", "cummin", "dynamic_slice",
-        "dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg", "optimization_barrier", "pad",
+        "broadcast_in_dim", "bitcast_convert_type", "concatenate", "copy", "cumand", "cummax", "cummin",
+        "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg", "optimization_barrier", "pad",
         "reduce_max", "reduce_min", "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
         "stop_gradient", "top_k", "transpose",
     }
 )  # fmt: skip
 """Primitives that give values that they were given: no rounding."""
+_CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"})
+"""Equations with one body, which takes their operands."""
 
 
 def roundings(program: Any) -> list[Any]:
@@ -39,7 +41,11 @@ def _through(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         before = [None if isinstance(a, Literal) else known.get(a) for a in equation.invars]
         bodies = [body for _, _, body in compat.bodies(equation)]
-        if len(bodies) == 1 and len(compat.opened(bodies[0])[0].invars) == len(before) and _is_call(equation):
+        if (
+            len(bodies) == 1
+            and len(compat.opened(bodies[0])[0].invars) == len(before)
+            and equation.primitive.name in _CALLS
+        ):
             results = _through(compat.opened(bodies[0])[0], before)
         else:
             worst = _coarsest(before)
@@ -51,10 +57,6 @@ def _through(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
     return [None if isinstance(a, Literal) else known.get(a) for a in jaxpr.outvars]
 
 
-def _is_call(equation: Any) -> bool:
-    return equation.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
-
-
 def _own(equation: Any, variable: Any) -> Any:
     """The dtype in which an equation itself rounds."""
     name, dtype = equation.primitive.name, getattr(variable.aval, "dtype", None)
@@ -64,7 +66,7 @@ def _own(equation: Any, variable: Any) -> Any:
         source = equation.invars[0].aval.dtype
         if jnp.issubdtype(source, np.floating) and jnp.finfo(source).eps >= jnp.finfo(dtype).eps:
             return None  # it widens
-        if not jnp.issubdtype(source, np.floating) and (source == bool or jnp.iinfo(source).bits <= 8):
+        if not jnp.issubdtype(source, np.floating) and (source.kind == "b" or jnp.iinfo(source).bits <= 8):
             return None
     return dtype
 
