@@ -20,9 +20,9 @@ more precise."""
 _EXACT = frozenset(
     {
         "broadcast_in_dim", "bitcast_convert_type", "concatenate", "copy", "cumand", "cummax", "cummin",
-        "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg", "optimization_barrier", "pad",
-        "reduce_max", "reduce_min", "reshape", "rev", "scatter", "select_n", "slice", "sort", "split", "squeeze",
-        "stop_gradient", "top_k", "transpose",
+        "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg",
+        "optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "scatter", "select_n", "slice", "sort", "split",
+        "squeeze", "stop_gradient", "top_k", "transpose",
     }
 )  # fmt: skip
 """Primitives that give values that they were given: no rounding."""
