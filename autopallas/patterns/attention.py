@@ -351,6 +351,7 @@ class _Attempt:
             query=query,
             key=key,
             value=value,
+            weights_dtype=graph.dtype(weights.value),
             key_axis=key_axis,
             head_axis=[a for _, atoms in head_axis for a in atoms],
             found=found,

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopallas import compat
@@ -50,6 +51,8 @@ class ProvedAttention:
     query: Ref
     key: Ref
     value: Ref
+    weights_dtype: np.dtype[Any]
+    """Of the probabilities as the second contraction reads them."""
     key_axis: tuple[Atom, ...]
     head_axis: list[Atom]
     found: Exponential
@@ -199,7 +202,7 @@ class ProvedAttention:
             live=live_program,
             score_precision=precision_of(graph, first),
             value_precision=precision_of(graph, self.second),
-            weights_dtype=graph.dtype(self.second.inputs[self.side]),
+            weights_dtype=self.weights_dtype,
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier

@@ -41,6 +41,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     matches: list[Match] = []
     misses: list[NearMiss] = []
     exponents = _exponents(graph)
+    scatters = _Scatters(graph, surviving(graph))
     taken: set[int] = set()
     for node in graph.nodes:
         with contained(node):
@@ -52,7 +53,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             inside, ends = _flow(graph, [node.outputs[0]], alive)
             if not any(graph.name(number) in ("exp", "exp2") for number in inside):
                 continue
-            _with_scatters(graph, alive, inside, ends)
+            scatters.join(inside, ends)
             region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
             if not region.anchored:
                 continue
@@ -113,15 +114,30 @@ def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int]
     return inside, ends
 
 
-def _with_scatters(graph: Graph, alive: Set[int], inside: set[int], ends: dict[int, Node]) -> None:
-    """Adds the scatters that flow into the same values: gradients of picked elements."""
-    sizes = {graph.shape(number) for number in inside}
-    for node in graph.nodes:
-        if node.name == "scatter-add" and node.outputs[0] in alive and graph.shape(node.outputs[0]) in sizes:
-            own, own_ends = _flow(graph, [node.outputs[0]], alive)
-            if own & inside or any(id(n) in ends for n in own_ends.values()):
-                inside |= own
-                ends |= own_ends
+class _Scatters:
+    """The scatters of a program, of which some are gradients of elements picked from logits; each is followed once."""
+
+    def __init__(self, graph: Graph, alive: Set[int]):
+        self._graph, self._alive = graph, alive
+        self._by_shape: dict[tuple[int, ...], list[Node]] = {}
+        self._flows: dict[int, tuple[set[int], dict[int, Node]]] = {}
+        for node in graph.nodes:
+            if node.name == "scatter-add" and node.outputs[0] in alive:
+                self._by_shape.setdefault(graph.shape(node.outputs[0]), []).append(node)
+
+    def join(self, inside: set[int], ends: dict[int, Node]) -> None:
+        """Adds those that flow into the same values."""
+        for shape in sorted({self._graph.shape(number) for number in inside} & self._by_shape.keys()):
+            for node in self._by_shape[shape]:
+                own, own_ends = self._flow(node.outputs[0])
+                if not own.isdisjoint(inside) or not own_ends.keys().isdisjoint(ends):
+                    inside |= own
+                    ends |= own_ends
+
+    def _flow(self, value: int) -> tuple[set[int], dict[int, Node]]:
+        if value not in self._flows:
+            self._flows[value] = _flow(self._graph, [value], self._alive)
+        return self._flows[value]
 
 
 def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:

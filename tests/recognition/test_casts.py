@@ -253,10 +253,17 @@ def test_a_cast_that_follows_a_subtracted_row_of_logits(name):
     assert compared.counts("cross_entropy") == 1, compared.reasons()
 
 
+def by_index(dtype, pick):
+    return lambda p, y: jax.vmap(pick)(p, y.astype(dtype))
+
+
 NARROW_LABELS = {
-    "int8 labels by index": lambda p, y: jax.vmap(lambda row, i: row[i])(p, y.astype(jnp.int8)),
-    "uint8 labels by index": lambda p, y: jax.vmap(lambda row, i: row[i])(p, y.astype(jnp.uint8)),
-    "int8 labels, clipped": lambda p, y: jax.vmap(lambda row, i: jnp.take(row, i, mode="clip"))(p, y.astype(jnp.int8)),
+    "int8 labels by index": by_index(jnp.int8, lambda row, i: row[i]),
+    "uint8 labels by index": by_index(jnp.uint8, lambda row, i: row[i]),
+    "int8 labels, clipped": by_index(jnp.int8, lambda row, i: jnp.take(row, i, mode="clip")),
+    "uint8 labels, filled": by_index(jnp.uint8, lambda row, i: row.at[i].get(mode="fill", fill_value=0.0)),
+    "uint8 labels, promised": by_index(jnp.uint8, lambda row, i: row.at[i].get(mode="promise_in_bounds")),
+    "int8 labels, sliced": by_index(jnp.int8, lambda row, i: jax.lax.dynamic_slice(row, (i,), (1,))[0]),
     "uint8 positions": lambda p, y: jnp.where(jnp.arange(p.shape[-1], dtype=jnp.uint8) == y[:, None], p, 0).sum(-1),
     "int8 positions and labels": lambda p, y: (
         p * (jnp.arange(p.shape[-1], dtype=jnp.int8) == y[:, None].astype(jnp.int8))
@@ -274,9 +281,14 @@ NARROW_LABELS = {
 @pytest.mark.parametrize("name", NARROW_LABELS)
 def test_labels_and_positions_of_narrow_types(name, vocabulary):
     x, w, labels = logits_and_labels(vocabulary)
-    compared = compare(lambda x, w: -NARROW_LABELS[name](jax.nn.log_softmax(x @ w), labels).mean(), (x, w))
-    assert compared.complaints == []
-    assert compared.counts("cross_entropy") == 1, compared.reasons()
+
+    def loss(x, w, labels):
+        return -NARROW_LABELS[name](jax.nn.log_softmax(x @ w), labels).mean()
+
+    for function, gradients in ((loss, True), (jax.grad(loss, (0, 1)), False)):
+        compared = compare(function, (x, w, labels), gradients, dtype="float32")
+        assert compared.complaints == []
+        assert compared.counts("cross_entropy") == 1, compared.reasons()
 
 
 def test_rows_counted_in_a_type_that_does_not_hold_them():
