@@ -115,7 +115,7 @@ def _shrink(seed: int) -> int:
 def _mutations(given: argparse.Namespace) -> int:
     """Prints of each fault how many programs it took to find it, and what was seen.
 
-    A program counts for a fault if nothing is wrong with it otherwise.
+    A program counts for a fault if it computes something else, and nothing is wrong with it otherwise.
     """
     wanted = given.faults or list(FAULTS)
     left = [name for name in wanted if not FAULTS[name].in_kernels]
@@ -123,7 +123,7 @@ def _mutations(given: argparse.Namespace) -> int:
     as_it_is = Judging()
 
     def found(verdict: Verdict, tried: int, name: str) -> bool:
-        if not verdict.kind or as_it_is(verdict.seed).kind:
+        if verdict.kind not in ("values", "NaN") or as_it_is(verdict.seed).kind:
             return False
         seen = f"program {verdict.seed}: {verdict.kind}: {verdict.complaints[0]}"
         print(f"{name:5s} {tried:5d}  {FAULTS[name].what}\n{'':12s} {seen}", flush=True)

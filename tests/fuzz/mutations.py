@@ -100,15 +100,24 @@ def _rounded_to_the_operand(replace: Replace) -> None:
 
 def _rounded_rows_cancel(replace: Replace) -> None:
     """``m`` and ``bfloat16(m)`` are one term."""
-    replace("patterns.softmax", "Softmax._widens", lambda old: lambda self, *casts: self._rounds(*casts))
+
+    def change(old: Any) -> Any:
+        def summands(self: Any, ref: Any, *further: Any) -> Any:
+            operands = self.space.operands(ref)
+            if operands and self.scope.name(ref) == "convert_element_type" and self._rounds(ref, operands[0]):
+                return self.linear(operands[0], *further)
+            return old(self, ref, *further)
+
+        return summands
+
+    replace("patterns.softmax", "Softmax._summands", change)
 
 
 def _rounded_maximum(replace: Replace) -> None:
     """A rounded maximum counts as the maximum, so that a floor under the sum seems to have no effect."""
 
     def change(old: Any) -> Any:
-        casts = importlib.import_module("autopallas.patterns.casts")
-        return lambda self, row, argument, cast=None: old(self, row, argument, casts.rounds)
+        return lambda self, row, argument, about=True: old(self, row, argument, True)
 
     replace("patterns.softmax", "Softmax._is_maximum", change)
 

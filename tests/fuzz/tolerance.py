@@ -21,8 +21,8 @@ _EXACT = frozenset(
     {
         "broadcast_in_dim", "bitcast_convert_type", "concatenate", "copy", "cumand", "cummax", "cummin",
         "dynamic_slice", "dynamic_update_slice", "expand_dims", "gather", "iota", "max", "min", "neg",
-        "optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "scatter", "select_n", "slice", "sort",
-        "split", "squeeze", "stop_gradient", "top_k", "transpose",
+        "optimization_barrier", "pad", "reduce_max", "reduce_min", "reshape", "rev", "scatter", "select_n", "slice",
+        "sort", "split", "squeeze", "stop_gradient", "top_k", "transpose",
     }
 )  # fmt: skip
 """Primitives that give values that they were given: no rounding."""
