@@ -117,38 +117,34 @@ def _mutations(given: argparse.Namespace) -> int:
 
     A program counts for a fault if it computes something else, and nothing is wrong with it otherwise.
     """
-    wanted = given.faults or list(FAULTS)
-    left = [name for name in wanted if not FAULTS[name].in_kernels]
-    seeds = range(given.first, given.first + given.programs)
-    as_it_is = Judging()
-
-    def found(verdict: Verdict, tried: int, name: str) -> bool:
-        if verdict.kind not in ("values", "NaN") or as_it_is(verdict.seed).kind:
-            return False
-        seen = f"program {verdict.seed}: {verdict.kind}: {verdict.complaints[0]}"
-        print(f"{name:5s} {tried:5d}  {FAULTS[name].what}\n{'':12s} {seen}", flush=True)
-        return True
-
-    print(f"{'fault':5s} {'programs until found'}", flush=True)
-    missed = []
+    print("fault, programs until found", flush=True)
+    missed, as_it_is = 0, Judging()
     try:
-        with contextlib.closing(verdicts(seeds, given.workers, faults=lambda: tuple(left))) as answers:
-            for tried, answer in enumerate(answers if left else (), 1):
-                for verdict in answer:
-                    if verdict.fault in left and found(verdict, tried, verdict.fault):
-                        left.remove(verdict.fault)
-                if not left:
-                    break
-        missed += left
-        for name in (name for name in wanted if FAULTS[name].in_kernels):
-            with contextlib.closing(verdicts(seeds, given.workers, fault=name)) as answers:
-                if not any(found(verdict, tried, name) for tried, (verdict,) in enumerate(answers, 1)):
-                    missed.append(name)
+        for name in given.faults or FAULTS:
+            found = _first(name, given, as_it_is)
+            number = "not found in" if found is None else f"{found.seed - given.first + 1}"
+            print(f"{name:4s} {number:>5s}  {FAULTS[name].what}", flush=True)
+            if found is None:
+                missed += 1
+            else:
+                print(f"{'':12s}program {found.seed}: {found.kind}: {found.complaints[0]}", flush=True)
     finally:
         as_it_is.close()
-    for name in missed:
-        print(f"{name:5s}   not found in {given.programs} programs: {FAULTS[name].what}")
     return 1 if missed else 0
+
+
+def _first(name: str, given: argparse.Namespace, as_it_is: Judging) -> Verdict | None:
+    """What was first found with a fault put back."""
+    fault = FAULTS[name]
+    seeds = (s for s in range(given.first, given.first + given.programs) if fault.concerns(random_program(s)))
+    always = name if fault.in_kernels else None  # what kernels are compiled to is remembered by a process
+    judged = verdicts(seeds, given.workers, always, () if always else (name,))
+    with contextlib.closing(judged):
+        for found in judged:
+            for verdict in found:
+                if verdict.kind in ("values", "NaN") and not as_it_is(verdict.seed).kind:
+                    return verdict
+    return None
 
 
 if __name__ == "__main__":

@@ -76,7 +76,11 @@ def _scores(w: Writer, at: str, layout: Layout, size: dict[str, int], q: str, k:
         "by sum": _scores_by_sum(layout, q, k),
     }
     s = w.set("s", c.pick(f"{at}.product", forms, 0.4))
-    for n in range(5):
+    if c.chance(f"{at}.masked", 0.4):
+        dtype = c.pick(f"{at}.mask of", ["float32", "bfloat16", "float16"], 0.2)
+        s = w.set("s", positions.filled(w, f"{at}.mask", s, size["t"], size["s"], dtype))
+        s = w.set("s", cast) if (cast := w.cast(f"{at}.masked cast", s, 0.25)) != s else s
+    for n in range(4):
         s = _step(w, f"{at}.step {n}", s, size)
     return s
 
@@ -232,7 +236,7 @@ def _floored(w: Writer, at: str, total: str) -> str:
         "if zero": "jnp.where({0} == 0, 1.0, {0})",
         "one more": "1.0 + {}",
     }
-    name = c.pick(f"{at}.guard", {name: name for name in kinds}, 0.4)
+    name = c.pick(f"{at}.guard", {name: name for name in kinds} | {"floor again": "floor"}, 0.5)
     if name == "none":
         return total
     w.features.add(f"guard: {name}")

@@ -13,17 +13,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .program import RandomProgram
+
 __all__ = ["FAULTS", "Fault", "put_back"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what is wrong with it, and what puts it back, given a function that replaces an attribute."""
+    """A fault that can be put back.
+
+    Attributes:
+      what: what is wrong with it.
+      put_back: puts it back, given a function that replaces an attribute.
+      concerns: whether a program has what it takes for the fault to show.  Others need not be run to know that it does
+        not show in them.
+      in_kernels: whether kernels compute otherwise; else programs are recognised otherwise.
+    """
 
     what: str
     put_back: Callable[[Replace], None]
+    concerns: Callable[[RandomProgram], bool]
     in_kernels: bool = False
-    """Whether kernels compute otherwise; else programs are recognised otherwise."""
 
 
 Replace = Callable[[str, str, Callable[[Any], Any]], None]
@@ -168,15 +178,48 @@ def _nothing_assumed(replace: Replace) -> None:
     replace("patterns.attention_site", "ProvedAttention.assumptions", lambda old: property(lambda self: ()))
 
 
+def _has(*features: str) -> Callable[[RandomProgram], bool]:
+    """All of some features; one of several where they are separated by a bar."""
+    return lambda program: all(any(one in program.features for one in f.split(" | ")) for f in features)
+
+
+def _chose(*endings: str) -> Callable[[RandomProgram], bool]:
+    """A choice with a name that ends like that, other than the plain one."""
+    return lambda program: any(name.endswith(endings) for name in program.choices)
+
+
 FAULTS = {
-    "A1": Fault("a cast after a subtracted row is moved before it", _cast_before_rows),
-    "A2": Fault("keys whose weight is 0 raise the maximum that is subtracted", _shift_of_masked_keys, in_kernels=True),
-    "A3": Fault("experts are counted in a dtype that does not hold them", _positions_of_any_dtype),
-    "A4": Fault("probabilities are rounded to the values' dtype", _rounded_to_the_operand, in_kernels=True),
-    "A5": Fault("a row and the same row rounded cancel", _rounded_rows_cancel),
-    "A6": Fault("a floor under the denominator is dropped though it acts", _rounded_maximum),
-    "A7": Fault("integers of 64 bits pass through float", _integers_through_floats),
-    "A8": Fault("a fill is taken for -inf before a cast to a wider dtype", _fill_of_the_inner_dtype),
-    "A9": Fault("0 / 0 in the gates of a token without expert is 0", _zero_over_zero),
-    "A10": Fault("NaN of large scores becomes finite, and nothing says so", _nothing_assumed),
-}
+    "A1": Fault(
+        "a cast after a subtracted row is moved before it", _cast_before_rows, _chose("difference cast", ".cast"),
+    ),
+    "A2": Fault(
+        "keys whose weight is 0 raise the maximum that is subtracted", _shift_of_masked_keys,
+        _has("weights: float mask | weights: random mask"), in_kernels=True,
+    ),
+    "A3": Fault(
+        "experts are counted in a dtype that does not hold them", _positions_of_any_dtype,
+        _has("many experts", "positions"),
+    ),
+    "A4": Fault(
+        "probabilities are rounded to the values' dtype", _rounded_to_the_operand, _chose(".v", ".k", ".q", ".dtype"),
+        in_kernels=True,
+    ),
+    "A5": Fault(
+        "a row and the same row rounded cancel", _rounded_rows_cancel,
+        _chose("outer max cast", "lse cast", "other max", "row cast", "max cast"),
+    ),
+    "A6": Fault(
+        "a floor under the denominator is dropped though it acts", _rounded_maximum,
+        lambda program: _has("guard: floor")(program) and _chose("max cast")(program),
+    ),
+    "A7": Fault("integers of 64 bits pass through float", _integers_through_floats, _has("x64", "limits")),
+    "A8": Fault(
+        "a fill is taken for -inf before a cast to a wider dtype", _fill_of_the_inner_dtype,
+        lambda program: program.x64 and any(f.startswith("fill") for f in program.features),
+    ),
+    "A9": Fault(
+        "0 / 0 in the gates of a token without expert is 0", _zero_over_zero,
+        _has("tokens without experts", "gates: divided | gates: reciprocal"),
+    ),
+    "A10": Fault("NaN of large scores becomes finite, and nothing says so", _nothing_assumed, _has("no maximum")),
+}  # fmt: skip

@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Judging:
 
 
 def verdicts(
-    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Callable[[], Sequence[str]] | None = None
+    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Sequence[str] = ()
 ) -> Iterator[list[Verdict]]:
     """The verdicts on each of some programs as they come; closing the iterator ends the processes.
 
@@ -100,7 +100,7 @@ def verdicts(
       seeds: of the programs.
       workers: how many processes judge.
       fault: what each of them has put back, from its start on.
-      faults: gives those that are still to be put back for a program, one at a time.
+      faults: those that are put back for each program, one at a time.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     total = 0
@@ -114,7 +114,7 @@ def verdicts(
         judging = Judging(fault)
         try:
             while not stopping.is_set():
-                done.put(judging.ask(waiting.get_nowait(), (), faults() if faults else ()))
+                done.put(judging.ask(waiting.get_nowait(), (), faults))
         except queue.Empty:
             pass
         except Exception as error:

@@ -80,7 +80,7 @@ def mask(w: Writer, at: str, rows: int, keys: int, batch: int = 0) -> str:
         "nothing in a row": lambda: f"(({j} <= {i}) & ({i} != 1))",
         "segments": lambda: _segments(w, rows, keys),
     }
-    kind = w.choices.pick(f"{at}.kind", {name: name for name in kinds}, 0.75)
+    kind = w.choices.pick(f"{at}.kind", {name: name for name in kinds} | {"limits again": "limits"}, 0.75)
     w.features.add(f"mask: {kind}")
     if kind in ("strictly causal", "nothing in a row"):
         w.features.add("empty rows")
