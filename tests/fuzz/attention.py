@@ -199,7 +199,9 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
         form = "{}.max(-1, keepdims=True)" if shift == "maximum with gradient" else (
             "lax.stop_gradient({}.max(-1, keepdims=True))"
         )  # fmt: skip
-        m = w.cast(f"{at}.max cast", form.format(s), 0.35)
+        coarse = c.chance(f"{at}.coarse maximum", 0.12)
+        rounded = ".astype(jnp.bfloat16).astype(jnp.float32)"
+        m = form.format(s) + rounded if coarse else w.cast(f"{at}.max cast", form.format(s), 0.35)
         floor = c.pick(f"{at}.max floor", ["", "-jnp.inf", "-1e30", "0.0", "-1e4"], 0.15)
         m = w.set("m", f"jnp.maximum({m}, {floor})" if floor else m)
         x = f"{s} - {m}" + (f" - {m} + {m}" if shift == "twice" else "")
@@ -207,6 +209,7 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
         x = w.set("x", x if cast == f"({x})" else cast)
         x = _step(w, f"{at}.after", x, size) if c.chance(f"{at}.step after", 0.2) else x
     else:
+        coarse = False
         w.features.add("no maximum")
     e = w.set("e", w.cast(f"{at}.exp cast", f"{exp}({x})", 0.2))
     e = _weight_step(w, f"{at}.inner weights", e, size["t"], size["s"], 0.4)
@@ -214,6 +217,9 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
         f"{at}.sum", {"sum": f"{e}.sum(-1, keepdims=True)", "dot": f"({e} @ jnp.ones(({size['s']}, 1)))"}, 0.1
     )
     total = w.cast(f"{at}.sum cast", total, 0.25)
+    if coarse:  # the largest exponential is no longer 1
+        w.features.add("coarse maximum")
+        return e, w.set("total", f"jnp.maximum({total}, {c.pick(f'{at}.under', ['1.0', '0.9', '0.5'])})")
     other = _rounded_again(w, at, s, shift, exp)
     return e, w.set("total", _floored(w, at, other or total))
 

@@ -171,6 +171,7 @@ def _zero_over_zero(replace: Replace) -> None:
         return folded
 
     replace("patterns.experts_choice", "_folded", change)
+    replace("patterns.experts_choice", "Choices._left_out", lambda old: lambda self, *of: True)
 
 
 def _nothing_assumed(replace: Replace) -> None:
@@ -210,7 +211,7 @@ FAULTS = {
     ),
     "A6": Fault(
         "a floor under the denominator is dropped though it acts", _rounded_maximum,
-        lambda program: _has("guard: floor")(program) and _chose("max cast")(program),
+        lambda program: _chose("max cast", "coarse maximum")(program) and _has("guard: floor | coarse maximum")(program),
     ),
     "A7": Fault("integers of 64 bits pass through float", _integers_through_floats, _has("x64", "limits")),
     "A8": Fault(
