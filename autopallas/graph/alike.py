@@ -125,7 +125,8 @@ class _Watched:
         self.constants = _Asked(graph.constants, self.asked)
         self.users = _Asked(graph.users, self.used)
         self.positions = _Places(graph.positions)
-        self.notes, self.steps = graph.notes, graph.steps
+        self.notes, self.steps, self.outside = graph.notes, graph.steps, graph.outside
+        self.inner = _Asked(graph.inner, self.asked)
 
     def shape(self, number: int) -> tuple[int, ...]:
         self.asked.add(number)

@@ -27,6 +27,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     misses: list[NearMiss] = []
     for name in _PATTERNS:
         if ops is None or name in ops:
+            graph.steps.begin()
             with contained(op=name, stage="recognition"):
                 found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
                 taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss

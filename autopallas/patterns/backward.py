@@ -9,6 +9,7 @@ first equation that reads it is in the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,14 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
 from autopallas.graph.numbering import is_identity
+from autopallas.graph.steps import OutOfSteps
 
 __all__ = ["LAYOUT", "Backward", "Forward", "Level", "Lookup", "Merged", "Search", "Use", "differentiable", "settle"]
+
+_ANY = -1
+"""In the place of a value that nodes read: all nodes."""
+_ROUNDS = 20
+"""How often sites may be found to be incomplete without others that are."""
 
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
@@ -175,12 +182,19 @@ class Lookup:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self._index: dict[Hashable, list[Node]] = {}
+        self._index: dict[Hashable, dict[int, list[Node]]] = {}
+        self._sizes: dict[Hashable, dict[int, None]] = {}
         self._derivatives: dict[Hashable, Body] = {}
         self._transposes: dict[Hashable, Body] = {}
         for node in graph.nodes:
             key = graph.key(node.equation, (), graph.frames[node.body])
-            self._index.setdefault(key, []).append(node)
+            readers = self._index.setdefault(key, {})
+            for number in {*node.inputs, _ANY}:
+                readers.setdefault(number, []).append(node)
+        for aval in graph.avals:
+            own: tuple[int, ...] = getattr(aval, "shape", ())
+            if own:
+                self._sizes.setdefault((tuple(own[1:]), aval.dtype), {})[int(own[0])] = None
 
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
         """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
@@ -191,12 +205,7 @@ class Lookup:
 
     def _many(self, forward: Forward) -> list[int]:
         """How many cotangents there may be for one forward: a Jacobian has a row for each."""
-        shape, dtype = tuple(forward.root.aval.shape), forward.root.aval.dtype
-        sizes: dict[int, None] = {}
-        for aval in self.graph.avals:
-            own: tuple[int, ...] = getattr(aval, "shape", ())
-            if len(own) == len(shape) + 1 and tuple(own[1:]) == shape and aval.dtype == dtype:
-                sizes[int(own[0])] = None
+        sizes = self._sizes.get((tuple(forward.root.aval.shape), forward.root.aval.dtype), {})
         return list(sizes)[:4]
 
     def _backwards(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> list[Backward]:
@@ -286,6 +295,7 @@ class Lookup:
             operands = self._read(equation, numbers)
             if operands is None:
                 return None
+            self.graph.steps.spend()
             results = self.graph.find(equation, operands, frame)
             if results is None:
                 return None
@@ -333,7 +343,11 @@ class Lookup:
                     return []
             wanted.append(number)
         found: dict[int, None] = {}
-        for node in self._index.get(self.graph.key(equation, (), frame), ()):
+        readers = self._index.get(self.graph.key(equation, (), frame), {})
+        rarest = min((number for number in wanted if number is not None), default=_ANY,
+                     key=lambda number: len(readers.get(number, ())))  # fmt: skip
+        for node in readers.get(rarest, ()):
+            self.graph.steps.spend()
             orders = [node.inputs, node.inputs[::-1]] if len(node.inputs) == 2 else [node.inputs]
             for inputs in orders:
                 if all(w is None or w == i for w, i in zip(wanted, inputs, strict=True)):
@@ -385,7 +399,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
     def look(search: Search, wanted: Sequence[int]) -> None:
         search.found = []
-        with contained(graph.definitions[search.root]):
+        with contained(graph.definitions[search.root]), suppress(OutOfSteps), graph.steps.one_try():
             search.found = lookup.backwards(search.forward, wanted)
 
     for search in searches:
@@ -405,10 +419,12 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         for search in asked:
             look(search, [*search.roles, *search.others])
         left = incomplete(chosen) if asked else left
-    while left:
+    for _ in range(_ROUNDS):
+        if not left:
+            return chosen
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
-    return chosen
+    return [] if left else chosen
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

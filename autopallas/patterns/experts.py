@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, site_of
 from autopallas.patterns.experts_slots import DISPATCHED
-from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
 
@@ -53,18 +54,21 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 continue
             root, location = node.outputs[0], compat.location(node.equation)
             try:
-                found = _found(graph, node, others)
-                if found is None:
-                    continue
-                covered.update(added_on_the_way(graph, root))
-                if not assume_finite:
-                    what, dense = found[3], found[3] == DENSE
-                    held = "an expert computes for a token that it is not given" if dense else "a token holds"
-                    other = "the result" if dense else "the others"
-                    raise Mismatch(f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}")
-                draft = Draft(graph, node, *found)
-                match = draft.match()
-                draft.settle(alive)
+                with bounded(graph):
+                    found = _found(graph, node, others)
+                    if found is None:
+                        continue
+                    covered.update(added_on_the_way(graph, root))
+                    if not assume_finite:
+                        what, dense = found[3], found[3] == DENSE
+                        held = "an expert computes for a token that it is not given" if dense else "a token holds"
+                        other = "the result" if dense else "the others"
+                        raise Mismatch(
+                            f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}"
+                        )
+                    draft = Draft(graph, node, *found)
+                    match = draft.match()
+                    draft.settle(alive)
                 if not draft.escaped:
                     matches[root] = match
                 else:
@@ -112,7 +116,7 @@ def _with_backward(
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
-            with contained(draft.root):
+            with contained(draft.root), suppress(Mismatch), bounded(graph):
                 if (search := draft.search(kind)) is not None:
                     searches[root] = search
         if not searches or lookup is None:
@@ -124,7 +128,8 @@ def _with_backward(
                 try:
                     if search not in complete:
                         raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
-                    matches[root] = drafts[root].match_with(search)
+                    with bounded(graph):
+                        matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
                     misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
 
@@ -196,7 +201,7 @@ class Draft:
     what: str = DENSE
     """What the program does, in words."""
     escaped: str = ""
-    _depends: dict[tuple[bool, int], bool] = field(default_factory=dict)
+    _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
     _constants: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -211,14 +216,23 @@ class Draft:
 
     def depends(self, number: int, on_products: bool = False) -> bool:
         """Whether a value is computed from the choices or products, or from the products alone."""
-        seeds = self.products if on_products else self.seeds
-        key = on_products, number
-        if key not in self._depends:
-            node = self.graph.definitions.get(number)
-            self._depends[key] = number in seeds or (
-                node is not None and number > min(seeds) and any(self.depends(i, on_products) for i in node.inputs)
-            )
-        return self._depends[key]
+        seeds, known = (self.products if on_products else self.seeds), self._depends[on_products]
+        first = min(seeds, default=number)
+        todo = [number]
+        while todo:
+            value = todo[-1]
+            node = self.graph.definitions.get(value)
+            if value not in known and (value in seeds or node is None or value < first):
+                known[value] = value in seeds
+            elif value not in known and node is not None:
+                waiting = [i for i in node.inputs if i not in known]
+                if waiting:
+                    todo += waiting
+                    continue
+                self.graph.steps.spend()
+                known[value] = any(known[i] for i in node.inputs)
+            todo.pop()
+        return known[number]
 
     def inside(self, number: int) -> bool:
         """Whether a value on the way to the sum belongs to it: what depends on the choices, is made of nothing, or only
@@ -238,14 +252,23 @@ class Draft:
 
     def _constant(self, number: int) -> bool:
         """Whether a value is made of literals and positions alone."""
-        graph = self.graph
-        if number in graph.literals:
-            return True
-        if number not in self._constants:
-            node = graph.definitions.get(number)
-            plain = node is not None and not node.equation.effects and (node.name in _PLAIN or node.name == "iota")
-            self._constants[number] = plain and all(map(self._constant, node.inputs if node else ()))
-        return self._constants[number]
+        graph, known = self.graph, self._constants
+        todo = [number]
+        while todo:
+            value = todo[-1]
+            node = graph.definitions.get(value)
+            if value not in known and node is None:
+                known[value] = value in graph.literals
+            elif value not in known and node is not None:
+                plain = not node.equation.effects and (node.name in _PLAIN or node.name == "iota")
+                waiting = [i for i in node.inputs if i not in known] if plain else []
+                if waiting and not any(known.get(i) is False for i in node.inputs):
+                    todo += waiting
+                    continue
+                graph.steps.spend()
+                known[value] = plain and all(known.get(i, False) for i in node.inputs)
+            todo.pop()
+        return known[number]
 
     def _parts(self) -> tuple[list[Node], list[int]]:
         """The nodes inside, in order, and the values that they read."""
@@ -255,6 +278,7 @@ class Draft:
         todo = [self.number]
         while todo:
             number = todo.pop()
+            graph.steps.spend()
             if number in found or number in graph.literals:
                 continue
             if self.inside(number):
@@ -317,7 +341,7 @@ class Draft:
     ) -> Match:
         return Match(
             op=OP,
-            site=site_of(readable, self.loops),
+            site=site_of(readable, self.loops, self.graph, operands),
             direction="forward+backward" if backwards else "forward",
             operands=tuple(operands),
             results=(self.number,),

@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopallas.graph import Graph, Node
+from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.labels import Atom
+from autopallas.patterns.casts import counts_exactly
+from autopallas.patterns.expressions import Scope
 
-__all__ = ["choice_axes", "passed_on"]
+__all__ = ["choice_axes", "passed_on", "positions_along"]
 
 _COPIES = frozenset(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard""".split()
@@ -20,32 +23,78 @@ _COPIES = frozenset(
 _CASTS = frozenset({"convert_element_type", "reduce_precision"})
 _KEEPS_AXES = frozenset({"slice", "concatenate", "split", "tile"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
+_FIXED = (
+    ELEMENTWISE | _COPIES | _KEEPS_AXES | {"iota", "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+)
 _EVERYTHING = -1
 
 
 def choice_axes(graph: Graph) -> Sequence[int]:
     """Per value, the axes along which it may be that of one expert among all: from a comparison with positions along
-    them, or from what is scattered, through what a walk over labels reads through."""
+    them, or from what is scattered to places along them, through what a walk over labels reads through.
+
+    Positions that are compared with positions, or scattered to, are no choice: a program's tokens have such.
+    """
     if "choices" not in graph.notes:
         positions = [0] * len(graph.avals)
         found = [0] * len(graph.avals)
+        fixed = bytearray(len(graph.avals))
+        """Whether a value is made of positions and literals alone."""
+        for number in graph.literals:
+            fixed[number] = True
         for node in graph.nodes:
             inputs, name = node.inputs, node.name
             own = [found[i] for i in inputs]
             counted = [positions[i] for i in inputs]
             for output in node.outputs:
+                fixed[output] = name in _FIXED and all(fixed[i] for i in inputs)
                 if name == "iota":
                     positions[output] = 1 << int(node.params["dimension"])
                 elif any(counted) and (name in _CASTS or name not in ELEMENTWISE):
                     positions[output] = passed_on(graph, node, output, counted)
                 bits = passed_on(graph, node, output, own) if any(own) else 0
-                if name == "eq" and any(counted):
+                if name == "eq" and any(counted) and not all(counted):
                     bits |= passed_on(graph, node, output, counted)
                 elif name in ("scatter", "scatter-add"):
-                    bits |= _EVERYTHING
+                    bits = _scattered(graph, node, fixed)
                 found[output] = bits
         graph.notes["choices"] = found
     return graph.notes["choices"]  # type: ignore[return-value]
+
+
+def positions_along(scope: Scope, ref: Ref) -> tuple[int, tuple[Atom, ...], int] | None:
+    """(first, labels, size of the axis) if a value counts up along an axis, in types that hold each of the numbers."""
+    space, graph = scope.space, scope.graph
+    ref = space.canonical(ref)
+    dtypes = [graph.dtype(ref.value)]
+    while scope.name(ref) == "convert_element_type":
+        (inner,) = space.operands(ref) or (ref,)
+        if inner.value == ref.value:
+            return None
+        ref = inner
+        dtypes.append(graph.dtype(ref.value))
+    node = scope.node(ref)
+    if node is None or node.name != "iota":
+        return None
+    axis = node.params["dimension"]
+    size = graph.shape(ref.value)[axis]
+    if not all(counts_exactly(dtype, size - 1) for dtype in dtypes):
+        return None
+    offset, atoms = ref.view[axis]
+    return offset, space.resolve(atoms), size
+
+
+def _scattered(graph: Graph, node: Node, fixed: Sequence[int]) -> int:
+    """The axes of the elements that are scattered, each to places of its own."""
+    numbers = node.params["dimension_numbers"]
+    if numbers.update_window_dims:
+        return 0
+    targets = [int(d) for d in numbers.scatter_dims_to_operand_dims]
+    indices = graph.definitions.get(node.inputs[1])
+    parts = indices.inputs if indices is not None and indices.name == "concatenate" else ()
+    if len(parts) != len(targets):
+        return sum(1 << d for d in targets)
+    return sum(1 << d for d, part in zip(targets, parts, strict=True) if not fixed[part])
 
 
 def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int:

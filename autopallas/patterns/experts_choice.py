@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,9 @@ from jax.lax import GatherScatterMode
 from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension, is_product
-from autopallas.patterns.experts_axes import choice_axes
+from autopallas.patterns.experts_axes import choice_axes, positions_along
+from autopallas.patterns.experts_quotients import Quotients
+from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
 from autopallas.program import Constant, Side
 
@@ -20,6 +23,8 @@ __all__ = ["Choice", "Choices", "folded"]
 
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
 _DEPTH = 60
+_PLAIN = 3
+_SELECTED = frozenset({"select_n", "convert_element_type", "mul"})
 _USES = 2000
 
 
@@ -49,6 +54,9 @@ class Choices:
         self.found: list[Choice] = []
         self.others: list[tuple[Atom, ...]] = []
         """Labels along which something else is chosen, such as a place among an expert's tokens."""
+        self.note = ""
+        """Why something is not known to be zero, to be added to a reason."""
+        self._asked: Quotients | None = None
         self.proved: set[int] = set()
         """What is scattered into, and was shown to be zero."""
         self._at: dict[Any, Choice] = {}
@@ -85,10 +93,10 @@ class Choices:
         for choice in sorted(self.found, key=lambda c: -self.space.extent(c.several)):
             known = self._at
             self._at = {key: other for key, other in known.items() if other is not choice}
-            self._off = {}
+            self._off, self._asked = {}, None
             if self.off(ref) != 0:
                 self._at = known
-        self._off = {}
+        self._off, self._asked, self.note = {}, None, ""
         self.found = [choice for choice in self.found if any(choice is other for other in self._at.values())]
 
     def _inside(self, ref: Ref, node: Node) -> list[tuple[Ref, tuple[Atom, ...]]]:
@@ -122,14 +130,11 @@ class Choices:
             return None
         operands = self.space.operands(ref)
         for positions, index in (operands, operands[::-1]) if operands else ():
-            while self.scope.name(positions) == "convert_element_type":
-                (positions,) = self.space.operands(positions) or (positions,)
-            iota = self.scope.node(positions)
-            if iota is None or iota.name != "iota" or self.graph.dtype(index.value).kind not in "iu":
+            counted = positions_along(self.scope, positions)
+            if counted is None or self.graph.dtype(index.value).kind not in "iu":
                 continue
-            offset, atoms = positions.view[iota.params["dimension"]]
-            size = self.graph.shape(positions.value)[iota.params["dimension"]]
-            if offset == 0 and self._is_expert(self.space.resolve(atoms), size, index):
+            first, atoms, size = counted
+            if first == 0 and self._is_expert(atoms, size, index):
                 return self._choice(ref, index, several)
         return None
 
@@ -152,7 +157,10 @@ class Choices:
             piece = space.canonical(Ref(indices, (*view, (part, ()))))
             along = self._position_along(piece)
             if along is not None and along in view:
-                view[view.index(along)] = ref.view[dimension]
+                place = view.index(along)
+                if ref.view[dimension][0] or space.extent(ref.view[dimension][1]) != shape[place]:
+                    return None  # of some rows alone
+                view[place] = ref.view[dimension]
             elif expert is None:
                 expert = part
                 target = ref.view[dimension], self.graph.shape(ref.value)[dimension]
@@ -178,7 +186,7 @@ class Choices:
                     if self.space.same(compared, operands[1]):
                         return self._position_along(operands[1])
             return None
-        if node is None or node.name != "iota":
+        if node is None or node.name != "iota" or positions_along(self.scope, ref) is None:
             return None
         return ref.view[node.params["dimension"]]
 
@@ -202,11 +210,10 @@ class Choices:
         """Whether a known number is compared with positions of which it is none."""
         operands = self.space.operands(ref)
         for positions, number in zip(operands or (), given[::-1], strict=True):
-            iota = self.scope.node(positions)
-            if number is not None and iota is not None and iota.name == "iota":
-                first, atoms = positions.view[iota.params["dimension"]]
-                if self.graph.dtype(positions.value).name in ("int32", "int64", "float32", "float64"):
-                    return not (first <= number < first + self.space.extent(atoms) and number == int(number))
+            counted = None if number is None else positions_along(self.scope, positions)
+            if number is not None and counted is not None:
+                first, atoms, _ = counted
+                return not (first <= number < first + self.space.extent(atoms) and number == int(number))
         return False
 
     def off(self, ref: Ref, depth: int = 0) -> float | None:
@@ -235,15 +242,19 @@ class Choices:
                 return 0.0
             if self.scope.node(Ref(node.inputs[0], ref.view)) is not None:
                 self.proved.add(node.inputs[0])
-            return self.off(Ref(node.inputs[0], ref.view), depth + 1)
-        given = [self.off(operand, depth + 1) for operand, _ in self._inside(ref, node)]
+            into = self.space.canonical(Ref(node.inputs[0], ref.view))
+            return self.off(into, depth + 1) if self._may_choose(into) else self._plain(into)
+        operands = self._inside(ref, node)
+        given = [self.off(operand, depth + 1) for operand, _ in operands]
+        if not self._left_out(node, [operand for operand, _ in operands], given):
+            return None
         if node.name == "eq" and self._never_equal(ref, given):
             return 0.0
         if node.name in _REDUCTIONS:
             keeps = given[0] == 0 or node.name not in ("reduce_sum", "reduce_prod")
             return given[0] if keeps else None
         if node.name == "dot_general" and not is_product(node):
-            return 0.0 if 0 in given else None
+            return 0.0 if _annihilates(given) else None
         program = called_program(node.equation) if is_elementwise_call(node.equation) else None
         if program is not None:
 
@@ -252,9 +263,57 @@ class Choices:
                     return float(source.value)
                 return given[source.position] if isinstance(source, Side) else None
 
-            result: float | None = program.run(load, lambda i, given: folded(i.primitive.name, given, i.dtype))
+            def apply(instruction: Any, own: list[float | None]) -> float | None:
+                name = instruction.primitive.name
+                return None if name == "div" and own[1] is None else folded(name, own, instruction.dtype)
+
+            result: float | None = program.run(load, apply)
             return result
         return folded("mul" if node.name == "dot_general" else node.name, given, self.graph.dtype(ref.value))
+
+    def _plain(self, ref: Ref, depth: int = 0) -> float | None:
+        """What a value is that no choice decides, if that is a known number, a few operations further back."""
+        number, node = self.scope.number(ref), self.scope.node(ref)
+        if number is not None or node is None or depth > _PLAIN:
+            return number
+        operands = self.space.operands(ref) or []
+        given = [self._plain(operand, depth + 1) for operand in operands]
+        return folded(node.name, given, self.graph.dtype(ref.value)) if node.name in _SELECTED else None
+
+    def _left_out(self, node: Node, operands: Sequence[Ref], given: Sequence[float | None]) -> bool:
+        """Whether no quotient hides in a product with zero that is then not zero."""
+        name = self.scope.name(Ref(node.outputs[0], ()))
+        if len(given) != 2 or name not in ("div", "mul", "dot_general"):
+            return True
+        for (zero, own), (other, known) in (
+            zip(operands, given, strict=True),
+            zip(operands[::-1], given[::-1], strict=True),
+        ):
+            if own == 0 and known is None:
+                if name == "div":
+                    kept = other is operands[0] or self._quotients.divides(other.value, zero.value)
+                else:
+                    kept = self._quotients.multiplies(other.value, zero.value)
+                if not kept:
+                    self.note = ", since a token without an expert may have the weight 0 / 0"
+                    return False
+        return True
+
+    @property
+    def _quotients(self) -> Quotients:
+        if self._asked is None:
+            self._asked = Quotients(self.graph, [choice.number for choice in self.found], self._certain)
+        return self._asked
+
+    def _certain(self) -> bool:
+        """Whether every token surely has an expert."""
+        signs, size = Signs(self.graph), self.space.extent(self.expert)
+        return any(signs.counts_below(choice.index.value, size) for choice in self._at.values())
+
+
+def _annihilates(given: Sequence[float | None]) -> bool:
+    """Whether a product is zero, whatever finite numbers the unknown factors are."""
+    return 0 in given and all(number is None or math.isfinite(number) for number in given)
 
 
 def folded(name: str, given: Sequence[float | None], dtype: Any) -> float | None:
@@ -271,9 +330,9 @@ def folded(name: str, given: Sequence[float | None], dtype: Any) -> float | None
 
 def _folded(name: str, given: Sequence[float | None]) -> float | None:
     if name in ("mul", "and") and 0 in given:
-        return 0.0
+        return 0.0 if _annihilates(given) else None
     if name == "div" and given[0] == 0:
-        return 0.0
+        return None if given[1] == 0 else 0.0
     if name == "select_n" and len(given) == 3:
         if given[0] is not None:
             return given[2 if given[0] else 1]
@@ -303,8 +362,8 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "le": lambda a, b: a <= b,
     "eq": lambda a, b: a == b,
     "ne": lambda a, b: a != b,
-    "or": lambda a, b: bool(a) or bool(b),
-    "xor": lambda a, b: bool(a) != bool(b),
+    "or": lambda a, b: int(a) | int(b),
+    "xor": lambda a, b: int(a) ^ int(b),
     "convert_element_type": lambda a: a,
     "stop_gradient": lambda a: a,
 }

@@ -24,11 +24,13 @@ from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.patterns.experts_choice import Choices
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.match import Mismatch
 
 __all__ = ["Loop", "added_on_the_way", "loop_at", "rolled"]
 
 _STEPS_TO_STACK = 16
 _MOST = 4096
+_REPEATS = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Loop:
     leaves: list[_Leaf] = field(default_factory=list)
     term: Any = None
     compares: bool = False
-    """Whether the computations themselves compare something, such as the number of an expert."""
+    """Whether the computations themselves compare the number of an expert: something with where they are in the loop."""
 
     def choices(self, graph: Graph, root: int) -> set[int]:
         """The values that say which expert is chosen, beside those in the computations."""
@@ -177,7 +179,7 @@ def _loop(graph: Graph, loop: Loop, values: Sequence[int]) -> Loop | None:
     if not loop.products or isinstance(result, Literal):
         return None
     loop.visited.add(loop.target)
-    loop.compares = any(graph.name(number) == "eq" for number in loop.visited)
+    loop.compares = walk.compares
     loop.term = closed(walk.inputs, [result], walk.equations)
     return loop
 
@@ -207,9 +209,30 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
         return run(*own[:consts], *zeros, *own[consts:])[place]
 
     loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
-    loop.compares = any(inner.name == "eq" for inner in graph.nodes if graph.holders.get(inner.body, (None,))[0] is
-                        node.body and inner.body.path[-1:] == ("scan",))  # fmt: skip
+    loop.compares = any(_compared(graph, number) for number in _slices(graph, node, consts + carried))
     return loop
+
+
+def _slices(graph: Graph, node: Node, first: int) -> list[int]:
+    """The numbers of the integers that a scan reads one by one."""
+    position = node.body.defined[node.equation.outvars[0]]
+    (child,) = node.body.children[position]
+    numbers = graph.numbers[child.body]
+    return [numbers[v] for v in child.body.invars[first:] if v.aval.shape == () and v.aval.dtype.kind in "iu"]
+
+
+def _compared(graph: Graph, number: int) -> bool:
+    """Whether a value, perhaps cast or repeated, is asked to be equal to something."""
+    seen, todo = {number}, [number]
+    while todo:
+        for user in graph.users[todo.pop()]:
+            graph.steps.spend()
+            if user.name == "eq":
+                return True
+            if user.name in _REPEATS:
+                todo += [n for n in user.outputs if n not in seen]
+                seen.update(user.outputs)
+    return False
 
 
 def _accumulates(body: Any, carry: Var) -> bool:
@@ -227,7 +250,10 @@ class _Walk:
         self.graph, self.loop = graph, loop
         self.inputs: list[Var] = []
         self.equations: list[JaxprEqn] = []
+        self.compares = False
+        """Whether what counts is compared."""
         self._known: dict[tuple[int, ...], Any] = {}
+        self._counting: set[Var] = set()
 
     def atom(self, values: tuple[int, ...]) -> Any:
         """What stands for these values, one of each computation."""
@@ -257,6 +283,10 @@ class _Walk:
         atoms = [self.atom(inputs) for inputs in zip(*(node.inputs for node in nodes), strict=True)]
         outputs = [Var(graph.avals[n]) for n in nodes[0].outputs]
         self.equations.append(nodes[0].equation.replace(invars=atoms, outvars=outputs))
+        if any(isinstance(atom, Var) and atom in self._counting for atom in atoms):
+            self.compares = self.compares or nodes[0].name == "eq"
+            if nodes[0].name in _REPEATS:
+                self._counting.update(outputs)
         for numbers, variable in zip(zip(*(node.outputs for node in nodes), strict=True), outputs, strict=True):
             self._known[numbers] = variable
             self.loop.visited.update(numbers)
@@ -281,7 +311,9 @@ class _Walk:
             numbers = [graph.literals[v] for v in values]
             dtype = np.dtype(aval.dtype)
             if dtype.kind in "iu" and [int(n) for n in numbers] == list(range(count)):
-                return self._input(_Leaf((), lambda _: jnp.arange(count, dtype=dtype)), aval)
+                counting = self._input(_Leaf((), lambda _: jnp.arange(count, dtype=dtype)), aval)
+                self._counting.add(counting)
+                return counting
             return self._input(_Leaf((), lambda _: jnp.asarray(np.stack(numbers))), aval)
         sliced = self._sliced(values)
         if sliced is not None:
@@ -324,9 +356,13 @@ def rolled(graph: Graph, root: int, loop: Loop) -> Any:
     """The program of a graph, with a map over experts in the place of the loop."""
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     wanted = list(dict.fromkeys(number for leaf in loop.leaves for number in leaf.numbers))
-    nodes, _ = nodes_between(graph, inputs, wanted)
+    nodes, missing = nodes_between(graph, inputs, wanted)
+    if missing:
+        raise Mismatch("a captured array is read in a loop over experts")
     before = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, wanted))
-    nodes, _ = nodes_between(graph, [*inputs, loop.target], [root])
+    nodes, missing = nodes_between(graph, [*inputs, loop.target], [root])
+    if missing:
+        raise Mismatch("a captured array is read behind a loop over experts")
     after = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [*inputs, loop.target], [root]))
 
     def function(*operands: Any) -> Any:

@@ -158,7 +158,7 @@ class _Reader:
             refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
-            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight")
+            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.note}")
         result = self.result
         result.expert = self.space.resolve(choices.expert)
         for choice in choices.found:

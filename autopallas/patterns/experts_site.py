@@ -28,14 +28,14 @@ class NoMixture(Mismatch):
     """A loop, or a sum, of something else."""
 
 
-def site_of(program: Any, loops: bool) -> ExpertsSite:
-    """The site that computes what a jaxpr from operands to a sum over experts computes."""
-    graph, root = _opened(program)
+def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) -> ExpertsSite:
+    """The site that computes what a jaxpr from ``operands`` of a graph to a sum over experts computes."""
+    graph, root = _opened(program, outside, operands)
     if loops:
         loop = loop_at(graph, root)
         if loop is None:
             raise NoMixture(f"{DENSE}, and it cannot be read by itself")
-        graph, root = _opened(rolled(graph, root, loop))
+        graph, root = _opened(rolled(graph, root, loop), outside, operands)
     reading, slots, seen = read(graph, root), 0, not loops
     if reading is not None and reading.slots is not None:
         seen = False
@@ -87,9 +87,18 @@ def site_of(program: Any, loops: bool) -> ExpertsSite:
     )
 
 
-def _opened(program: Any) -> tuple[Graph, int]:
-    """The graph of a program with one result, and the number of that."""
+def _part(program: Any, outside: Graph, operands: Sequence[int]) -> Graph:
+    """The graph of a program whose inputs are values of another one."""
     graph = Graph(flatten(program))
+    graph.steps = outside.steps
+    numbers = (graph.numbers[graph.root][v] for v in graph.root.invars)
+    graph.outside.update((number, (outside, own)) for number, own in zip(numbers, operands, strict=True))
+    return graph
+
+
+def _opened(program: Any, outside: Graph, operands: Sequence[int]) -> tuple[Graph, int]:
+    """The graph of such a program with one result, and the number of that."""
+    graph = _part(program, outside, operands)
     (result,) = graph.root.outvars
     assert isinstance(result, Var)
     return graph, graph.numbers[graph.root][result]
@@ -102,7 +111,9 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
         raise Mismatch(f"{DENSE}, and slots have no axis of their own")
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     results = [root, slots.combine.value]
-    nodes, _ = nodes_between(graph, inputs, results)
+    nodes, free = nodes_between(graph, inputs, results)
+    if free:
+        raise Mismatch(f"{DENSE}, and a captured array is read")
     run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
 
     def function(*operands: Any) -> Any:
@@ -111,6 +122,11 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
     extended = Graph(flatten(compat.make_jaxpr(function, *avals)))
+    extended.steps = graph.steps
+    extended.outside.update(
+        (extended.numbers[extended.root][new], graph.outside[graph.numbers[graph.root][old]])
+        for new, old in zip(extended.root.invars, graph.root.invars, strict=True)
+    )
     out, weights = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
     return extended, out, weights
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
+from autopallas.patterns.experts_axes import positions_along
 from autopallas.patterns.experts_choice import folded
 from autopallas.patterns.expressions import Scope
 
@@ -20,6 +22,7 @@ MOST = 2**20
 
 _COUNTED = frozenset({"int32", "int64", "float32", "float64"})
 _DEPTH = 40
+_DEEPEST = 100
 _VISITED = 600
 
 
@@ -28,6 +31,7 @@ class Values:
 
     def __init__(self, scope: Scope):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self._binary: dict[Key, bool] = {}
 
     def key(self, ref: Ref) -> Key:
         found = self.space.canonical(ref)
@@ -53,13 +57,8 @@ class Values:
 
     def positions(self, ref: Ref) -> tuple[int, tuple[Atom, ...]]:
         """(first, labels) if a value counts up along labels, from that number on; no labels if not."""
-        ref = self.uncast(ref)
-        node = self.scope.node(ref)
-        if node is None or node.name != "iota" or not self.counted(ref):
-            return 0, ()
-        axis = node.params["dimension"]
-        offset, atoms = ref.view[axis]
-        return offset, self.space.resolve(atoms) if self.graph.shape(ref.value)[axis] <= MOST else ()
+        found = positions_along(self.scope, ref)
+        return (0, ()) if found is None or found[2] > MOST else found[:2]
 
     def inside(self, ref: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
         """The factors of what is summed (or of which the largest is taken), under the same labels each time, and the
@@ -79,9 +78,9 @@ class Values:
     def walk(self, ref: Ref) -> Iterator[Ref]:
         """A value, and those from which it is computed element by element, and those of which it is a sum."""
         seen: set[Key] = set()
-        todo = [ref]
-        while todo:
-            found = self.space.canonical(todo.pop())
+        todo = deque([ref])
+        while todo:  # what is near comes first
+            found = self.space.canonical(todo.popleft())
             key = self.key(found)
             if key in seen or len(seen) > _VISITED:
                 continue
@@ -106,17 +105,24 @@ class Values:
         if number is not None:
             return number in (0, 1)
         ref = self.space.canonical(ref)
-        node = self.scope.node(ref)
+        key = self.space.pattern(ref, frozenset())
+        if key not in self._binary:
+            self._binary[key] = False
+            self._binary[key] = depth <= _DEPTH and self._computes_binary(ref, depth + 1)
+        return self._binary[key]
+
+    def _computes_binary(self, ref: Ref, depth: int) -> bool:
         if self.graph.dtype(ref.value).kind == "b":
             return True
-        if node is None or depth > _DEPTH:
+        node = self.scope.node(ref)
+        if node is None:
             return False
         operands = self.space.uses(ref) or []
         if node.name == "select_n":
             operands = operands[1:]
         elif self.scope.name(ref) not in ("mul", "convert_element_type", "and", "max", "min"):
             return False
-        return bool(operands) and all(self.binary(operand, depth + 1) for operand in operands)
+        return bool(operands) and all(self.binary(operand, depth) for operand in operands)
 
     def zero(self, ref: Ref, given: Mapping[Key, float]) -> bool:
         """Whether a value is zero where some others are ``given``, whatever all the rest is."""
@@ -124,30 +130,51 @@ class Values:
 
     def value(self, ref: Ref, given: Mapping[Key, float]) -> float | None:
         """A value as far as it is known where some others are ``given``."""
-        return self._value(ref, given, {})
+        return _Evaluation(self, given, self.space.atoms(self.space.canonical(ref))).of(ref)
 
-    def _value(self, ref: Ref, given: Mapping[Key, float], known: dict[Key, float | None]) -> float | None:
+
+class _Evaluation:
+    """What values are where some others are ``given``; asked of a value with the labels ``outer``."""
+
+    def __init__(self, values: Values, given: Mapping[Key, float], outer: frozenset[Atom]):
+        self.values, self.given = values, given
+        self.space, self.scope, self.graph = values.space, values.scope, values.graph
+        atoms = {key: frozenset(x for _, own in key[1] for x in own) for key in given}
+        self._named = outer.union(*atoms.values())
+        self._wanted = [(number, own & outer) for (number, _), own in atoms.items()]
+        self._known: dict[Any, float | None] = {}
+
+    def of(self, ref: Ref, depth: int = 0) -> float | None:
         number = self.scope.number(ref)
         if number is not None:
             return number
         ref = self.space.canonical(ref)
-        key = self.key(ref)
-        if key in given:
-            return given[key]
-        if key not in known:
-            known[key] = None
-            node = self.scope.node(ref)
-            if node is None or node.equation.effects:
-                return None
-            reduced = self.inside(ref)
-            operands = self.space.uses(ref) if reduced is None else reduced[0]
-            if operands is None:
-                return None
-            values = [self._value(operand, given, known) for operand in operands]
-            if reduced is None:
-                known[key] = folded(self.scope.name(ref) or "", values, self.graph.dtype(ref.value))
-            elif node.name == "reduce_max":
-                known[key] = values[0]
-            else:
-                known[key] = 0.0 if 0 in values else None
-        return known[key]
+        key = self.values.key(ref)
+        if key in self.given:
+            return self.given[key]
+        if depth > _DEEPEST or not self._leads_to_given(ref):
+            return None
+        place = self.space.pattern(ref, self._named)
+        if place not in self._known:
+            self._known[place] = None
+            self._known[place] = self._computed(ref, depth + 1)
+        return self._known[place]
+
+    def _leads_to_given(self, ref: Ref) -> bool:
+        """Whether a value may be computed from what is given: it comes later, and has the labels that are not summed."""
+        atoms = self.space.atoms(ref)
+        return any(number < ref.value and wanted <= atoms for number, wanted in self._wanted)
+
+    def _computed(self, ref: Ref, depth: int) -> float | None:
+        node = self.scope.node(ref)
+        if node is None or node.equation.effects:
+            return None
+        reduced = self.values.inside(ref)
+        operands = self.space.uses(ref) if reduced is None else reduced[0]
+        if operands is None:
+            return None
+        found = [self.of(operand, depth) for operand in operands]
+        dtype = self.graph.dtype(ref.value)
+        if reduced is None:
+            return folded(self.scope.name(ref) or "", found, dtype)
+        return found[0] if node.name == "reduce_max" else folded("mul", [*found, None], dtype)

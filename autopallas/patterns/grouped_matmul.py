@@ -18,7 +18,7 @@ from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.patterns import experts
 from autopallas.patterns.epilogue import with_epilogue
-from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.ragged_dot import ragged_dot
 
 __all__ = ["find"]
@@ -41,9 +41,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 continue
             origin = origins.of(node)
             try:
-                match = ragged_dot(graph, node, assume_finite)
-                if match.spec.use != "drhs":
-                    match = with_epilogue(graph, match, alive)
+                with bounded(graph):
+                    match = ragged_dot(graph, node, assume_finite)
+                    if match.spec.use != "drhs":
+                        match = with_epilogue(graph, match, alive)
             except Mismatch as mismatch:
                 miss = NearMiss("grouped_matmul", compat.location(node.equation), mismatch.reason)
                 misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
@@ -152,11 +153,20 @@ def _attach(forwards: Sequence[_Forward], parts: Sequence[tuple[Match, Origin]])
     other computes, so nothing stays alive for the sake of the one that was not found.
     """
     alone: list[Match] = []
+    readers: dict[int, list[int]] = {}  # of each value, the forwards that read it
+    for i, forward in enumerate(forwards):
+        for number in set(forward.match.operands):
+            readers.setdefault(number, []).append(i)
     for bundle in _bundles(parts):
         with contained(bundle.parts[0].location):
-            likeness = [forward.likeness(bundle) for forward in forwards]
-            if any(likeness):
-                forwards[likeness.index(max(likeness))].take(bundle)
+            # One that shares an operand is likelier than any that does not.
+            near = sorted({i for number in bundle.operands for i in readers.get(number, ())})
+            likeness = {i: forwards[i].likeness(bundle) for i in near}
+            if not any(likeness.values()):
+                likeness = {i: forward.likeness(bundle) for i, forward in enumerate(forwards)}
+            best = max(likeness, key=lambda i: (likeness[i], -i), default=None)
+            if best is not None and likeness[best]:
+                forwards[best].take(bundle)
             else:
                 alone += bundle.parts
     return alone

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autopallas.graph import Body, Node
+from autopallas.graph import Body, Graph, Node
+from autopallas.graph.steps import OutOfSteps
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded"]
 
 
 class Mismatch(Exception):
@@ -16,6 +19,20 @@ class Mismatch(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@contextmanager
+def bounded(graph: Graph) -> Iterator[None]:
+    """One try to find something in a graph, which has a limited number of steps.
+
+    Raises:
+      Mismatch: these did not do.
+    """
+    try:
+        with graph.steps.one_try():
+            yield
+    except OutOfSteps as out:
+        raise Mismatch(str(out)) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -281,7 +281,8 @@ class RowStatistics(Softmax):
                         raise _NotLinear
                     inner: Expression = s.tile if s.tile is not None else one
                     both = (inner, zero) if position == 0 else (zero, inner)
-                    masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, dtype) for b in both)), dtype)
+                    wide = self._wider(dtype, inner)
+                    masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, wide) for b in both)), wide)
                     yield _Summand(s.factors, masked, s.label)
         else:
             yield self._exponential_sum(tile)
@@ -359,13 +360,19 @@ class RowStatistics(Softmax):
     def _scaled(self, summand: _Summand, factor: Expression) -> _Summand:
         return replace(summand, factors=(*summand.factors, factor))
 
+    def _wider(self, dtype: Dtype, tile: Expression) -> Dtype:
+        """The dtype in which a tile is combined with others of ``dtype``: where a cast stands after a number of the row
+        that was taken out, the cast was left out, and the tile is wider, its numbers larger, than the program's."""
+        return np.dtype(jnp.promote_types(dtype, self.scope.dtype(tile)))
+
     def _times(self, summand: _Summand, tile: Ref, dtype: Dtype) -> _Summand:
         if summand.known is not None:
             raise _NotLinear
         if summand.tile is None:
             return _Summand(summand.factors, tile, summand.label)
-        inner = self.convert(summand.tile, dtype)
-        product = Apply(lax.mul_p, compat.multiplication_params(), (tile, inner), dtype)
+        wide = self._wider(dtype, summand.tile)
+        factors = self.convert(tile, wide), self.convert(summand.tile, wide)
+        product = Apply(lax.mul_p, compat.multiplication_params(), factors, wide)
         return _Summand(summand.factors, product, summand.label)
 
     def _summand(self, summand: _Summand) -> Expression:

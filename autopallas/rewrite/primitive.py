@@ -59,6 +59,19 @@ def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision,
         results = compat.jaxpr_as_fun(original)(*operands)
         # The backward of a kept site differentiates the original, which needs no residuals.
         extra = tuple(jnp.zeros(t.shape, t.dtype) for t in site.residual_types())
+    return _typed(results, extra, site, original, residuals)
+
+
+def _site_for_backward(*operands: Any, site: SiteDescription, original: Any, **_: Any) -> Any:
+    """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
+    those of the reference implementation, on whole arrays."""
+    results = compat.jaxpr_as_fun(original)(*operands)
+    whole: Any = site.site if isinstance(site, PlacedSite) else site
+    _, extra = whole.forward(site.operation.implementation("reference"), None, operands)
+    return _typed(results, extra, site, original, True)
+
+
+def _typed(results: Any, extra: Any, site: SiteDescription, original: Any, residuals: bool) -> list[Any]:
     types = [*original.out_avals, *site.residual_types()]
     outputs = [*results, *extra] if residuals else list(results)
     return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
@@ -120,17 +133,19 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         """The kernel, or the original where that cannot be traced.
 
         A kernel is traced for the program before it gets here, but not for what transformations around the program
-        make of it.  A forward that hands residuals to a backward kernel has no other way.
+        make of it.
         """
         if kernel:
             try:
                 results = compute(True, *operands, decision=decision, **params)
             except Exception as error:
-                if decision.must or params.get("residuals"):
+                if decision.must:
                     raise
                 reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
                 WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
                 entry_of(decision).keeps(platform, f"it could not be lowered: {reason}", ("lowering", one_line(error)))
+                if params.get("residuals"):
+                    return _site_for_backward(*operands, **params)
             else:
                 entry_of(decision).runs(platform)
                 return results
@@ -139,9 +154,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
     def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
         device = Device.current()
         decision = decided(decision, device, params)
-        return attempt(
-            decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params
-        )
+        return attempt(decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params)
 
     primitive.def_impl(impl)
     primitive.def_abstract_eval(types)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from autopallas import compat
 from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.tuning.measure import Difference
-from autopallas.verification.compare import tolerance
+from autopallas.verification.compare import tolerance_of
 from autopallas.verification.rounding import gradient_function, rounded
 
 __all__ = ["Trial"]
@@ -133,8 +133,7 @@ class Trial:
             for position, (kind, source) in enumerate(zip(types, found, strict=True)):
                 gradient = number > 0 or position >= len(part.original.out_avals)
                 floating = jnp.issubdtype(kind.dtype, jnp.inexact)
-                dtype = kind.dtype if source.dtype is None else source.dtype
-                limits.append((not floating, tolerance(dtype, gradient) if floating else 0.0))
+                limits.append((not floating, tolerance_of(kind.dtype, replace(source, gradient=gradient))))
         return tuple(limits)
 
     def fault(self, found: Sequence[Difference] | None, original: Sequence[Difference] | None) -> str | None:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Comparison", "Errors", "compare", "errors", "tolerance"]
+from autopallas.verification.rounding import Source
+
+__all__ = ["Comparison", "Errors", "compare", "errors", "tolerance", "tolerance_of"]
 
 _TOLERANCES = {
     "float64": (1e-12, 5e-12),
@@ -71,6 +73,13 @@ def tolerance(dtype: Any, gradient: bool) -> float:
     if name in _TOLERANCES:
         return _TOLERANCES[name][gradient]
     return _ROUNDINGS * float(jnp.finfo(dtype).eps) * (2 if gradient else 1)
+
+
+def tolerance_of(dtype: Any, source: Source) -> float:
+    """The tolerance of a result of a dtype, as far as it is known what the original rounds on the way to it."""
+    if not jnp.issubdtype(dtype, np.inexact):
+        return 0.0
+    return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
 
 
 def errors(x: Any, original: Any, oracle: Any) -> Errors:

@@ -156,7 +156,7 @@ def _through_bodies(
 ) -> list[Source]:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        return _loop(bodies[0], before, params["num_consts"], params["num_carry"], site)
+        return _loop(bodies[0], before, *compat.scan_parts(equation), site)
     if name == "while":
         fixed = params["cond_nconsts"], params["body_nconsts"]
         carry = len(before) - sum(fixed)

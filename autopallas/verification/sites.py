@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn
 from autopallas.rewrite import primitive
-from autopallas.verification.compare import Comparison, compare, tolerance
+from autopallas.verification.compare import Comparison, compare, tolerance_of
 from autopallas.verification.oracle import Oracle
 from autopallas.verification.promote import quiet
-from autopallas.verification.taint import SITES, Source, replaced, site_sources
+from autopallas.verification.taint import SITES, replaced, site_sources
 
 __all__ = ["SiteCheck", "applied_sites", "check_sites"]
 
@@ -142,7 +141,7 @@ def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
 def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: Any, oracle: Oracle) -> SiteCheck:
     params = site.params
     gradient = site.primitive is not primitive.site_p
-    allowed = [_allowed(v.aval.dtype, source) for v, source in zip(site.outvars, site_sources(site), strict=True)]
+    allowed = [tolerance_of(v.aval.dtype, source) for v, source in zip(site.outvars, site_sources(site), strict=True)]
     run = jax.jit(compat.jaxpr_as_fun(closed))
     worst: list[Comparison] = []
     for call in calls:
@@ -163,13 +162,6 @@ def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: A
         outputs=tuple(worst),
         ok=all(c.ok for c in worst),
     )
-
-
-def _allowed(dtype: Any, source: Source) -> float:
-    """The tolerance of a result: that of what the original rounds on the way to it."""
-    if not jnp.issubdtype(dtype, np.inexact):
-        return 0.0
-    return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
 
 
 def _badness(c: Comparison) -> tuple[bool, int, float]:

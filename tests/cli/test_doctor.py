@@ -9,6 +9,7 @@ import pytest
 
 from autopallas.environment import OPERATIONS
 from autopallas.kernels.implementation import IMPLEMENTATIONS
+from autopallas.tuning import processor
 
 
 def test_it_tells_versions_devices_implementations_cache_and_environment(command, monkeypatch, tmp_path):
@@ -18,6 +19,7 @@ def test_it_tells_versions_devices_implementations_cache_and_environment(command
     told = json.loads(out)
     assert (status, told["problems"]) == (0, [])
     assert told["versions"]["jax"] == jax.__version__
+    assert told["machine"]["vector_extensions"] == processor.vector_extensions()
     assert told["devices"] == [{"platform": "cpu", "kind": "cpu", "count": jax.device_count()}]
     assert told["cache"] == {"folder": str(tmp_path / "cache" / "tuning"), "results": 0, "bytes": 0, "writable": True}
     assert told["environment"]["variables"]["AUTOPALLAS_OBJECTIVE"] == "memory"
@@ -41,7 +43,12 @@ def test_the_text_fits_80_columns_and_has_the_reasons(command):
     assert status == 0
     assert max(map(len, out.splitlines())) <= 80
     flat = " ".join(out.split())
-    for part in ("No problems found.", "xla usable, asked first", "pallas_gpu not usable: "):
+    for part in (
+        f"vector extensions: {processor.vector_extensions() or 'unknown'}",
+        "No problems found.",
+        "xla usable, asked first",
+        "pallas_gpu not usable: ",
+    ):
         assert part in flat, out
 
 

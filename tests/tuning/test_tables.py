@@ -148,6 +148,10 @@ def test_a_regenerated_table_is_python_that_gives_the_same_rows():
     assert source_with_rows(after, run(after)["cpu"], "abcd") == after
     both = source_with_rows(after, {key("c"): row(8, 8)}, "abcd", "TPU v5e")
     assert run(both) == {**run(after), "TPU v5e": {key("c"): row(8, 8)}}
+    told = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac"}
+    for names_told in (("extensions",), ("batch",), ("spelling",), ("extensions", "spelling"), tuple(told)):
+        stated = dataclasses.replace(row(8, 8), **{name: told[name] for name in names_told})
+        assert run(source_with_rows(after, {key("c"): stated}, "abcd"))["cpu"] == {key("c"): stated}
     again = source_with_rows(both, {key("d"): row(8, 8)}, "abcd", "TPU v5e")
     assert run(again)["TPU v5e"] == {key("d"): row(8, 8)}
     assert run(again)["cpu"] == run(after)["cpu"]

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from autopallas.kernels.gpu import reason_against, rounded
+from autopallas.kernels.gpu import MATRIX_DTYPES, reason_against, rounded
 from autopallas.kernels.grouped_matmul import xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
@@ -54,6 +54,9 @@ def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
 
 def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
     """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+    if spec.first_dtype != spec.second_dtype or spec.first_dtype.name not in MATRIX_DTYPES:
+        # In a mixture of experts, or a gradient: what is not of 16 bits is not cut to them.
+        return xla.forward(spec, block_sizes.fitted(spec), first, second, group_sizes)
     if spec.epilogue is not None and reason_against(Device.current(), programs=[spec.epilogue]) is not None:
         return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
     sizes = jnp.broadcast_to(group_sizes, (spec.batch, spec.groups))
@@ -71,13 +74,7 @@ def backward(
     wanted: Sequence[bool] = (True, True),
 ) -> tuple[Array | None, Array | None]:
     """Gradients: each is one of the other two uses.  Arguments and results as in ``xla.backward``."""
-    return xla.gradients(_either, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
-
-
-def _either(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
-    """A float32 cotangent of 16-bit operands is not cut to 16 bits."""
-    kernel = forward if isinstance(supports(spec, Device.current()), Supported) else xla.forward
-    return kernel(spec, block_sizes.fitted(spec) if kernel is xla.forward else block_sizes, first, second, group_sizes)
+    return xla.gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
 
 
 def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Array, group_sizes: Array) -> Array:

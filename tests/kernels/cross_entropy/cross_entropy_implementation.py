@@ -120,6 +120,29 @@ class CrossEntropyImplementation:
         name = "dx" if dtypes[0] == np.float32 else "dw"
         assert errors(found[name], wanted[name])[0] < 5e-5  # no rounding of float32 gradients to bfloat16 on the way
 
+    @pytest.mark.parametrize("vocabulary_major", [True, False])
+    def test_gradients_of_float32_logits_are_not_rounded_before_their_products(self, module, vocabulary_major):
+        """Those of a row add up to zero, so that the offset of all weights has no part in the gradient of x."""
+        case = Case("offset", rows=32, hidden=16, vocabulary=64, kinds=LOSS, vocabulary_major=vocabulary_major,
+                    labels=(0, 64), size=0.02)  # fmt: skip
+        spec = case.spec(BF16)
+        self.require(module, spec)
+        x, w, sides, _ = case.operands(BF16)
+        w = w + 64
+        rows = np.random.default_rng(0).uniform(0.5, 1.5, case.rows).astype(np.float32)
+        statistics, _ = module.forward(spec, self.sizes, x, w, sides)
+        maximum = np.asarray(statistics[0], np.float64)
+        cotangents = (None, jnp.asarray(rows / np.asarray(statistics[1])), jnp.asarray(-rows))
+        dx, _, _ = module.backward(
+            spec, self.sizes, x, w, sides, statistics, cotangents, (True, False, *(False for _ in sides))
+        )
+        wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+        wide_w = wide_w.T if vocabulary_major else wide_w
+        p = np.exp(wide_x @ wide_w - maximum[:, None])
+        p = p / p.sum(axis=1, keepdims=True) - np.eye(case.vocabulary)[np.asarray(sides[0])[:, 0]]
+        wanted = (rows[:, None] * p) @ wide_w.T
+        assert errors(np.asarray(dx, np.float64), wanted)[0] <= 2 * float(jnp.finfo(BF16).eps)
+
     @pytest.mark.parametrize("logits", [np.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
     def test_logits_are_rounded_to_their_dtype(self, module, logits):
         """Ties and the argmax of rounded logits; logits and sums are exact here before they are rounded."""

@@ -174,6 +174,20 @@ class GroupedMatmulImplementation:
         wanted = truths(spec, first, second, group_sizes, cotangent)
         assert error(found["result"], wanted["result"]) < 1e-6  # a rounding to bfloat16 would cost 4e-3
 
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+    def test_the_wider_of_two_operands_is_not_rounded(self, module, use, dtypes):
+        """As rows in float32 meet the weights of experts in bfloat16."""
+        first, second = (np.dtype(jnp.dtype(d)) for d in dtypes)
+        spec = GroupedMatmulSpec(use, 1, 30, 5, 7, 11, first, second, np.dtype(np.float32))
+        first, second, cotangent = operands(spec)
+        group_sizes = jnp.asarray([SIZES["uneven"]])
+        found = self.run(module, spec, first, second, group_sizes, cotangent)
+        wanted = truths(spec, first, second, group_sizes, cotangent)
+        for name, value in wanted.items():
+            # One rounding to the operand's dtype at the end.
+            assert error(found[name], value) < (1e-5 if found[name].dtype == np.float32 else 8e-3), name
+
     @pytest.mark.parametrize("use", USES[:2])
     def test_an_epilogue(self, module, use):
         """In the product's dtype, in rows of no group too; it may give another dtype."""

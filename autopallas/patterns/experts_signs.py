@@ -1,0 +1,236 @@
+"""What is known of numbers that a program computes from others: their signs, and that they are numbers of experts.
+
+Nothing here depends on labels: what is said of a value holds of each of its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.graph import Graph
+from autopallas.graph.custom_rules import called_program, is_elementwise_call
+from autopallas.patterns.casts import counts_exactly
+from autopallas.program import Constant, Side
+
+__all__ = ["Signs"]
+
+_DEPTH = 40
+_LONGEST = 2**16
+"""Captured arrays of more elements are not looked into."""
+
+_SAME = frozenset(
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack tile copy copy_p
+    name optimization_barrier pvary pcast sharding_constraint layout_constraint reshard stop_gradient rev
+    dynamic_slice""".split()
+)
+"""Operations whose elements are among those of their operands, the first alone for those that are also given places."""
+_OF_MANY = frozenset({"reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "sort", "top_k"})
+_FIRST_ONLY = frozenset({"dynamic_slice", "sort"})
+
+
+class _Sign(NamedTuple):
+    nonnegative: bool = False
+    positive: bool = False
+
+
+_UNKNOWN, _NONNEGATIVE, _POSITIVE = _Sign(), _Sign(True), _Sign(True, True)
+_POSITIVE_FUNCTIONS = frozenset({"exp", "exp2", "logistic", "cosh"})
+
+
+class Signs:
+    """Signs of the values of a graph, as far as they are plain.
+
+    A value that is called positive may still be zero where an exponential underflows, and may be NaN.
+    """
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._signs: dict[int, _Sign] = {}
+        self._outside: dict[int, Signs] = {}
+
+    # ------------------------------------------------------------------ signs
+
+    def nonnegative(self, number: int) -> bool:
+        return self._sign(number, 0).nonnegative
+
+    def positive(self, number: int) -> bool:
+        return self._sign(number, 0).positive
+
+    def _sign(self, number: int, depth: int) -> _Sign:
+        if number not in self._signs:
+            self._graph.steps.spend()
+            self._signs[number] = _UNKNOWN
+            self._signs[number] = self._computed(number, depth + 1) if depth <= _DEPTH else _UNKNOWN
+        return self._signs[number]
+
+    def _computed(self, number: int, depth: int) -> _Sign:
+        graph = self._graph
+        outside = graph.outside.get(number)
+        if outside is not None:
+            there, its_number = outside
+            signs = self._outside.setdefault(id(there), Signs(there))
+            return _Sign(signs.nonnegative(its_number), signs.positive(its_number))
+        array = self._array(number)
+        if array is not None:
+            return _Sign(bool(np.all(array >= 0)), bool(np.all(array > 0)))
+        node = graph.definitions.get(number)
+        dtype = graph.dtype(number)
+        least = _NONNEGATIVE if dtype.kind in "bu" else _UNKNOWN
+        if node is None:
+            return least
+        if number in graph.inner:
+            return self._sign(graph.inner[number], depth)
+        program = called_program(node.equation) if is_elementwise_call(node.equation) else None
+        if program is not None:
+            given = [self._sign(i, depth) for i in node.inputs]
+
+            def load(source: Any) -> _Sign:
+                if isinstance(source, Constant):
+                    return _Sign(source.value >= 0, source.value > 0)
+                return given[source.position] if isinstance(source, Side) else _UNKNOWN
+
+            found: _Sign = program.run(
+                load, lambda i, own: _sign_of(i.primitive.name, own, dict(i.params), i.arguments, [], i.dtype)
+            )
+            return found
+        name, inputs = node.name, node.inputs
+        if name in ("argmax", "argmin", "iota") or name == "top_k" and number != node.outputs[0]:
+            return _NONNEGATIVE
+        if name in ("scatter", "scatter-add"):
+            into, added = self._sign(inputs[0], depth), self._sign(inputs[2], depth)
+            return _Sign(into.nonnegative and added.nonnegative)
+        if name in _SAME or name in _OF_MANY:
+            if name in _FIRST_ONLY:
+                inputs = (inputs[node.outputs.index(number) if name == "sort" else 0],)
+            own = [self._sign(i, depth) for i in inputs]
+            if 0 in (n for i in inputs for n in graph.shape(i)):
+                return least
+            return _Sign(all(s.nonnegative for s in own) or least.nonnegative, all(s.positive for s in own))
+        own = [self._sign(i, depth) for i in inputs]
+        sources = [graph.dtype(i) for i in inputs]
+        found = _sign_of(name, own, node.params, inputs, sources, dtype)
+        if name == "dot_general" and any(0 in graph.shape(i) for i in inputs):
+            return least
+        return _Sign(found.nonnegative or least.nonnegative, found.positive)
+
+    def _array(self, number: int) -> np.ndarray[Any, Any] | None:
+        """The elements of a literal or a captured array."""
+        graph = self._graph
+        if number in graph.literals:
+            return graph.literals[number]
+        constant = graph.constants.get(number)
+        if constant is None or compat.is_tracer(constant) or not 0 < np.size(constant) <= _LONGEST:
+            return None
+        return np.asarray(constant)
+
+    # ------------------------------------------------------------------ numbers of experts
+
+    def counts_below(self, number: int, size: int, depth: int = 0) -> bool:
+        """Whether every element is one of 0, 1, ..., size - 1."""
+        graph = self._graph
+        graph.steps.spend()
+        outside = graph.outside.get(number)
+        if outside is not None:
+            there, its_number = outside
+            return self._outside.setdefault(id(there), Signs(there)).counts_below(its_number, size)
+        array = self._array(number)
+        if array is not None:
+            return array.dtype.kind in "iub" and bool(np.all((array >= 0) & (array < size)))
+        node = graph.definitions.get(number)
+        if node is None or depth > _DEPTH or not counts_exactly(graph.dtype(number), size - 1):
+            return False
+        name, inputs, params = node.name, node.inputs, node.params
+
+        def below(*numbers: int) -> bool:
+            return all(self.counts_below(i, size, depth + 1) for i in numbers)
+
+        if name in ("argmax", "argmin"):
+            shape = graph.shape(inputs[0])
+            return all(shape[d] <= size for d in params["axes"])
+        if name == "top_k" and number != node.outputs[0]:
+            return graph.shape(inputs[0])[params.get("axis", -1)] <= size
+        if name == "iota":
+            return graph.shape(number)[params["dimension"]] <= size
+        if name == "sort":
+            return below(inputs[node.outputs.index(number)])
+        if name == "convert_element_type":
+            return graph.dtype(inputs[0]).kind in "iub" and below(*inputs)
+        if name == "dynamic_slice":
+            return below(inputs[0])
+        if name in _SAME or name in ("reduce_max", "reduce_min"):
+            return below(*inputs)
+        if name == "select_n":
+            cases = inputs[1:]
+            test = graph.definitions.get(inputs[0])
+            if test is not None and test.name == "lt" and len(cases) == 2 and self._is_zero(test.inputs[1]):
+                if self.nonnegative(test.inputs[0]):  # of negative numbers, of which there are none
+                    cases = cases[:1]
+            return below(*cases)
+        return False
+
+    def _is_zero(self, number: int) -> bool:
+        graph = self._graph
+        node = graph.definitions.get(number)
+        if node is not None and node.name == "broadcast_in_dim":
+            number = node.inputs[0]
+        return number in graph.literals and not np.any(graph.literals[number])
+
+
+def _sign_of(
+    name: str, own: Sequence[_Sign], params: dict[str, Any], inputs: Sequence[Any], sources: Sequence[Any], dtype: Any
+) -> _Sign:
+    """The sign of an elementwise operation or a contraction; ``inputs`` are equal where the operands are the same."""
+    if name in _POSITIVE_FUNCTIONS:
+        return _POSITIVE
+    if name in ("abs", "square"):
+        return _Sign(True, own[0].positive)
+    if name in ("mul", "dot_general") and inputs[0] == inputs[1] and name == "mul":
+        return _Sign(True, own[0].positive)
+    if name == "integer_pow":
+        return _Sign(params["y"] % 2 == 0 or own[0].nonnegative, own[0].positive)
+    if name == "pow":
+        return own[0] if own[0].positive else _UNKNOWN
+    if name == "select_n":
+        own = own[1:]
+    if name in ("convert_element_type", "reduce_precision"):
+        return _Sign(own[0].nonnegative and dtype.kind != "i", own[0].positive and _keeps_small(sources, dtype))
+    rule = _RULES.get(name)
+    if rule is None or not own:
+        return _UNKNOWN
+    return rule([s.nonnegative for s in own], [s.positive for s in own])
+
+
+def _keeps_small(sources: Sequence[Any], dtype: Any) -> bool:
+    """Whether a cast makes no number zero that is not."""
+    if len(sources) != 1:
+        return False
+    (source,) = sources
+    if source.kind in "iub":
+        return bool(jnp.issubdtype(dtype, jnp.floating)) or source == dtype
+    if not (jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(dtype, jnp.floating)):
+        return False
+    return bool(jnp.finfo(dtype).minexp <= jnp.finfo(source).minexp)
+
+
+def _all(nonnegative: Sequence[bool], positive: Sequence[bool]) -> _Sign:
+    return _Sign(all(nonnegative), all(positive))
+
+
+def _sum(nonnegative: Sequence[bool], positive: Sequence[bool]) -> _Sign:
+    return _Sign(all(nonnegative), all(nonnegative) and any(positive))
+
+
+def _largest(nonnegative: Sequence[bool], positive: Sequence[bool]) -> _Sign:
+    return _Sign(any(nonnegative), any(positive))
+
+
+_RULES: dict[str, Callable[[Sequence[bool], Sequence[bool]], _Sign]] = {
+    "mul": _all, "dot_general": _all, "div": _all, "min": _all, "select_n": _all, "sqrt": _all, "rsqrt": _all,
+    "and": _all, "cbrt": _all, "add": _sum, "add_any": _sum, "max": _largest, "log1p": _all, "expm1": _all,
+    "tanh": _all,
+}  # fmt: skip
