@@ -211,7 +211,7 @@ FAULTS = {
     ),
     "A6": Fault(
         "a floor under the denominator is dropped though it acts", _rounded_maximum,
-        lambda program: _chose("max cast", "coarse maximum")(program) and _has("guard: floor | coarse maximum")(program),
+        lambda p: _chose("max cast", "coarse maximum")(p) and _has("guard: floor | coarse maximum")(p),
     ),
     "A7": Fault("integers of 64 bits pass through float", _integers_through_floats, _has("x64", "limits")),
     "A8": Fault(
