@@ -4,12 +4,15 @@ VENV ?= .venv
 ARGS ?=
 # Compiling takes most of the time, on one core per test.
 WORKERS ?= auto
+# The random programs that make fuzz judges: the first seed, and how many.
+FUZZ_SEED ?= 0
+FUZZ_PROGRAMS ?= 2000
 
 # Memory that a training step frees is kept for the next step, instead of going back to the system and being faulted in
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
+.PHONY: help demo test test-line test-other-line test-corpus fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -36,9 +39,14 @@ test-corpus: $(VENV)/.installed  ## Runs the corpus of models with the libraries
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,corpus]'
 	$(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 tests/recognition/test_corpus.py $(ARGS)
 
-fuzz: $(VENV)/.installed  ## Runs 2,000 random programs against their originals (FUZZ_SEED: the first one)
-	FUZZ_PROGRAMS=2000 $(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
-	  tests/recognition/test_random_programs.py $(ARGS)
+fuzz: $(VENV)/.installed  ## Judges random programs by float64 (FUZZ_SEED: the first of FUZZ_PROGRAMS, by default 0 of 2000)
+	$(VENV)/bin/python -m tests.fuzz run --first $(FUZZ_SEED) --programs $(FUZZ_PROGRAMS) $(ARGS)
+
+fuzz-record: $(VENV)/.installed  ## The same, and writes clean ranges with the commit to tests/fuzz/clean_ranges.json
+	$(VENV)/bin/python -m tests.fuzz run --first $(FUZZ_SEED) --programs $(FUZZ_PROGRAMS) --record $(ARGS)
+
+fuzz-mutations: $(VENV)/.installed  ## Puts known faults back, one at a time, and says after how many programs each is found
+	$(VENV)/bin/python -m tests.fuzz mutations --first $(FUZZ_SEED) --programs $(FUZZ_PROGRAMS) $(ARGS)
 
 check-tpu:  ## Compiles the TPU kernels for every generation, without a TPU, with current JAX; 700 MB are installed once
 	@python="$(PYTHON)"; [ -n "$$python" ] || python="$$(.ci/find-python 3.12+)" || exit 1; \

@@ -1,0 +1,137 @@
+"""Processes that judge programs, each watched: one that does not answer in time is ended, and its program is found."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .judge import Verdict
+
+__all__ = ["SECONDS", "Judging", "verdicts"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+"""After so long without an answer a program hangs.  On a busy machine the slowest took a fifth of it."""
+_LIFE = 400
+"""So many programs are judged by one process: compiled code is never given back entirely."""
+
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_FASTER = "--xla_cpu_use_fusion_emitters=false"
+"""Halves the time of compiling, where XLA knows it."""
+
+
+@functools.cache
+def _environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOPALLAS_", "XLA_", "JAX_"))}
+    own |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{_FLAGS} {_FASTER}", "PYTHONPATH": str(ROOT)}
+    own |= {"OMP_NUM_THREADS": "1"}
+    tried = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"], env=own, capture_output=True, check=False
+    )
+    return own if tried.returncode == 0 else own | {"XLA_FLAGS": _FLAGS}
+
+
+class Judging:
+    """One such process, started when it is first needed."""
+
+    def __init__(self, fault: str | None = None, seconds: float = SECONDS):
+        self._fault, self._seconds = fault, seconds
+        self._process: subprocess.Popen[str] | None = None
+        self._judged = 0
+
+    def __call__(self, seed: int, plain: Sequence[str] = ()) -> Verdict:
+        """The verdict on a program."""
+        (verdict,) = self.ask(seed, plain, ())
+        return verdict
+
+    def ask(self, seed: int, plain: Sequence[str], faults: Sequence[str]) -> list[Verdict]:
+        """The verdicts on a program with the faults that make a difference to it, or without any."""
+        if self._process is None or self._judged >= _LIFE:
+            self.close()
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([seed, list(plain), list(faults)]) + "\n")
+        process.stdin.flush()
+        self._judged += 1
+        ready, _, _ = select.select([process.stdout], [], [], self._seconds + 60.0 * (self._judged == 1))
+        line = process.stdout.readline() if ready else ""
+        if line:
+            return [Verdict(**fields) for fields in json.loads(line)]
+        said = "hang" if not ready else "crash"
+        process.kill()
+        complaint = f"no answer within {self._seconds:g} s" if not ready else f"the process ended ({process.wait()})"
+        self.close()
+        return [Verdict(seed, kind=said, complaints=[complaint], badness=float("inf"))]
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "tests.fuzz.worker"]
+        command += ["--fault", self._fault] if self._fault else []
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._judged = 0
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def verdicts(
+    seeds: Iterable[int], workers: int, fault: str | None = None, faults: Sequence[str] = ()
+) -> Iterator[list[Verdict]]:
+    """The verdicts on each of some programs as they come; closing the iterator ends the processes.
+
+    Args:
+      seeds: of the programs.
+      workers: how many processes judge.
+      fault: what each of them has put back, from its start on.
+      faults: those that are put back for each program, one at a time.
+    """
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    total = 0
+    for seed in seeds:
+        waiting.put(seed)
+        total += 1
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    stopping = threading.Event()
+
+    def work() -> None:
+        judging = Judging(fault)
+        try:
+            while not stopping.is_set():
+                done.put(judging.ask(waiting.get_nowait(), (), faults))
+        except queue.Empty:
+            pass
+        except Exception as error:
+            done.put(error)
+        finally:
+            judging.close()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(total):
+            found = done.get()
+            if isinstance(found, Exception):
+                raise found
+            yield found
+    finally:
+        stopping.set()
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,181 @@
+"""One random program: its text, its arguments, and the function."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import arrays, attention, losses, mixtures, stacks
+from .choices import Choices
+from .writing import Argument, Writer
+
+__all__ = ["RandomProgram", "random_program"]
+
+_FAMILIES = {"attention": 0.35, "loss": 0.25, "mixture": 0.2, "stack": 0.2}
+
+
+@dataclass(frozen=True)
+class RandomProgram:
+    """What a seed stands for.
+
+    Attributes:
+      seed: the seed.
+      text: the definition of ``program``, as Python.
+      arguments: what ``program`` takes.
+      x64: whether it is run with 64-bit types.
+      choices: what was chosen other than plainly, by name.
+      features: what it has, to count programs by.
+      gradients: how many of its last results are gradients.
+    """
+
+    seed: int
+    text: str
+    arguments: tuple[Argument, ...]
+    x64: bool
+    choices: dict[str, str]
+    features: frozenset[str]
+    gradients: int
+
+    def function(self) -> Callable[..., Any]:
+        """The program itself."""
+        file = f"<random program {self.seed}>"
+        linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
+        names = {"jax": jax, "jnp": jnp, "lax": lax, "wave": arrays.wave}
+        exec(compile(self.text, file, "exec"), names)
+        return names["program"]  # type: ignore[return-value]
+
+    def arrays(self) -> list[jax.Array]:
+        """Arguments, always the same for a seed, whatever the other arguments are."""
+        made = []
+        for argument in self.arguments:
+            draw = np.random.default_rng([self.seed, *argument.name.encode()])
+            names = {name: getattr(arrays, name) for name in arrays.__all__}
+            made.append(eval(argument.text, names | {"draw": draw}))
+        return made
+
+    def script(self) -> str:
+        """The program with its arguments, to be run by itself from the root of the repository."""
+        lines = ["import jax, jax.numpy as jnp, numpy as np", "from jax import lax", "import autopallas"]
+        lines += ["from tests.fuzz.arrays import integers, mask, normal, wave", ""]
+        lines += ['jax.config.update("jax_enable_x64", True)', ""] if self.x64 else []
+        lines += [self.text, ""]
+        for a in self.arguments:
+            seeded = f"np.random.default_rng([{self.seed}, *b{a.name!r}])"
+            lines.append(f"{a.name} = {a.text.replace('draw', seeded, 1)}")
+        given = ", ".join(a.name for a in self.arguments)
+        lines += ['optimized = autopallas.optimize(program, objective="always", strict=True)']
+        lines += [f"print(program({given}))", f"print(optimized({given}))", "print(optimized.report())"]
+        return "\n".join(lines) + "\n"
+
+
+def random_program(
+    seed: int, plain: frozenset[str] = frozenset(), fixed: dict[str, str] | None = None
+) -> RandomProgram:
+    """The program of a seed; choices named in ``plain`` are taken as the plain ones, those in ``fixed`` as said."""
+    c = Choices(seed, plain, fixed)
+    w = Writer(c, x64=c.chance("x64", 0.16))
+    shares = [name for name, share in _FAMILIES.items() for _ in range(round(share * 20))]
+    family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
+    w.features.add(f"family: {family}")
+    w.features |= {"x64"} if w.x64 else set()
+    core: list[str]
+    if family == "attention":
+        layout, size, core = attention.operands(w, "a")
+        head, write = "attend", lambda: attention.body(w, "a", layout, size, *core)
+    elif family == "loss":
+        size, core = losses.operands(w, "l")
+        head, write = "loss", lambda: losses.body(w, "l", size, *core)
+    elif family == "mixture":
+        size, core = mixtures.operands(w, "m")
+        head, write = "mix", lambda: mixtures.body(w, "m", size, *core)
+    else:
+        core, write = stacks.operands(w)
+        head = "model"
+    w._indent = 2
+    result = write()
+    w.line(f"return {result}")
+    inner = [f"    def {head}({', '.join(core)}):", *w.lines]
+    text, gradients = _around(w, head, core, inner)
+    return RandomProgram(seed, text, tuple(w.arguments), w.x64, c.taken, frozenset(w.features), gradients)
+
+
+_INNER = {
+    "none": "{f}({args})",
+    "jit": "jax.jit({f})({args})",
+    "checkpoint": "jax.checkpoint({f})({args})",
+    "checkpoint of dots": "jax.checkpoint({f}, policy=jax.checkpoint_policies.dots_saveable)({args})",
+    "cond": "lax.cond(jnp.array(True), {f}, {f}, {args})",
+    "called twice": "jax.tree.map(jnp.add, {f}({args}), jax.jit({f})({args}))",
+}
+_OUTER = {
+    "none": "{f}({args})",
+    "vmap": "jax.vmap({f})({args})",
+    "map": "lax.map(lambda row: {f}(*row), ({args},))",
+    "scan": "lax.scan(lambda n, row: (n + 1, {f}(*row)), 0, ({args},))[1]",
+    "accumulated": (
+        "lax.scan(lambda total, row: (jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, {f}(*row)), None), "
+        "jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape({f}, *({first},))), ({args},))[0]"
+    ),
+    "vmap of some": "jax.vmap({f}, in_axes=({axes},))({args})",
+}
+
+
+def _around(w: Writer, head: str, core: Sequence[str], inner: Sequence[str]) -> tuple[str, int]:
+    """The text of the whole program, with transformations within and around the gradient, and how many gradients."""
+    c = w.choices
+    within = c.pick("within", {name: name for name in _INNER}, 0.35)
+    outer = c.pick("around", {name: name for name in _OUTER}, 0.4)
+    direction = c.pick("direction", ["forward", "vjp", "grad", "vjp of some"], 0.5)
+    inside = c.chance("around within the gradient", 0.5)
+    w.features |= {f"direction: {direction}", f"within: {within}", f"around: {outer}"}
+    batched = list(core[:1] if outer == "vmap of some" else core)
+    if outer != "none":
+        w.arguments = [Argument(a.name, a.kind, (3, *a.shape), a.rest) if a.name in batched else a for a in w.arguments]
+    names = [a.name for a in w.arguments]
+    floats = [a.name for a in w.arguments if a.kind == "normal"]
+    if direction == "vjp of some":
+        floats = floats[:: 2 if len(floats) > 1 else 1]
+    args = ", ".join(core)
+    first = ", ".join(f"{name}[0]" for name in core)
+    axes = ", ".join("0" if name in batched else "None" for name in core)
+
+    def applied(function: str) -> str:
+        return _OUTER[outer].format(f=function, args=args, first=first, axes=axes)
+
+    lines = [f"def value({', '.join(names)}):", *inner]
+    call = _INNER[within].format(f=head, args=args)
+    if inside or direction == "forward":
+        lines += [f"    def run({args}):", f"        return {call}", f"    return {applied('run')}"]
+    else:
+        lines += [f"    return {call}"]
+    lines += ["", f"def program({', '.join(names)}):"]
+    every = ", ".join(names)
+    if direction == "forward":
+        return "\n".join([*lines, f"    return value({every})"]), 0
+    given = ", ".join(floats)
+    if inside:
+        return "\n".join([*lines, *_gradient(direction, given, every, "    ")]), len(floats)
+    lines += [f"    def differentiated({args}):", *_gradient(direction, given, every, "        ")]
+    return "\n".join([*lines, f"    return {applied('differentiated')}"]), len(floats)
+
+
+def _gradient(direction: str, given: str, every: str, indent: str) -> list[str]:
+    if direction == "grad":
+        total = "sum(jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in jax.tree.leaves({}))"
+        numbers = f"tuple(range({given.count(',') + 1}))"
+        return [
+            f"{indent}def total({given}):",
+            f"{indent}    return {total.format(f'value({every})')}",
+            f"{indent}return jax.value_and_grad(total, {numbers})({given})",
+        ]
+    return [
+        f"{indent}out, pull = jax.vjp(lambda {given}: value({every}), {given})",
+        f"{indent}return out, pull(wave(out))",
+    ]

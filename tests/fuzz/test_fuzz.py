@@ -1,0 +1,143 @@
+"""A slice of the random programs in each run of the tests; and that programs, judge and faults are what they should be.
+
+``make fuzz`` judges thousands; ``make fuzz-mutations`` shows that they would find the faults that the product once had.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .judge import Verdict, judge
+from .mutations import FAULTS, put_back
+from .program import RandomProgram, random_program
+from .record import clean_ranges
+from .shrink import shrunk
+from .tolerance import roundings
+from .writing import Argument
+
+PROGRAMS = range(60)
+BATCH = 10
+
+
+@pytest.mark.parametrize("start", PROGRAMS[::BATCH])
+def test_random_programs_compute_what_they_did(start):
+    wrong, replaced = [], 0
+    for seed in range(start, start + BATCH):
+        verdict = judge(random_program(seed))
+        wrong += [f"program {seed}: {complaint}" for complaint in verdict.complaints]
+        replaced += any(verdict.applied.values())
+    jax.clear_caches()
+    assert wrong == []
+    assert replaced >= BATCH // 4
+
+
+def test_a_seed_always_gives_the_same_program():
+    for seed in range(20):
+        first, second = random_program(seed), random_program(seed)
+        assert (first.text, first.arguments) == (second.text, second.arguments)
+        with jax.enable_x64(first.x64):
+            assert all(np.array_equal(a, b) for a, b in zip(first.arrays(), second.arrays(), strict=True))
+
+
+def test_a_choice_taken_plainly_leaves_the_others():
+    for seed in range(30):
+        whole = random_program(seed)
+        for name in [n for n in whole.choices if n not in ("family", "x64")][:3]:
+            smaller = random_program(seed, frozenset([name]))
+            assert name not in smaller.choices
+            kept = {n: c for n, c in smaller.choices.items() if n in whole.choices}
+            assert kept.items() <= whole.choices.items()
+
+
+def test_programs_have_what_they_are_said_to_have():
+    features = {feature for seed in range(400) for feature in random_program(seed).features}
+    wanted = [
+        "cast", "positions", "limits", "empty rows", "tokens without experts", "many experts", "labels out of range",
+        "embedding: one-hot", "two roundings of a row", "no maximum", "x64", "magnitude 1000", "layers: scan",
+        "layers: unrolled", "mixture: ragged", "around: vmap", "around: scan", "around: accumulated",
+        "within: checkpoint", "direction: vjp", "direction: grad", "fill: -jnp.inf", "fill: -1.0", "fill: finfo.min",
+        "mask: random", "weights: float mask", "guard: floor", "guard: epsilon", "gates: divided",
+    ]  # fmt: skip
+    assert [name for name in wanted if name not in features] == []
+
+
+def _written(text: str, *arguments: Argument) -> RandomProgram:
+    return RandomProgram(0, text, arguments, False, {}, frozenset(), 0)
+
+
+_ATTENTION = """def program(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v"""
+
+
+def _three(scale: float = 1.0, value: str = "float32") -> list[Argument]:
+    return [
+        Argument("q", "normal", (5, 4), f"'float32', {scale}, 0.0"),
+        Argument("k", "normal", (7, 4), "'float32', 1.0, 0.0"),
+        Argument("v", "normal", (7, 4), f"'{value}', 1.0, 0.0"),
+    ]
+
+
+def test_a_right_program_is_judged_right():
+    verdict = judge(_written(_ATTENTION, *_three()))
+    assert verdict.applied == {"attention": 1}
+    assert verdict.complaints == []
+
+
+@pytest.mark.parametrize("fault", ["A4"])
+def test_a_fault_in_a_kernel_is_seen(fault):
+    jax.clear_caches()
+    with put_back(fault):
+        verdict = judge(_written(_ATTENTION, *_three(value="bfloat16")))
+    jax.clear_caches()
+    assert verdict.kind == "values"
+    assert "rounding in float32" in verdict.complaints[0]
+
+
+def test_a_rounded_row_is_not_the_row():
+    program = _written(
+        """def program(q, k, v):
+    s = q @ k.T
+    lse = jax.nn.logsumexp(s, -1, keepdims=True).astype(jnp.bfloat16).astype(jnp.float32)
+    return jnp.exp(s - lse) @ v""",
+        *_three(scale=100.0),
+    )
+    with put_back("A5"):
+        assert judge(program).kind == "values"
+    assert judge(program).complaints == []
+
+
+def test_every_fault_can_be_put_back_and_is_gone_afterwards():
+    for name in FAULTS:
+        with put_back(name):
+            pass
+    assert judge(_written(_ATTENTION, *_three(value="bfloat16"))).complaints == []
+
+
+def test_a_dtype_in_which_nothing_rounds_allows_nothing():
+    def program(x, y):
+        return x.astype(jnp.float32) * 2, (x * 2).astype(jnp.float32), jnp.exp(y).astype(jnp.float16), x[::-1]
+
+    program = jax.make_jaxpr(program)(jnp.ones(3, jnp.bfloat16), jnp.ones(3))
+    assert roundings(program) == [jnp.float32, jnp.bfloat16, jnp.float16, None]
+
+
+def test_a_failing_program_is_made_smaller():
+    seed = next(s for s in range(100) if "weights: guard" in random_program(s).features)
+
+    def fails(seed: int, plain: list[str]) -> Verdict:
+        guarded = "weights: guard" in random_program(seed, frozenset(plain)).features
+        return Verdict(seed, kind="values" if guarded else "")
+
+    program = shrunk(fails(seed, []), fails)
+    assert "weights: guard" in program.features
+    assert len(program.choices) <= 3
+    assert "isnan" in program.text
+
+
+def test_recorded_ranges_say_where_they_come_from():
+    for entry in clean_ranges():
+        assert set(entry) == {"first", "programs", "replaced", "commit", "date", "jax"}
+        assert entry["programs"] > 0
