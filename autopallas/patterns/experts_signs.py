@@ -151,11 +151,11 @@ class Signs:
 
         if name in ("argmax", "argmin"):
             shape = graph.shape(inputs[0])
-            return all(shape[d] <= size for d in params["axes"])
+            return all(int(shape[d]) <= size for d in params["axes"])
         if name == "top_k" and number != node.outputs[0]:
-            return graph.shape(inputs[0])[params.get("axis", -1)] <= size
+            return bool(graph.shape(inputs[0])[params.get("axis", -1)] <= size)
         if name == "iota":
-            return graph.shape(number)[params["dimension"]] <= size
+            return bool(graph.shape(number)[params["dimension"]] <= size)
         if name == "sort":
             return below(inputs[node.outputs.index(number)])
         if name == "convert_element_type":
