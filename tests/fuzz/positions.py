@@ -31,6 +31,7 @@ def mask(w: Writer, at: str, rows: int, keys: int, batch: int = 0) -> str:
         }
         if w.x64:
             kinds |= {"int64": ("int64", 2**53), "int64 far": ("int64", 2**62), "uint64": ("uint64", 2**64 - 100)}
+            kinds |= {"int64 again": ("int64", 2**53), "negative": ("int64", -(2**53) - 30)}
         dtype, start = w.choices.pick(f"{at}.limit", kinds, 0.85)
         more = w.choices.pick(f"{at}.limit.more", [0, 1, 3], 0.7)
         w.features.add("limits")
@@ -80,6 +81,8 @@ def mask(w: Writer, at: str, rows: int, keys: int, batch: int = 0) -> str:
         "nothing in a row": lambda: f"(({j} <= {i}) & ({i} != 1))",
         "segments": lambda: _segments(w, rows, keys),
     }
+    if w.x64 and w.choices.chance(f"{at}.far", 0.3):
+        return limits()
     kind = w.choices.pick(f"{at}.kind", {name: name for name in kinds} | {"limits again": "limits"}, 0.75)
     w.features.add(f"mask: {kind}")
     if kind in ("strictly causal", "nothing in a row"):
