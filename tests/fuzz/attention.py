@@ -208,7 +208,7 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
         cast = w.cast(f"{at}.difference cast", f"({x})", 0.3)
         x = w.set("x", x if cast == f"({x})" else cast)
         x = _step(w, f"{at}.after", x, size) if c.chance(f"{at}.step after", 0.2) else x
-        x = _filled_after(w, at, x, size) if c.chance(f"{at}.filled after", 0.4 if w.x64 else 0.1) else x
+        x = _filled_after(w, at, x, size) if c.chance(f"{at}.filled after", 0.6 if w.x64 else 0.1) else x
     else:
         coarse = False
         w.features.add("no maximum")
@@ -232,9 +232,13 @@ def _filled_after(w: Writer, at: str, x: str, size: dict[str, int]) -> str:
     if w.choices.chance(f"{at}.after.row", 0.5):  # in which nothing is kept
         keep = f"({keep} & (jnp.arange({size['t']})[:, None] != 1))"
         w.features.add("empty rows")
+    if w.x64 and w.choices.chance(f"{at}.widened", 0.7):  # where exp of what is 0 in float32 is not
+        w.features.add("filled before a wider cast")
+        fill = w.choices.pick(f"{at}.widened.fill", ["-250.0", "-300.0", "-700.0", "-1e9", "-100.0"])
+        x = w.set("x", f"jnp.where({keep}, {x}, {fill})")
+        return w.set("x", f"{x}.astype(jnp.float64)")
     fill = w.choices.pick(f"{at}.after.fill", ["-1e9", "-250.0", "-300.0", "-100.0", "-700.0", "-jnp.inf", "-1e4"], 0.8)
-    x = w.set("x", f"jnp.where({keep}, {x}, {fill})")
-    return w.set("x", f"{x}.astype(jnp.float64)") if w.x64 and w.choices.chance(f"{at}.widened", 0.6) else x
+    return w.set("x", f"jnp.where({keep}, {x}, {fill})")
 
 
 def _rounded_again(w: Writer, at: str, s: str, shift: str, exp: str) -> str | None:

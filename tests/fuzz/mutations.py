@@ -216,7 +216,7 @@ FAULTS = {
     "A7": Fault("integers of 64 bits pass through float", _integers_through_floats, _has("x64", "limits")),
     "A8": Fault(
         "a fill is taken for -inf before a cast to a wider dtype", _fill_of_the_inner_dtype,
-        _has("x64", "filled after the maximum"),
+        _has("filled before a wider cast"),
     ),
     "A9": Fault(
         "0 / 0 in the gates of a token without expert is 0", _zero_over_zero,
