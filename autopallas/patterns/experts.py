@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopallas import compat
 from autopallas.compat import Literal, Var
@@ -69,7 +69,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                         continue
                     covered.update(added_on_the_way(graph, root))
                     if not assume_finite:
-                        what, dense = found[3], found[3] == DENSE
+                        what, dense = found.what, found.what == DENSE
                         held = "an expert computes for a token that it is not given" if dense else "a token holds"
                         other = "the result" if dense else "the others"
                         raise Mismatch(
@@ -96,20 +96,31 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 
-def _found(graph: Graph, node: Node, others: Forms[Reading | None]) -> tuple[set[int], set[int], bool, str] | None:
-    """(seeds, products, whether there is a loop, what the program does) of a sum over experts; None of another sum."""
+class _Found(NamedTuple):
+    """A sum over experts, as :class:`Draft` has it."""
+
+    seeds: set[int]
+    products: set[int]
+    kept: set[int]
+    loops: bool
+    what: str
+
+
+def _found(graph: Graph, node: Node, others: Forms[Reading | None]) -> _Found | None:
+    """A sum over experts, or None of another sum."""
     root = node.outputs[0]
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
         if choices or loop.compares:
-            return loop.visited | choices, loop.products, True, DENSE
+            return _Found(loop.visited | choices, loop.products, set(), True, DENSE)
     if node.name == "add" or any(reading is None for reading, _ in others.like(node, None)):
         return None
     reading = others.prove(node, None, lambda watched: read(watched, root))
     if reading is None:
         return None
-    return reading.seeds, reading.products, False, DENSE if reading.slots is None else DISPATCHED
+    what = DENSE if reading.slots is None else DISPATCHED
+    return _Found(reading.seeds, reading.products, reading.kept, False, what)
 
 
 def _with_backward(
@@ -188,6 +199,21 @@ def _sums_along(node: Node, axes: Sequence[int]) -> bool:
     return any(mask >> int(d) & 1 for mask, dimensions in zip(axes, contracted, strict=True) for d in dimensions)
 
 
+def _constants(graph: Graph) -> Sequence[Hashable]:
+    """Per value, whether it is made of literals and positions alone."""
+    if "constant" not in graph.notes:
+        found = bytearray(len(graph.avals))
+        for number in graph.literals:
+            found[number] = True
+        for node in graph.nodes:
+            plain = (node.name in _PLAIN or node.name == "iota") and not node.equation.effects
+            if plain and all(found[i] for i in node.inputs):
+                for output in node.outputs:
+                    found[output] = True
+        graph.notes["constant"] = found
+    return graph.notes["constant"]
+
+
 class _Search(Search):
     """What must no longer be computed are the values made of the experts' products; the routing may be read on."""
 
@@ -205,13 +231,14 @@ class Draft:
     root: Node
     seeds: set[int]
     products: set[int]
+    kept: set[int]
+    """What belongs to it besides, though others may read it too."""
     loops: bool = False
     """Whether the experts are written out one after the other."""
     what: str = DENSE
     """What the program does, in words."""
     escaped: str = ""
     _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
-    _constants: dict[int, bool] = field(default_factory=dict)
 
     @property
     def number(self) -> int:
@@ -246,7 +273,7 @@ class Draft:
     def inside(self, number: int) -> bool:
         """Whether a value on the way to the sum belongs to it: what depends on the choices, is made of nothing, or only
         repeats something smaller."""
-        if number == self.number or self.depends(number):
+        if number == self.number or number in self.kept or self.depends(number):
             return True
         graph = self.graph
         node = graph.definitions.get(number)
@@ -261,23 +288,7 @@ class Draft:
 
     def _constant(self, number: int) -> bool:
         """Whether a value is made of literals and positions alone."""
-        graph, known = self.graph, self._constants
-        todo = [number]
-        while todo:
-            value = todo[-1]
-            node = graph.definitions.get(value)
-            if value not in known and node is None:
-                known[value] = value in graph.literals
-            elif value not in known and node is not None:
-                plain = not node.equation.effects and (node.name in _PLAIN or node.name == "iota")
-                waiting = [i for i in node.inputs if i not in known] if plain else []
-                if waiting and not any(known.get(i) is False for i in node.inputs):
-                    todo += waiting
-                    continue
-                graph.steps.spend()
-                known[value] = plain and all(known.get(i, False) for i in node.inputs)
-            todo.pop()
-        return known[number]
+        return bool(_constants(self.graph)[number])
 
     def _parts(self) -> tuple[list[Node], list[int]]:
         """The nodes inside, in order, and the values that they read."""

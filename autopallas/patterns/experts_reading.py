@@ -47,7 +47,8 @@ class Reading:
       steps: what is computed for each row; arrays are numbered as in ``arrays``.
       arrays: values that the steps read.
       seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
-      products: of these, the products.
+      kept: what belongs to it besides, though others may read it too, such as the zeros that weights are scattered into.
+      products: of the seeds, the products.
       between: the products and how they are read; one that is the sum itself too.
       slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
     """
@@ -60,6 +61,7 @@ class Reading:
     steps: list[Step] = field(default_factory=list)
     arrays: list[int] = field(default_factory=list)
     seeds: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
     between: dict[int, View] = field(default_factory=dict)
     slots: Slots | None = None
@@ -171,7 +173,7 @@ class _Reader:
             if (source, several) not in result.choices:
                 result.choices.append((source, several))
             result.seeds.add(choice.number)
-        result.seeds |= choices.proved
+        result.kept |= choices.proved
         last = self._contribution()
         wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
         slots = self.rows - self.tokens if result.slots is not None else frozenset()  # still to be added up

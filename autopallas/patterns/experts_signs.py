@@ -19,7 +19,9 @@ from autopallas.program import Constant, Side
 
 __all__ = ["Signs"]
 
-_DEPTH = 40
+_DEPTH = 24
+_VISITED = 400
+"""How many values are looked at for one site: signs are told by what is near, and other layers are not."""
 _LONGEST = 2**16
 """Captured arrays of more elements are not looked into."""
 
@@ -65,7 +67,8 @@ class Signs:
         if number not in self._signs:
             self._graph.steps.spend()
             self._signs[number] = _UNKNOWN
-            self._signs[number] = self._computed(number, depth + 1) if depth <= _DEPTH else _UNKNOWN
+            if depth <= _DEPTH and len(self._signs) <= _VISITED:
+                self._signs[number] = self._computed(number, depth + 1)
         return self._signs[number]
 
     def _computed(self, number: int, depth: int) -> _Sign:
@@ -94,9 +97,13 @@ class Signs:
                     return _Sign(source.value >= 0, source.value > 0)
                 return given[source.position] if isinstance(source, Side) else _UNKNOWN
 
-            found: _Sign = program.run(
-                load, lambda i, own: _sign_of(i.primitive.name, own, dict(i.params), i.arguments, [], i.dtype)
-            )
+            def apply(instruction: Any, own: list[_Sign]) -> _Sign:
+                name, arguments = instruction.primitive.name, instruction.arguments
+                skipped = 1 if name == "select_n" else 0
+                params = dict(instruction.params)
+                return _sign_of(name, own[skipped:], params, arguments[skipped:], [], instruction.dtype)
+
+            found: _Sign = program.run(load, apply)
             return found
         name, inputs = node.name, node.inputs
         if name in ("argmax", "argmin", "iota") or name == "top_k" and number != node.outputs[0]:
@@ -107,16 +114,29 @@ class Signs:
         if name in _SAME or name in _OF_MANY:
             if name in _FIRST_ONLY:
                 inputs = (inputs[node.outputs.index(number) if name == "sort" else 0],)
-            own = [self._sign(i, depth) for i in inputs]
             if 0 in (n for i in inputs for n in graph.shape(i)):
                 return least
+            own = self._signs_of(inputs, depth)
             return _Sign(all(s.nonnegative for s in own) or least.nonnegative, all(s.positive for s in own))
-        own = [self._sign(i, depth) for i in inputs]
+        if name not in _TOLD:
+            return _POSITIVE if name in _POSITIVE_FUNCTIONS else least
+        if name == "select_n":
+            inputs = inputs[1:]
+        own = self._signs_of(inputs, depth, every=name == "max" or len(set(inputs)) == 1)
         sources = [graph.dtype(i) for i in inputs]
         found = _sign_of(name, own, node.params, inputs, sources, dtype)
         if name == "dot_general" and any(0 in graph.shape(i) for i in inputs):
             return least
         return _Sign(found.nonnegative or least.nonnegative, found.positive)
+
+    def _signs_of(self, numbers: Sequence[int], depth: int, every: bool = False) -> list[_Sign]:
+        """The signs of some values; where ``every`` one is not needed, what follows an unknown one is not looked at."""
+        own = [_UNKNOWN] * len(numbers)
+        for i, number in enumerate(numbers):
+            own[i] = self._sign(number, depth)
+            if not own[i].nonnegative and not every:
+                break
+        return own
 
     def _array(self, number: int) -> np.ndarray[Any, Any] | None:
         """The elements of a literal or a captured array."""
@@ -184,19 +204,18 @@ class Signs:
 def _sign_of(
     name: str, own: Sequence[_Sign], params: dict[str, Any], inputs: Sequence[Any], sources: Sequence[Any], dtype: Any
 ) -> _Sign:
-    """The sign of an elementwise operation or a contraction; ``inputs`` are equal where the operands are the same."""
+    """The sign of an elementwise operation or a contraction; ``inputs`` are equal where the operands are the same, and
+    those of ``select_n`` are its cases."""
     if name in _POSITIVE_FUNCTIONS:
         return _POSITIVE
     if name in ("abs", "square"):
         return _Sign(True, own[0].positive)
-    if name in ("mul", "dot_general") and inputs[0] == inputs[1] and name == "mul":
+    if name == "mul" and inputs[0] == inputs[1]:
         return _Sign(True, own[0].positive)
     if name == "integer_pow":
         return _Sign(params["y"] % 2 == 0 or own[0].nonnegative, own[0].positive)
     if name == "pow":
         return own[0] if own[0].positive else _UNKNOWN
-    if name == "select_n":
-        own = own[1:]
     if name in ("convert_element_type", "reduce_precision"):
         return _Sign(own[0].nonnegative and dtype.kind != "i", own[0].positive and _keeps_small(sources, dtype))
     rule = _RULES.get(name)
@@ -234,3 +253,4 @@ _RULES: dict[str, Callable[[Sequence[bool], Sequence[bool]], _Sign]] = {
     "and": _all, "cbrt": _all, "add": _sum, "add_any": _sum, "max": _largest, "log1p": _all, "expm1": _all,
     "tanh": _all,
 }  # fmt: skip
+_TOLD = frozenset(_RULES) | {"abs", "square", "integer_pow", "pow", "convert_element_type", "reduce_precision"}

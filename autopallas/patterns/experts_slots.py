@@ -20,6 +20,7 @@ from autopallas.patterns.expressions import Scope
 
 __all__ = ["DISPATCHED", "Slots", "Unproved", "slots_of"]
 
+_WALKED = 500
 DISPATCHED = "tokens are dispatched to slots of their experts, with a capacity"
 
 
@@ -95,10 +96,10 @@ def _dispatched(scope: Scope, outputs: Ref, both: frozenset[Atom]) -> tuple[Ref,
     space, seen, expert = scope.space, set(), frozenset(both)
     todo, rows = [outputs], None
     matrices = False
-    while todo:
+    while todo and len(both) > 1:  # of one label, no part can be that of slots
         ref = space.canonical(todo.pop())
-        key = ref.value, space.view(ref.view)
-        if key in seen or not both <= space.atoms(ref):
+        key = space.pattern(ref, both)
+        if key in seen or len(seen) > _WALKED or not both <= space.atoms(ref):
             continue
         seen.add(key)
         sides = space.contraction(ref)

@@ -1,0 +1,235 @@
+"""Recognition is linear in a program's equations, and bounded: it ends on any program, and loses no ordinary site."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopallas.graph import Graph, flatten
+from autopallas.graph.steps import OutOfSteps, Steps
+from autopallas.patterns import find
+from recognition import mixtures, stacks
+from recognition.stacks import (
+    EMBEDDINGS,
+    LAYERS,
+    attention,
+    convolution,
+    hidden,
+    loop,
+    masked_mixture,
+    merged_heads,
+    norm,
+    one_hot_mixture,
+    one_hot_positions,
+    one_hot_tokens,
+    ragged,
+    recurrence,
+    rematerialised,
+    scanned_experts,
+    scattered_mixture,
+    slots,
+    stack,
+)
+
+
+def recognised(function, args):
+    """The graph of a program after recognition, how often each operation was found, and the near misses."""
+    graph = Graph(flatten(jax.make_jaxpr(function)(*args)))
+    matches, misses = find(graph, None, True)
+    return graph, Counter(match.op for match in matches), misses
+
+
+def assert_linear(layers, embedding, loss, depths=(8, 32, 96)):
+    """Three times the layers take three times the steps at most, and what both ends take once more."""
+    spent = {}
+    for depth in depths:
+        graph, found, misses = recognised(*stack(layers, depth, embedding, loss))
+        spent[depth] = graph.steps.spent
+        assert not [miss.reason for miss in misses if "not decided" in miss.reason]
+        assert spent[depth] < 100 * len(graph.nodes) + 2000, "far from what a pattern may spend"
+        for layer in set(layers):
+            op = "attention" if layer in (attention, merged_heads) else "grouped_matmul"
+            if layer in (attention, merged_heads, one_hot_mixture, masked_mixture, slots, loop):
+                assert found[op] >= depth // len(layers) * (1 if layer in layers else 0)
+    few, some, many = (spent[depth] for depth in depths)
+    # A tenth more, since the first layers of a form are proved and others compared with them.
+    assert many <= some * depths[2] / depths[1] * 1.1 + 500
+    assert some <= few * depths[1] / depths[0] * 1.1 + 500
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
+def test_the_steps_grow_with_the_layers_of_a_kind(layer):
+    assert_linear([layer], one_hot_positions, loss=False)
+
+
+@pytest.mark.parametrize("embedding", EMBEDDINGS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [attention, one_hot_mixture],
+        [merged_heads, masked_mixture],
+        [slots, attention],
+        [merged_heads, slots, norm, loop],
+        [ragged, attention, scattered_mixture, merged_heads],
+        [recurrence, attention, convolution, scanned_experts],
+        [hidden, norm, attention, recurrence, slots, one_hot_mixture, merged_heads, loop],
+    ],
+    ids=lambda layers: " ".join(f.__name__ for f in layers),
+)
+def test_the_steps_grow_with_the_layers_in_any_order(layers, embedding):
+    assert_linear(layers, embedding, loss=False)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [attention, hidden],
+        [merged_heads, norm],
+        [rematerialised, one_hot_mixture],
+        [attention, slots],
+        [masked_mixture, recurrence],
+        [ragged, convolution],
+        [loop, attention],
+    ],
+    ids=lambda layers: " ".join(f.__name__ for f in layers),
+)
+def test_the_steps_of_a_train_step_grow_with_the_layers(layers):
+    assert_linear(layers, one_hot_tokens, loss=True, depths=(4, 12, 36))
+
+
+def test_a_stack_has_all_its_sites_however_deep_it_is():
+    _, found, misses = recognised(*stack([merged_heads, slots, attention, one_hot_mixture], 48, one_hot_positions))
+    assert found == {"attention": 24, "grouped_matmul": 24}
+    assert misses == []
+
+
+# ---------------------------------------------------------------------- deep chains
+
+
+def chain(step, count):
+    return lambda x: functools.reduce(lambda y, i: step(y, i), range(count), x)
+
+
+DEEP = {
+    "3000 sums": chain(lambda x, i: x + jnp.float32(i), 3000),
+    "3000 terms": chain(lambda x, i: x + jnp.sin(x) if i % 2 else x * 0.5, 1500),
+    "200 times itself": chain(lambda x, i: x + x, 200),
+    "200 squares": chain(lambda x, i: jnp.tanh(x * x), 200),
+}
+
+
+def nested(x, count):
+    function = jnp.sin
+    for _ in range(count):
+        function = jax.jit(lambda x, inner=function: inner(x) * 0.9)
+    return function(x)
+
+
+PLACES = {
+    "weights of experts": lambda deep: (
+        lambda p, x: jnp.einsum("tef,efd,te->td", mixtures.hidden(p, x), p["down"], deep(mixtures.combine(p, x)))
+    ),
+    "what experts give": lambda deep: (
+        lambda p, x: jnp.einsum(
+            "ted,te->td",
+            deep(jnp.einsum("tef,efd->ted", mixtures.hidden(p, x), p["down"])),
+            mixtures.combine(p, x),
+        )
+    ),
+    "one expert after the other": lambda deep: (
+        lambda p, x: sum(mixtures.combine(p, x)[:, e : e + 1] * deep(x @ p["gate"][e]) @ p["down"][e] for e in range(2))
+    ),
+    "tokens": lambda deep: lambda p, x: mixtures.one_einsum(p, deep(x)),
+    "the result": lambda deep: lambda p, x: deep(mixtures.one_einsum(p, x)),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("deep", DEEP)
+def test_deep_chains_around_a_mixture_end(deep, place, gradient):
+    function = PLACES[place](DEEP[deep])
+    if gradient:
+        function = jax.grad(lambda p, x, inner=function: jnp.sum(inner(p, x)))
+    graph, found, _ = recognised(function, (mixtures.P, mixtures.X))
+    assert graph.steps.spent < 100 * len(graph.nodes)
+    assert found["grouped_matmul"] == 1 or place not in ("tokens", "the result")
+
+
+SCORES = {
+    "scores": lambda deep: (
+        lambda p, x: jax.nn.softmax(deep(x @ p["router"] @ p["router"].T @ x.T)) @ (x @ p["gate"][0])
+    ),
+    "values": lambda deep: lambda p, x: jax.nn.softmax(x @ p["router"] @ (x @ p["router"]).T) @ deep(x),
+    "logits": lambda deep: (
+        lambda p, x: (
+            -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(deep(x @ p["router"])), jnp.zeros((12, 1), int), 1))
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("place", SCORES)
+@pytest.mark.parametrize("deep", DEEP)
+def test_deep_chains_around_a_softmax_end(deep, place, gradient):
+    function = SCORES[place](DEEP[deep])
+    if gradient:
+        function = jax.grad(lambda p, x, inner=function: jnp.sum(inner(p, x)))
+    graph, _, _ = recognised(function, (mixtures.P, mixtures.X))
+    assert graph.steps.spent < 100 * len(graph.nodes)
+
+
+def test_functions_within_functions_end():
+    def model(p, x):
+        return nested(mixtures.one_einsum(p, nested(x, 60)), 60)
+
+    assert recognised(model, (mixtures.P, mixtures.X))[1] == {"grouped_matmul": 1}
+
+
+# ---------------------------------------------------------------------- a limit
+
+
+def test_a_try_has_a_limited_number_of_steps_and_the_next_one_has_its_own():
+    steps = Steps(equations=10)
+    for _ in range(3):
+        with pytest.raises(OutOfSteps, match="not decided within"), steps.one_try():
+            while True:
+                steps.spend()
+    assert steps.spent < 100_000
+    steps.spend(10**6)  # outside of a try there is no limit
+    with steps.one_try():
+        steps.spend(1000)  # what ordinary sites need is left to each
+
+
+def test_a_pattern_without_steps_leaves_each_further_try_a_few():
+    steps = Steps(equations=10)
+    steps.begin()
+    spent = []
+    for _ in range(100):
+        before = steps.spent
+        with pytest.raises(OutOfSteps), steps.one_try():
+            while True:
+                steps.spend()
+        spent.append(steps.spent - before)
+    assert spent[-1] < spent[0] / 5
+    assert spent[-1] > 1000
+
+
+def test_one_candidate_without_steps_is_a_near_miss_and_the_others_are_found(monkeypatch):
+    """The steps of a try are made too few for a chain of many operations inside an expert, and do for other sites."""
+    monkeypatch.setattr("autopallas.graph.steps._EACH", 500)
+    monkeypatch.setattr("autopallas.graph.steps._EACH_PER_EQUATION", 0)
+    monkeypatch.setattr("autopallas.graph.steps._LEAST", 500)
+    long = PLACES["one expert after the other"](DEEP["200 squares"])
+
+    def model(p, x):
+        return mixtures.one_einsum(p, x), long(p, x)
+
+    _, found, misses = recognised(model, (mixtures.P, mixtures.X))
+    assert found["grouped_matmul"] == 1
+    assert any("not decided within 500 steps" in miss.reason for miss in misses)
