@@ -122,7 +122,7 @@ def _mutations(given: argparse.Namespace) -> int:
     try:
         for name in given.faults or FAULTS:
             found = _first(name, given, as_it_is)
-            number = "not found in" if found is None else f"{found.seed - given.first + 1}"
+            number = "not" if found is None else f"{found.seed - given.first + 1}"
             print(f"{name:4s} {number:>5s}  {FAULTS[name].what}", flush=True)
             if found is None:
                 missed += 1

@@ -98,7 +98,7 @@ def _step(w: Writer, at: str, s: str, size: dict[str, int]) -> str:
         "none", "cast", "scale", "mask", "subtract", "bias", "mask", "distance", "cap", "twice", "cast", "clip",
         "noise", "row again", "subtract",
     ]  # fmt: skip
-    kind = c.pick(f"{at}", {f"{name} {n}" if n else name: name for n, name in enumerate(kinds)}, 0.45)
+    kind = c.pick(f"{at}", {f"{name} {n}" if n else name: name for n, name in enumerate(kinds)}, 0.45 * w.busy)
     if kind == "none":
         return s
     w.features.add(f"step: {kind}")
@@ -243,7 +243,7 @@ def _filled_after(w: Writer, at: str, x: str, size: dict[str, int]) -> str:
 
 def _rounded_again(w: Writer, at: str, s: str, shift: str, exp: str) -> str | None:
     """A sum of other exponentials, whose maximum is the same but for rounding."""
-    if shift == "none" or not w.choices.chance(f"{at}.other maximum", 0.12):
+    if shift == "none" or not w.choices.chance(f"{at}.other maximum", 0.12 * w.busy):
         return None
     w.features.add("two roundings of a row")
     m = w.cast(f"{at}.other max", f"lax.stop_gradient({s}.max(-1, keepdims=True))", 0.8)
@@ -259,7 +259,7 @@ def _floored(w: Writer, at: str, total: str) -> str:
         "if zero": "jnp.where({0} == 0, 1.0, {0})",
         "one more": "1.0 + {}",
     }
-    name = c.pick(f"{at}.guard", {name: name for name in kinds} | {"floor again": "floor"}, 0.5)
+    name = c.pick(f"{at}.guard", {name: name for name in kinds} | {"floor again": "floor"}, 0.5 * w.busy)
     if name == "none":
         return total
     w.features.add(f"guard: {name}")
@@ -291,7 +291,7 @@ def _divided(w: Writer, at: str, x: str, by: str) -> str:
 
 def _weight_step(w: Writer, at: str, p: str, rows: int, keys: int, often: float) -> str:
     """A mask, a factor or a cast of exponentials or probabilities."""
-    kind = w.choices.pick(at, ["none", "cast", "where", "float mask", "factor", "guard", "random mask"], often)
+    kind = w.choices.pick(at, ["none", "cast", "where", "float mask", "factor", "guard", "random mask"], often * w.busy)
     if kind == "none":
         return p
     w.features.add(f"weights: {kind}")

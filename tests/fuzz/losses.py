@@ -55,7 +55,7 @@ def _logits(w: Writer, at: str, x: str, head: str, v: int) -> str:
     kinds = ["none", "cast", "bias", "subtract", "scale", "vocabulary", "cap", "twice", "cast", "offset", "subtract"]
     for n in range(4):
         step = f"{at}.step {n}"
-        kind = c.pick(step, {f"{name} {i}" if i else name: name for i, name in enumerate(kinds)}, 0.4)
+        kind = c.pick(step, {f"{name} {i}" if i else name: name for i, name in enumerate(kinds)}, 0.4 * w.busy)
         if kind == "none":
             continue
         w.features.add(f"step: {kind}")

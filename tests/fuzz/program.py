@@ -81,6 +81,7 @@ def random_program(
     """The program of a seed; choices named in ``plain`` are taken as the plain ones, those in ``fixed`` as said."""
     c = Choices(seed, plain, fixed)
     w = Writer(c, x64=c.chance("x64", 0.16))
+    w.busy = c.pick("busy", [1.0, 0.5, 0.2], 0.7)
     shares = [name for name, share in _FAMILIES.items() for _ in range(round(share * 20))]
     family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
     w.features.add(f"family: {family}")

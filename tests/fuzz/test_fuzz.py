@@ -45,7 +45,7 @@ def test_a_seed_always_gives_the_same_program():
 def test_a_choice_taken_plainly_leaves_the_others():
     for seed in range(30):
         whole = random_program(seed)
-        for name in [n for n in whole.choices if n not in ("family", "x64")][:3]:
+        for name in [n for n in whole.choices if n not in ("family", "x64", "busy")][:3]:
             smaller = random_program(seed, frozenset([name]))
             assert name not in smaller.choices
             kept = {n: c for n, c in smaller.choices.items() if n in whole.choices}
@@ -133,7 +133,7 @@ def test_a_failing_program_is_made_smaller():
 
     program = shrunk(fails(seed, []), fails)
     assert "weights: guard" in program.features
-    assert len(program.choices) <= 3
+    assert len(program.choices) <= 4
     assert "isnan" in program.text
 
 

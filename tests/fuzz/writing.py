@@ -38,6 +38,8 @@ class Writer:
     lines: list[str] = field(default_factory=list)
     arguments: list[Argument] = field(default_factory=list)
     features: set[str] = field(default_factory=set)
+    busy: float = 1.0
+    """A factor of how often something is done to a value: a fault shows best where nothing else stands in its way."""
     _indent: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -97,7 +99,7 @@ class Writer:
         options["bfloat16 and back"] = ".astype(jnp.bfloat16).astype(jnp.float32)"
         if self.x64:
             options["float64"] = ".astype(jnp.float64)"
-        chosen = self.choices.pick(name, options, often)
+        chosen = self.choices.pick(name, options, often if often == 1 else often * self.busy)
         if chosen:
             self.features.add("cast")
         return value + chosen
