@@ -78,7 +78,7 @@ class Graph:
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
       notes: by name, what a pattern found out about each of the values, once asked for.
-      outside: of a part of a program that was taken out, what its inputs are in the program: (graph, number).
+      outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
     """
 
@@ -104,7 +104,7 @@ class Graph:
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
-        self.outside: dict[int, tuple[Graph, int]] = {}
+        self.outside: dict[int, tuple[Any, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():

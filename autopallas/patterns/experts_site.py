@@ -10,37 +10,77 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.compat import Var
+from autopallas.compat import Literal, Var
 from autopallas.graph import Graph, flatten
+from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
+from autopallas.patterns.experts_signs import Outside
 from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["NoMixture", "site_of"]
+__all__ = ["NoMixture", "Sites"]
+
+_MOST = 3
+"""Sites of one form with which another one is compared."""
 
 
 class NoMixture(Mismatch):
     """A loop, or a sum, of something else."""
 
 
-def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) -> ExpertsSite:
-    """The site that computes what a jaxpr from ``operands`` of a graph to a sum over experts computes."""
-    graph, root = _opened(program, outside, operands)
+class Sites:
+    """The sites of a program.  Equal layers have equal ones, of which the first is read and the others are compared."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite]]] = {}
+
+    def of(self, program: Any, loops: bool, operands: Sequence[int]) -> ExpertsSite:
+        """The site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
+        outside = Outside(self._graph, operands)
+        known = self._known.setdefault((loops, self._form(program)), [])
+        for answers, site in known[:_MOST]:
+            if outside.answers_alike(answers):
+                return site
+        outside.answers.clear()
+        site = _site_of(program, loops, outside)
+        known.append((outside.answers, site))
+        return site
+
+    def _form(self, program: Any) -> Hashable:
+        """Equal for programs that do the same, in the same order."""
+        jaxpr, _ = compat.opened(program)
+        self._graph.steps.spend(len(jaxpr.eqns))
+        places: dict[Var, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+        lines: list[Hashable] = [tuple((v.aval.shape, str(v.aval.dtype)) for v in jaxpr.invars)]
+        for equation in jaxpr.eqns:
+            key = self._graph.key(equation, (), ())
+            rule = rule_of(equation) if is_elementwise_call(equation) else None
+            read = tuple(literal_key(a) if isinstance(a, Literal) else places[a] for a in equation.invars)
+            lines.append((id(equation) if key is None or compat.bodies(equation) and rule is None else key, rule, read))
+            for v in equation.outvars:
+                places[v] = len(places)
+        return tuple(lines), tuple(places[v] for v in jaxpr.outvars)
+
+
+def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
+    graph, root = _opened(program, outside)
     if loops:
         loop = loop_at(graph, root)
         if loop is None:
             raise NoMixture(f"{DENSE}, and it cannot be read by itself")
-        graph, root = _opened(rolled(graph, root, loop), outside, operands)
+        graph, root = _opened(rolled(graph, root, loop), outside)
     reading, slots, seen = read(graph, root), 0, not loops
     if reading is not None and reading.slots is not None:
         seen = False
         slots = reading.scope.space.extent(reading.slots.slot)
-        graph, root, weights = _weighted(graph, root, reading.slots)
+        graph, root, weights = _weighted(graph, root, reading.slots, outside)
         reading = read(graph, root, weights)
     if reading is None or reading.slots is not None:
         raise NoMixture(f"{DENSE}, and it cannot be read by itself")
@@ -87,24 +127,23 @@ def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) 
     )
 
 
-def _part(program: Any, outside: Graph, operands: Sequence[int]) -> Graph:
+def _part(program: Any, outside: Outside) -> Graph:
     """The graph of a program whose inputs are values of another one."""
     graph = Graph(flatten(program))
-    graph.steps = outside.steps
-    numbers = (graph.numbers[graph.root][v] for v in graph.root.invars)
-    graph.outside.update((number, (outside, own)) for number, own in zip(numbers, operands, strict=True))
+    graph.steps = outside.graph.steps
+    graph.outside.update((graph.numbers[graph.root][v], (outside, i)) for i, v in enumerate(graph.root.invars))
     return graph
 
 
-def _opened(program: Any, outside: Graph, operands: Sequence[int]) -> tuple[Graph, int]:
+def _opened(program: Any, outside: Outside) -> tuple[Graph, int]:
     """The graph of such a program with one result, and the number of that."""
-    graph = _part(program, outside, operands)
+    graph = _part(program, outside)
     (result,) = graph.root.outvars
     assert isinstance(result, Var)
     return graph, graph.numbers[graph.root][result]
 
 
-def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
+def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[Graph, int, int]:
     """The same program with what an expert's slots are combined with added up: (graph, result, that sum)."""
     axes = tuple(d for d, (_, atoms) in enumerate(slots.combine.view) if set(atoms) & set(slots.slot))
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
@@ -121,12 +160,7 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
         return out, lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes)
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
-    extended = Graph(flatten(compat.make_jaxpr(function, *avals)))
-    extended.steps = graph.steps
-    extended.outside.update(
-        (extended.numbers[extended.root][new], graph.outside[graph.numbers[graph.root][old]])
-        for new, old in zip(extended.root.invars, graph.root.invars, strict=True)
-    )
+    extended = _part(compat.make_jaxpr(function, *avals), outside)
     out, weights = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
     return extended, out, weights
 
