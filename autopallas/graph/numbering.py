@@ -467,7 +467,8 @@ class Graph:
             outputs.append(self._table[key][0])
             self._table["element", outputs[i], loops(body)] = (results[i],)
         starts = operands[constants : constants + carried]
-        self._loops.add(equation, body, inside, Loop(starts, within, results[:carried], outputs[:carried]))
+        read = [*inputs[:constants], *inputs[constants + carried :]]
+        self._loops.add(equation, body, inside, read, Loop(starts, within, results[:carried], outputs[:carried]))
         return tuple(outputs)
 
     def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:

@@ -167,7 +167,7 @@ class Signs:
 
         if name in ("argmax", "argmin"):
             shape = graph.shape(inputs[0])
-            return max(shape[d] for d in params["axes"]) <= size
+            return all(shape[int(d)] <= size for d in params["axes"])
         if name == "top_k" and number != node.outputs[0]:
             axis: int = params.get("axis", -1)
             return graph.shape(inputs[0])[axis] <= size

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.compat import Literal, Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
@@ -39,34 +39,46 @@ class Sites:
 
     def __init__(self, graph: Graph):
         self._graph = graph
-        self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite]]] = {}
+        self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite, Any]]] = {}
+        """With the programs, so that what a form names by its identity stays."""
 
     def of(self, program: Any, loops: bool, operands: Sequence[int]) -> ExpertsSite:
         """The site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
         outside = Outside(self._graph, operands)
         known = self._known.setdefault((loops, self._form(program)), [])
-        for answers, site in known[:_MOST]:
+        for answers, site, _ in known[:_MOST]:
             if outside.answers_alike(answers):
                 return site
         outside.answers.clear()
         site = _site_of(program, loops, outside)
-        known.append((outside.answers, site))
+        known.append((outside.answers, site, program))
         return site
 
     def _form(self, program: Any) -> Hashable:
         """Equal for programs that do the same, in the same order."""
-        jaxpr, _ = compat.opened(program)
+        jaxpr, constants = compat.opened(program)
         self._graph.steps.spend(len(jaxpr.eqns))
+        if constants:
+            return id(program)
         places: dict[Var, int] = {v: i for i, v in enumerate(jaxpr.invars)}
         lines: list[Hashable] = [tuple((v.aval.shape, str(v.aval.dtype)) for v in jaxpr.invars)]
         for equation in jaxpr.eqns:
-            key = self._graph.key(equation, (), ())
-            rule = rule_of(equation) if is_elementwise_call(equation) else None
             read = tuple(literal_key(a) if isinstance(a, Literal) else places[a] for a in equation.invars)
-            lines.append((id(equation) if key is None or compat.bodies(equation) and rule is None else key, rule, read))
+            lines.append((self._does(equation), read))
             for v in equation.outvars:
                 places[v] = len(places)
-        return tuple(lines), tuple(places[v] for v in jaxpr.outvars)
+        results = (literal_key(a) if isinstance(a, Literal) else places[a] for a in jaxpr.outvars)
+        return tuple(lines), tuple(results)
+
+    def _does(self, equation: JaxprEqn) -> Hashable:
+        """Equal for equations that do the same to other operands."""
+        if is_elementwise_call(equation):
+            return self._graph.key(equation, (), ()), rule_of(equation)
+        bodies = compat.bodies(equation)
+        held = {parameter for parameter, _, _ in bodies}
+        others = {name: value for name, value in equation.params.items() if name not in held}
+        key = self._graph.key(equation.replace(params=others), (), ()) if bodies else self._graph.key(equation, (), ())
+        return id(equation) if key is None else (key, tuple(self._form(body) for _, _, body in bodies))
 
 
 def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
