@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, Node
 
@@ -267,6 +268,8 @@ def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> 
             return False
     if first.params is second.params:
         return True
+    if is_elementwise_call(first) and is_elementwise_call(second):
+        return called_program(first) == called_program(second) and same_rule(first, second)
     try:
         return bool(first.params == second.params)
     except Exception:  # arrays among them, say

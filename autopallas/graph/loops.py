@@ -15,6 +15,9 @@ from autopallas.graph.flatten import Body, Child
 
 __all__ = ["Loop", "Loops", "loops"]
 
+_COMPARED = 8
+"""Earlier scans with which one is compared."""
+
 
 def loops(body: Body) -> int:
     """How many loops a body is inside of, its own counted."""
@@ -44,11 +47,16 @@ class Loops:
     read: Callable[[Literal | JaxprEqn, list[int], tuple[int, ...]], list[int] | None]
     held: Callable[[JaxprEqn, Sequence[Child], Sequence[int | None], tuple[int, ...]], Sequence[int | None] | None]
     _known: dict[Hashable, list[Loop]] = field(default_factory=lambda: defaultdict(list))
+    """By kind and a number that they read or start with."""
     _ends: dict[int, int] = field(default_factory=dict)
 
-    def add(self, equation: JaxprEqn, body: Body, frame: tuple[int, ...], loop: Loop) -> None:
-        """Notes a scan that is numbered."""
-        self._known[_kind(equation, body, frame)].append(loop)
+    def add(
+        self, equation: JaxprEqn, body: Body, frame: tuple[int, ...], inputs: Sequence[int | None], loop: Loop
+    ) -> None:
+        """Notes a scan that is numbered; ``inputs`` as in :meth:`alike`."""
+        kind = _kind(equation, body, frame)
+        for number in {*inputs, *loop.starts} - {None}:
+            self._known[kind, number].append(loop)
         self._ends.update(zip(loop.within, loop.ends, strict=True))
 
     def alike(
@@ -66,7 +74,7 @@ class Loops:
         if compat.has_side_effects(equation):
             return None, {}
         constants, _ = compat.scan_parts(equation)
-        for loop in self._known[_kind(equation, body, frame)]:
+        for loop in self._near(_kind(equation, body, frame), inputs, starts):
             pairs = _paired(starts, loop.starts)
             while pairs:
                 # Suppose that they are the same within a step.  Are they then the same after it?
@@ -79,6 +87,18 @@ class Loops:
                     return loop, pairs
                 pairs = right
         return None, {}
+
+    def _near(self, kind: Hashable, inputs: Sequence[int | None], starts: Sequence[int | None]) -> list[Loop]:
+        """The earlier scans that share most with one: those that read what few others do come first."""
+        numbers = [*dict.fromkeys(inputs), *dict.fromkeys(starts)]
+        sharing = [self._known[kind, number] for number in numbers if (kind, number) in self._known]
+        found: dict[int, Loop] = {}
+        for known in sorted(sharing, key=len):
+            for loop in known[-_COMPARED:]:
+                found.setdefault(id(loop), loop)
+            if len(found) >= _COMPARED:
+                break
+        return list(found.values())[:_COMPARED]
 
     def end(self, within: int) -> int | None:
         """What a value that an earlier scan carries is at the end."""

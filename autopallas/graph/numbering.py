@@ -79,7 +79,7 @@ class Graph:
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
       notes: by name, what a pattern found out about each of the values, once asked for.
-      outside: of a part of a program that was taken out, what its inputs are in the program: (graph, number).
+      outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
     """
 
@@ -106,7 +106,7 @@ class Graph:
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
         self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
-        self.outside: dict[int, tuple[Graph, int]] = {}
+        self.outside: dict[int, tuple[Any, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():
@@ -472,7 +472,8 @@ class Graph:
             outputs.append(self._table[key][0])
             self._table["element", outputs[i], loops(body)] = (results[i],)
         starts = operands[constants : constants + carried]
-        self._loops.add(equation, body, inside, Loop(starts, within, results[:carried], outputs[:carried]))
+        read = [*inputs[:constants], *inputs[constants + carried :]]
+        self._loops.add(equation, body, inside, read, Loop(starts, within, results[:carried], outputs[:carried]))
         return tuple(outputs)
 
     def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:

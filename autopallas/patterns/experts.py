@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,9 +27,9 @@ from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Sear
 from autopallas.patterns.carry import at_hand
 from autopallas.patterns.experts_axes import choice_axes, passed_on
 from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at
-from autopallas.patterns.experts_reading import Reading, read
+from autopallas.patterns.experts_reading import read
 from autopallas.patterns.experts_refusals import DENSE
-from autopallas.patterns.experts_site import NoMixture, site_of
+from autopallas.patterns.experts_site import NoMixture, Sites
 from autopallas.patterns.experts_slots import DISPATCHED
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 
@@ -50,7 +50,8 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
-    others: Forms[Reading | None] = Forms(graph, choice_axes(graph))
+    others: Forms[_Found | str | None] = Forms(graph, choice_axes(graph))
+    sites = Sites(graph)
     sums, tried = even_sums(graph), Counter[int]()
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         with contained(node):
@@ -75,7 +76,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                         raise Mismatch(
                             f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}"
                         )
-                    draft = Draft(graph, node, *found)
+                    draft = Draft(graph, sites, node, *found)
                     match = draft.match()
                     draft.settle(alive)
                 if not draft.escaped:
@@ -105,8 +106,13 @@ class _Found(NamedTuple):
     loops: bool
     what: str
 
+    def at(self, image: Mapping[int, int]) -> _Found:
+        """The same, said of corresponding values."""
+        seeds, products, kept = ({image[number] for number in own} for own in self[:3])
+        return _Found(seeds, products, kept, self.loops, self.what)
 
-def _found(graph: Graph, node: Node, others: Forms[Reading | None]) -> _Found | None:
+
+def _found(graph: Graph, node: Node, others: Forms[_Found | str | None]) -> _Found | None:
     """A sum over experts, or None of another sum."""
     root = node.outputs[0]
     loop = loop_at(graph, root)
@@ -114,9 +120,24 @@ def _found(graph: Graph, node: Node, others: Forms[Reading | None]) -> _Found | 
         choices = loop.choices(graph, root)
         if choices or loop.compares:
             return _Found(loop.visited | choices, loop.products, set(), True, DENSE)
-    if node.name == "add" or any(reading is None for reading, _ in others.like(node, None)):
+    if node.name == "add":
         return None
-    reading = others.prove(node, None, lambda watched: read(watched, root))
+    outcome, image = next(others.like(node, None), (None, None))
+    if image is None:
+        outcome = others.prove(node, None, lambda watched: _read(watched, root))
+    elif isinstance(outcome, _Found):
+        outcome = outcome.at(image)
+    if isinstance(outcome, str):
+        raise Mismatch(outcome)
+    return outcome
+
+
+def _read(graph: Graph, root: int) -> _Found | str | None:
+    """What there is, or why that cannot be taken apart."""
+    try:
+        reading = read(graph, root)
+    except Mismatch as mismatch:
+        return mismatch.reason
     if reading is None:
         return None
     what = DENSE if reading.slots is None else DISPATCHED
@@ -228,6 +249,7 @@ class Draft:
     """A sum over experts of which it is to be seen whether it can be a site."""
 
     graph: Graph
+    sites: Sites
     root: Node
     seeds: set[int]
     products: set[int]
@@ -361,7 +383,7 @@ class Draft:
     ) -> Match:
         return Match(
             op=OP,
-            site=site_of(readable, self.loops, self.graph, operands),
+            site=self.sites.of(readable, self.loops, operands),
             direction="forward+backward" if backwards else "forward",
             operands=tuple(operands),
             results=(self.number,),

@@ -47,7 +47,7 @@ class Reading:
       steps: what is computed for each row; arrays are numbered as in ``arrays``.
       arrays: values that the steps read.
       seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
-      kept: what belongs to it besides, though others may read it too, such as the zeros that weights are scattered into.
+      kept: what belongs to it besides, though others may read it too: the zeros that weights are scattered into.
       products: of the seeds, the products.
       between: the products and how they are read; one that is the sum itself too.
       slots: where tokens are dispatched to slots, and the weights of these are still to be added up.

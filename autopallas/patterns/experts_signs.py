@@ -17,7 +17,7 @@ from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.patterns.casts import counts_exactly
 from autopallas.program import Constant, Side
 
-__all__ = ["Signs"]
+__all__ = ["Outside", "Signs"]
 
 _DEPTH = 24
 _VISITED = 400
@@ -53,7 +53,6 @@ class Signs:
     def __init__(self, graph: Graph):
         self._graph = graph
         self._signs: dict[int, _Sign] = {}
-        self._outside: dict[int, Signs] = {}
 
     # ------------------------------------------------------------------ signs
 
@@ -73,11 +72,9 @@ class Signs:
 
     def _computed(self, number: int, depth: int) -> _Sign:
         graph = self._graph
-        outside = graph.outside.get(number)
-        if outside is not None:
-            there, its_number = outside
-            signs = self._outside.setdefault(id(there), Signs(there))
-            return _Sign(signs.nonnegative(its_number), signs.positive(its_number))
+        if number in graph.outside:
+            outside, place = graph.outside[number]
+            return _Sign(outside.ask(place, "nonnegative"), outside.ask(place, "positive"))
         array = self._array(number)
         if array is not None:
             return _Sign(bool(np.all(array >= 0)), bool(np.all(array > 0)))
@@ -154,10 +151,9 @@ class Signs:
         """Whether every element is one of 0, 1, ..., size - 1."""
         graph = self._graph
         graph.steps.spend()
-        outside = graph.outside.get(number)
-        if outside is not None:
-            there, its_number = outside
-            return self._outside.setdefault(id(there), Signs(there)).counts_below(its_number, size)
+        if number in graph.outside:
+            outside, place = graph.outside[number]
+            return bool(outside.ask(place, "counts_below", size))
         array = self._array(number)
         if array is not None:
             return array.dtype.kind in "iub" and bool(np.all((array >= 0) & (array < size)))
@@ -171,11 +167,13 @@ class Signs:
 
         if name in ("argmax", "argmin"):
             shape = graph.shape(inputs[0])
-            return all(int(shape[d]) <= size for d in params["axes"])
+            return all(shape[int(d)] <= size for d in params["axes"])
         if name == "top_k" and number != node.outputs[0]:
-            return bool(graph.shape(inputs[0])[params.get("axis", -1)] <= size)
+            axis: int = params.get("axis", -1)
+            return graph.shape(inputs[0])[axis] <= size
         if name == "iota":
-            return bool(graph.shape(number)[params["dimension"]] <= size)
+            dimension: int = params["dimension"]
+            return graph.shape(number)[dimension] <= size
         if name == "sort":
             return below(inputs[node.outputs.index(number)])
         if name == "convert_element_type":
@@ -199,6 +197,28 @@ class Signs:
         if node is not None and node.name == "broadcast_in_dim":
             number = node.inputs[0]
         return number in graph.literals and not np.any(graph.literals[number])
+
+
+class Outside:
+    """What the inputs of a part of a program are in the program.
+
+    Attributes:
+      answers: what was asked, and the answers: (place of the input, question, further arguments, answer).
+    """
+
+    def __init__(self, graph: Graph, numbers: Sequence[int]):
+        self.graph = graph
+        self._signs, self._numbers = Signs(graph), numbers
+        self.answers: list[tuple[int, str, tuple[int, ...], bool]] = []
+
+    def ask(self, place: int, question: str, *more: int) -> bool:
+        answer: bool = getattr(self._signs, question)(self._numbers[place], *more)
+        self.answers.append((place, question, more, answer))
+        return answer
+
+    def answers_alike(self, answers: Sequence[tuple[int, str, tuple[int, ...], bool]]) -> bool:
+        """Whether here, too, these are the answers."""
+        return all(self.ask(place, question, *more) == answer for place, question, more, answer in answers)
 
 
 def _sign_of(

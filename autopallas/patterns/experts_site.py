@@ -10,28 +10,80 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.compat import Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import one_line
 from autopallas.graph import Graph, flatten
+from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
+from autopallas.patterns.experts_signs import Outside
 from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["NoMixture", "site_of"]
+__all__ = ["NoMixture", "Sites"]
+
+_MOST = 3
+"""Sites of one form with which another one is compared."""
 
 
 class NoMixture(Mismatch):
     """A loop, or a sum, of something else."""
 
 
-def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) -> ExpertsSite:
-    """The site that computes what a jaxpr from ``operands`` of a graph to a sum over experts computes."""
-    graph, root = _opened(program, outside, operands)
+class Sites:
+    """The sites of a program.  Equal layers have equal ones, of which the first is read and the others are compared."""
+
+    def __init__(self, graph: Graph):
+        self._graph = graph
+        self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite, Any]]] = {}
+        """With the programs, so that what a form names by its identity stays."""
+
+    def of(self, program: Any, loops: bool, operands: Sequence[int]) -> ExpertsSite:
+        """The site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
+        outside = Outside(self._graph, operands)
+        known = self._known.setdefault((loops, self._form(program)), [])
+        for answers, site, _ in known[:_MOST]:
+            if outside.answers_alike(answers):
+                return site
+        outside.answers.clear()
+        site = _site_of(program, loops, outside)
+        known.append((outside.answers, site, program))
+        return site
+
+    def _form(self, program: Any) -> Hashable:
+        """Equal for programs that do the same, in the same order."""
+        jaxpr, constants = compat.opened(program)
+        self._graph.steps.spend(len(jaxpr.eqns))
+        if constants:
+            return id(program)
+        places: dict[Var, int] = {v: i for i, v in enumerate(jaxpr.invars)}
+        lines: list[Hashable] = [tuple((v.aval.shape, str(v.aval.dtype)) for v in jaxpr.invars)]
+        for equation in jaxpr.eqns:
+            read = tuple(literal_key(a) if isinstance(a, Literal) else places[a] for a in equation.invars)
+            lines.append((self._does(equation), read))
+            for v in equation.outvars:
+                places[v] = len(places)
+        results = (literal_key(a) if isinstance(a, Literal) else places[a] for a in jaxpr.outvars)
+        return tuple(lines), tuple(results)
+
+    def _does(self, equation: JaxprEqn) -> Hashable:
+        """Equal for equations that do the same to other operands."""
+        if is_elementwise_call(equation):
+            return self._graph.key(equation, (), ()), rule_of(equation)
+        bodies = compat.bodies(equation)
+        held = {parameter for parameter, _, _ in bodies}
+        others = {name: value for name, value in equation.params.items() if name not in held}
+        key = self._graph.key(equation.replace(params=others), (), ()) if bodies else self._graph.key(equation, (), ())
+        return id(equation) if key is None else (key, tuple(self._form(body) for _, _, body in bodies))
+
+
+def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
+    graph, root = _opened(program, outside)
     if loops:
         loop = loop_at(graph, root)
         if loop is None:
@@ -40,12 +92,12 @@ def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) 
             over_experts = rolled(graph, root, loop)
         except NotImplementedError as error:  # JAX maps some equations, such as a ragged product, not along every axis
             raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}") from None
-        graph, root = _opened(over_experts, outside, operands)
+        graph, root = _opened(over_experts, outside)
     reading, slots, seen = read(graph, root), 0, not loops
     if reading is not None and reading.slots is not None:
         seen = False
         slots = reading.scope.space.extent(reading.slots.slot)
-        graph, root, weights = _weighted(graph, root, reading.slots)
+        graph, root, weights = _weighted(graph, root, reading.slots, outside)
         reading = read(graph, root, weights)
     if reading is None or reading.slots is not None:
         raise NoMixture(f"{DENSE}, and it cannot be read by itself")
@@ -92,24 +144,23 @@ def site_of(program: Any, loops: bool, outside: Graph, operands: Sequence[int]) 
     )
 
 
-def _part(program: Any, outside: Graph, operands: Sequence[int]) -> Graph:
+def _part(program: Any, outside: Outside) -> Graph:
     """The graph of a program whose inputs are values of another one."""
     graph = Graph(flatten(program))
-    graph.steps = outside.steps
-    numbers = (graph.numbers[graph.root][v] for v in graph.root.invars)
-    graph.outside.update((number, (outside, own)) for number, own in zip(numbers, operands, strict=True))
+    graph.steps = outside.graph.steps
+    graph.outside.update((graph.numbers[graph.root][v], (outside, i)) for i, v in enumerate(graph.root.invars))
     return graph
 
 
-def _opened(program: Any, outside: Graph, operands: Sequence[int]) -> tuple[Graph, int]:
+def _opened(program: Any, outside: Outside) -> tuple[Graph, int]:
     """The graph of such a program with one result, and the number of that."""
-    graph = _part(program, outside, operands)
+    graph = _part(program, outside)
     (result,) = graph.root.outvars
     assert isinstance(result, Var)
     return graph, graph.numbers[graph.root][result]
 
 
-def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
+def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[Graph, int, int]:
     """The same program with what an expert's slots are combined with added up: (graph, result, that sum)."""
     axes = tuple(d for d, (_, atoms) in enumerate(slots.combine.view) if set(atoms) & set(slots.slot))
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
@@ -126,12 +177,7 @@ def _weighted(graph: Graph, root: int, slots: Slots) -> tuple[Graph, int, int]:
         return out, lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes)
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
-    extended = Graph(flatten(compat.make_jaxpr(function, *avals)))
-    extended.steps = graph.steps
-    extended.outside.update(
-        (extended.numbers[extended.root][new], graph.outside[graph.numbers[graph.root][old]])
-        for new, old in zip(extended.root.invars, graph.root.invars, strict=True)
-    )
+    extended = _part(compat.make_jaxpr(function, *avals), outside)
     out, weights = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
     return extended, out, weights
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
@@ -93,7 +94,8 @@ def slots_of(scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[At
 
 def _dispatched(scope: Scope, outputs: Ref, both: frozenset[Atom]) -> tuple[Ref, frozenset[Atom]] | None:
     """The contraction that brings tokens to their slots, and the labels of experts among ``both``."""
-    space, seen, expert = scope.space, set(), frozenset(both)
+    space, expert = scope.space, frozenset(both)
+    seen: set[Any] = set()
     todo, rows = [outputs], None
     matrices = False
     while todo and len(both) > 1:  # of one label, no part can be that of slots

@@ -161,7 +161,7 @@ class _Evaluation:
         return self._known[place]
 
     def _leads_to_given(self, ref: Ref) -> bool:
-        """Whether a value may be computed from what is given: it comes later, with labels that are not summed."""
+        """Whether a value may be computed from what is given: it comes later, with the same labels but for sums."""
         atoms = self.space.atoms(ref)
         return any(number < ref.value and wanted <= atoms for number, wanted in self._wanted)
 

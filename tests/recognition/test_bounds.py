@@ -12,7 +12,7 @@ import pytest
 from autopallas.graph import Graph, flatten
 from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.patterns import find
-from recognition import mixtures, stacks
+from recognition import mixtures
 from recognition.stacks import (
     EMBEDDINGS,
     LAYERS,
@@ -194,12 +194,17 @@ def test_functions_within_functions_end():
 # ---------------------------------------------------------------------- a limit
 
 
+def exhaust(steps):
+    with steps.one_try():
+        while True:
+            steps.spend()
+
+
 def test_a_try_has_a_limited_number_of_steps_and_the_next_one_has_its_own():
     steps = Steps(equations=10)
     for _ in range(3):
-        with pytest.raises(OutOfSteps, match="not decided within"), steps.one_try():
-            while True:
-                steps.spend()
+        with pytest.raises(OutOfSteps, match="not decided within"):
+            exhaust(steps)
     assert steps.spent < 100_000
     steps.spend(10**6)  # outside of a try there is no limit
     with steps.one_try():
@@ -212,9 +217,8 @@ def test_a_pattern_without_steps_leaves_each_further_try_a_few():
     spent = []
     for _ in range(100):
         before = steps.spent
-        with pytest.raises(OutOfSteps), steps.one_try():
-            while True:
-                steps.spend()
+        with pytest.raises(OutOfSteps):
+            exhaust(steps)
         spent.append(steps.spent - before)
     assert spent[-1] < spent[0] / 5
     assert spent[-1] > 1000
