@@ -37,9 +37,11 @@ class Entry:
         """Notes that the kernel was lowered for a platform."""
         self._ran[platform] = None
 
-    def keeps(self, platform: str, reason: str, *errors: tuple[str, str]) -> None:
-        """Notes that the original was lowered in its place, and the (stage, error) that are to blame."""
-        self._kept.setdefault(platform, _Kept(reason, errors))
+    def keeps(self, platform: str, reason: str, *errors: tuple[str, str]) -> bool:
+        """Notes that the original was lowered in its place, and the (stage, error) that are to blame; the first reason
+        counts.  Returns whether this is it."""
+        kept = _Kept(reason, errors)
+        return self._kept.setdefault(platform, kept) is kept
 
     def corrected(self, site: Site, platform: str) -> tuple[Site, list[Failure]]:
         """The record of the site as it is by now, and the failures since it was made.

@@ -41,8 +41,8 @@ def entry_of(decision: Decision) -> Entry:
 def enter(name: str, decision: Decision, platform: str, stage: str, error: Exception) -> None:
     """Says, in the report and as a warning, that a site runs as it is written since an exception was raised."""
     reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
-    WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
-    entry_of(decision).keeps(platform, f"{stage} failed: {reason}", (stage, one_line(error)))
+    if entry_of(decision).keeps(platform, f"{stage} failed: {reason}", (stage, one_line(error))):
+        WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
 
 
 def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:

@@ -197,3 +197,85 @@ def test_an_exception_in_an_own_pattern_costs_that_pattern_or_candidate(place, g
     first, second = gate_and_blend
     assert fn.report().counts() == Counter({first: 0 if prepares else 1, second: 2})
     assert [(f.stage, f.op) for f in fn.report().failures] == [("recognition", first)]
+
+
+def sorted_mixture(rows, weights, router):
+    """Rows sorted by expert, one ragged product, and back."""
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(rows @ router), 2)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.sum(jax.nn.one_hot(chosen.reshape(-1), weights.shape[0], dtype=jnp.int32), 0)
+    found = jnp.tanh(jax.lax.ragged_dot(rows[order // 2], weights, sizes))
+    return jnp.sum(gates[..., None] * found[jnp.argsort(order)].reshape(*chosen.shape, -1), 1)
+
+
+def one_by_one(rows, weights, router):
+    """One ragged product for each expert, in which all rows are its own."""
+    gates, chosen = jax.lax.top_k(jax.nn.softmax(rows @ router), 2)
+    total = 0.0
+    for expert in range(weights.shape[0]):
+        sizes = jnp.zeros(weights.shape[0], jnp.int32).at[expert].set(rows.shape[0])
+        gate = jnp.sum(jnp.where(chosen == expert, gates, 0), -1)
+        total = total + gate[:, None] * jax.lax.ragged_dot(rows, weights, sizes)
+    return total
+
+
+def mapped(function):
+    return lambda batches, *given: jax.lax.map(lambda rows: function(rows, *given), batches)
+
+
+def accumulated(function):
+    """The sum of the gradients of microbatches."""
+
+    def gradients(batches, *given):
+        def add(sums, rows):
+            own = jax.grad(lambda given: jnp.sum(function(rows, *given) ** 2))(given)
+            return jax.tree.map(jnp.add, sums, own), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, given), batches)[0]
+
+    return gradients
+
+
+@pytest.mark.parametrize("around", [mapped, accumulated])
+@pytest.mark.parametrize("function", [sorted_mixture, one_by_one])
+def test_what_jax_cannot_map_is_not_mapped(function, around):
+    """JAX has no rule for a ragged product of which only some operands are mapped, and the program asks for none."""
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(shape, np.float32) for shape in ((6, 32, 8), (4, 8, 16), (8, 4))]
+    program = around(function)
+    fn = autopallas.optimize(program, objective="always", strict=True)
+    # 2e-5: gradients of six microbatches, added up in float32.
+    compare = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5 * 100)
+    jax.tree.map(compare, fn(*arrays), jax.jit(program)(*arrays))
+    assert fn.report().counts()["grouped_matmul"] == (1 if function is sorted_mixture else 4)
+
+
+def test_a_backward_that_jax_cannot_map_is_none():
+    """The own pattern's value in between is stacked by the loop, so that a backward for each step is looked for."""
+    random = np.random.default_rng(0)
+    rows, weights = (random.standard_normal(shape, np.float32) for shape in ((6, 32, 8), (4, 8, 16)))
+    sizes = np.array([8, 8, 10, 6], np.int32)
+
+    def reference(x, w, sizes):
+        return jnp.tanh(jax.lax.ragged_dot(x, w, sizes)) * 2
+
+    made = autopallas.pattern(reference, shapes=[rows[0], weights, sizes], name="product")(reference)
+    try:
+
+        def program(rows, weights):
+            def both(x):
+                between = jax.lax.ragged_dot(x, weights, sizes)
+                return between, jnp.tanh(between) * 2
+
+            return jax.lax.map(both, rows)
+
+        fn = autopallas.optimize(program, objective="always", strict=True)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),  # float32, sums in another order
+            fn(rows, weights),
+            jax.jit(program)(rows, weights),
+        )
+        assert fn.report().counts() == {"grouped_matmul": 1}
+        assert [miss.op for miss in fn.report().near_misses] == ["product"]
+    finally:
+        made.remove()
