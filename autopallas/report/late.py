@@ -1,7 +1,7 @@
 """A report that stays true: what becomes of a site after the report was made is entered into it.
 
-A replaced site may still turn out to be impossible: when its program is lowered, for another platform, under vmap.  Then
-the original runs.  The site's equations carry its :class:`Entry`, which takes such news, and whoever reads the
+A replaced site may still turn out to be impossible: when its program is lowered, for another platform, under vmap.
+Then the original runs.  The site's equations carry its :class:`Entry`, which takes such news, and whoever reads the
 :class:`LiveReport` reads them too.
 """
 

@@ -28,11 +28,11 @@ _HERE = "test_faults_"
 _CACHE, _CHOOSE, _SEARCH = (f"../tuning/test_{name}.py" for name in ("cache", "choose", "search"))
 
 TESTED: dict[tuple[str, str], str] = {
-    ("match", "exception"): f"{_HERE}program.py::test_a_pattern_that_fails",
+    ("match", "exception"): f"{_HERE}isolation.py::test_an_exception_in_one_candidate_costs_that_candidate",
     ("match", "out of memory"): f"{_HERE}program.py::test_a_pattern_that_fails",
     ("match", "wrong shape"): f"{_HERE}program.py::test_a_match_of_another_shape",
     ("match", "wrong numbers"): f"{_HERE}program.py::test_a_wrong_match_under_verify",
-    ("plan", "exception"): f"{_HERE}program.py::test_a_plan_that_fails",
+    ("plan", "exception"): f"{_HERE}isolation.py::test_an_exception_in_later_work_on_a_site_costs_that_site",
     ("plan", "out of memory"): f"{_HERE}program.py::test_a_plan_that_fails",
     ("plan", "wrong shape"): f"{_HERE}program.py::test_block_sizes_that_fit_nothing",
     ("probe", "exception"): f"{_HERE}probe.py::test_a_kernel_that_the_probe_cannot_use",
@@ -43,7 +43,7 @@ TESTED: dict[tuple[str, str], str] = {
     ("trace", "exception"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
     ("trace", "wrong shape"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
     ("trace", "out of memory"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
-    ("lower", "exception"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
+    ("lower", "exception"): f"{_HERE}late.py::test_a_forward_that_cannot_be_lowered",
     ("lower", "wrong shape"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
     ("lower", "out of memory"): f"{_HERE}kernels.py::test_a_kernel_that_fails",
     ("compile", "exception"): f"{_HERE}kernels.py::test_a_kernel_that_fails",

@@ -1,5 +1,5 @@
-"""What fails after the report was made, in lowering or in a transformation around, is entered into it: the original runs,
-and the report says so to whoever reads it."""
+"""What fails after the report was made, in lowering or in a transformation around, is entered into it: the original
+runs, and the report says so to whoever reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Programs that change the types of a mesh's axes on the way, by ``auto_axes`` and ``explicit_axes``; run as a module, on
-as many devices as there are.
+"""Programs that change the types of a mesh's axes on the way, by ``auto_axes`` and ``explicit_axes``; run as a module,
+on as many devices as there are.
 
 Prints one line of JSON: per case the largest error relative to the original, how many sites were applied, and what the
 report says of the others.
