@@ -27,7 +27,7 @@ from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss
 from autopallas.patterns.row_factor import RowFactor, row_factor
-from autopallas.patterns.softmax import UNSHIFTED, Exponential, LogSumExp, NoNormaliser, Softmax, Term
+from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -338,8 +338,6 @@ class _Attempt:
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)
-        if softmax.unshifted and not self.assume_finite:
-            raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
         draft = AttentionDraft(
             softmax=softmax,
             second=node,

@@ -23,7 +23,7 @@ from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
-from autopallas.patterns.softmax import UNSHIFTED, Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant, Program
 
 __all__ = ["ProvedAttention"]
@@ -91,14 +91,20 @@ class ProvedAttention:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return (UNSHIFTED,) if self.softmax.unshifted else ()
+        return self.softmax.assumed(self.normaliser.argument, self.normaliser.weights)
 
     def settle(self) -> None:
-        """Visits everything until no label is refined any more."""
+        """Visits everything until no label is refined any more.
+
+        Raises:
+          Mismatch: the site cannot be described, or something is assumed that must not be.
+        """
         before = -1
         while self.space.refinements != before:
             before = self.space.refinements
             self.assembled = self.assemble()
+        if self.assumptions and not self.assume_finite:
+            raise Mismatch(f"it is not known that {self.assumptions[0]}, and assume_finite is off")
 
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
         """(labels of T, labels of Dv), after checking that every label has a role."""

@@ -26,7 +26,6 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss
-from autopallas.patterns.softmax import UNSHIFTED
 
 __all__ = ["find"]
 
@@ -142,8 +141,9 @@ class _Scatters:
 
 def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
     region.read()
-    if region.algebra.unshifted and not assume_finite:
-        raise Mismatch(f"{UNSHIFTED}: that is not known, and assume_finite is off")
+    assumptions = tuple(region.algebra.assumptions)
+    if assumptions and not assume_finite:
+        raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
     first, *then = passes(region)
     given = {number for p in (first, *then) for number in p.results}
     left = region.inside & surviving(graph, given)
@@ -160,7 +160,7 @@ def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
         body=first.body,
         location=region.location,
         then=tuple(then),
-        assumptions=(UNSHIFTED,) if region.algebra.unshifted else (),
+        assumptions=assumptions,
     )
 
 

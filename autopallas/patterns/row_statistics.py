@@ -66,6 +66,8 @@ class RowStatistics(Softmax):
         """Whether a value is computed from the logits, or from a scatter that the site takes over."""
         self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
         """A number per row as a function of statistics, if a reduction before gives it."""
+        self.assumptions: dict[str, None] = {}
+        """What is assumed of the logits, in words."""
         self._pure: dict[Any, bool] = {}
         self._elements: dict[Any, Expression] = {}
 
@@ -185,6 +187,7 @@ class RowStatistics(Softmax):
         if any(w.kind not in ("where", "unless") for w in found.weights):
             raise Mismatch("the exponentials are weighted")
         argument = found.argument
+        self.assumptions |= dict.fromkeys(self.assumed(argument, found.weights))
         for weight in found.weights:
             dtype = self.scope.dtype(argument)
             nothing = Constant(-math.inf, dtype)

@@ -38,6 +38,9 @@ _MOST_TERMS = 32
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
 """What is assumed of scores that enter an exponential as they are: where it overflows, the program gives NaN."""
+HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
+"""What is assumed of scores whose exponentials are masked, and not they: where all that is left vanishes, the program
+gives NaN."""
 
 
 class NoNormaliser(Mismatch):
@@ -325,6 +328,41 @@ class Softmax:
                 if self._is_maximum(term.expression, values, about=True):
                     return True
         return False
+
+    def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:
+        """What is assumed of exponentials of some scores, masked by ``weights``, that are summed."""
+        if self.unshifted:
+            return (UNSHIFTED,)
+        shown = self._shown(argument)
+        return () if all((w.kind, self.scope.key(w.source)) in shown for w in weights) else (HIDDEN,)
+
+    def _shown(self, argument: Expression) -> set[tuple[str, Any]]:
+        """The masks that make scores -inf."""
+        found: set[tuple[str, Any]] = set()
+        for _ in range(_DEEPEST):
+            name: str | None = None
+            arguments: Sequence[Expression] = ()
+            if isinstance(argument, Ref):
+                ref = self.space.canonical(argument)
+                name, arguments = self.scope.name(ref), self.space.operands(ref) or ()
+            elif isinstance(argument, Apply):
+                name, arguments = argument.primitive.name, argument.arguments
+            if name == "select_n" and len(arguments) == 3:
+                hidden = [self._number(case) == -math.inf for case in arguments[1:]]
+                if True not in hidden:
+                    break
+                found.add(("where" if hidden[0] else "unless", self.scope.key(arguments[0])))
+                argument = arguments[2 if hidden[0] else 1]
+            elif name in ("convert_element_type", "mul", "div") and arguments:
+                argument = arguments[0]
+            else:
+                break
+        return found
+
+    def _number(self, expression: Expression) -> float | int | None:
+        if isinstance(expression, Constant):
+            return expression.value
+        return self.scope.number(expression) if isinstance(expression, Ref) else None
 
     def _is_row(self, ref: Ref) -> bool:
         return self.scope.depends(ref.value) and not self.carries_axis(ref)

@@ -17,6 +17,7 @@ from jax import lax
 from autopallas import compat
 from autopallas.optimize import rewrite
 from autopallas.options import resolve
+from autopallas.patterns.softmax import HIDDEN, UNSHIFTED
 from autopallas.rewrite.primitive import site_p
 from autopallas.verification.oracle import Oracle
 from autopallas.verification.promote import Value, decided, is_float, quiet
@@ -166,7 +167,7 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
         values = checks[: len(checks) - program.gradients]
         excused = bool(assumed) or not any(check.hidden.any() for check in values)
         for check, true in zip(checks, unrounded, strict=True):
-            check.look_behind(true, excused)
+            check.look_behind(true, excused, vanishing=not assumed.isdisjoint((UNSHIFTED, HIDDEN)))
     for n, check in enumerate(checks):
         if complaint := check.places():
             verdict.kind, verdict.badness = "NaN", float("inf")
@@ -294,14 +295,15 @@ class _Check:
         self.error = max(float(np.abs(self.given - self.true)[finite].max(initial=0.0)) - noise, 0.0) / self.size
         self.reference = float(np.abs(self.own - self.true)[finite].max(initial=0.0)) / self.size
 
-    def look_behind(self, true: Any, excused: bool) -> None:
+    def look_behind(self, true: Any, excused: bool, vanishing: bool) -> None:
         """Counts what is hidden: NaN and infinity that stand in float64, without roundings, too, and those that do not.
 
         The latter come of a dtype's range.  They may be hidden where a site says what it assumes (``excused``), and in
-        a gradient of finite values, where an infinite factor was multiplied by an exact zero.
+        a gradient of finite values, where an infinite factor was multiplied by an exact zero.  The former may be where
+        a site assumes that no row of exponentials is ``vanishing``: then 0 / 0 is a softmax after all.
         """
         if not self.integral:
-            self.lost = int((self.hidden & ~np.isfinite(true)).sum())
+            self.lost = 0 if vanishing else int((self.hidden & ~np.isfinite(true)).sum())
             self.unsaid = 0 if excused else int(self.hidden.sum()) - self.lost
 
     def places(self) -> str | None:

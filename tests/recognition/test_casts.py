@@ -198,7 +198,34 @@ def test_the_same_of_logits():
     assert autopallas.explain(optimized_like_a_user(loss, assume_finite=False), *args).counts()["cross_entropy"] == 0
 
 
+HIDDEN_AFTERWARDS = {
+    "by a selection": lambda s, m: jnp.where(m, jnp.exp(less_maximum(s)), 0),
+    "by a factor": lambda s, m: jnp.exp(less_maximum(s)) * m.astype(s.dtype),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_AFTERWARDS)
+def test_that_keys_are_hidden_after_the_maximum_is_an_assumption_of_the_site(name):
+    """Where a hidden key is far greater than the others, these vanish, and the original divides 0 by 0."""
+
+    def attend(q, k, v):
+        shown = jnp.arange(k.shape[-2]) <= jnp.arange(q.shape[-2])[:, None]
+        return divided(HIDDEN_AFTERWARDS[name](q @ k.mT, shown)) @ v
+
+    args = bhtd(ODD, f32)
+    compared = compare(attend, args)
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()
+    (site,) = autopallas.explain(optimized_like_a_user(attend), *args).sites
+    assert any("after the maximum is subtracted" in assumption for assumption in site.assumptions)
+    assert autopallas.explain(optimized_like_a_user(attend, assume_finite=False), *args).counts()["attention"] == 0
+
+
 SHIFTED = {
+    "mask in softmax": lambda s: jax.nn.softmax(s, where=jnp.arange(s.shape[-1]) < 5),
+    "mask before and after": lambda s: divided(
+        jnp.where(jnp.arange(s.shape[-1]) < 5, jnp.exp(less_maximum(first_keys(s))), 0)
+    ),
     "softmax": jax.nn.softmax,
     "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
     "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
