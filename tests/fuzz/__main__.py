@@ -97,7 +97,7 @@ def _print_mix(every: list[Verdict]) -> None:
 
 
 def _shrink(seed: int) -> int:
-    judging = Judging()
+    judging = Judging(quick=False)
     try:
         verdict = judging(seed)
         if not verdict.kind:

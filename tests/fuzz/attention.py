@@ -212,8 +212,11 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
     else:
         coarse = False
         w.features.add("no maximum")
+        if spread := c.pick(f"{at}.spread", ["", "20.0", "60.0"], 0.6):  # as far as exponentials are in range
+            w.features.add("no maximum, far apart")
+            x = w.set("x", f"jnp.clip({s} * {spread}, -80.0, 80.0)")
     e = w.set("e", w.cast(f"{at}.exp cast", f"{exp}({x})", 0.2))
-    e = _weight_step(w, f"{at}.inner weights", e, size["t"], size["s"], 0.4)
+    e = _weight_step(w, f"{at}.inner weights", e, size["t"], size["s"], 0.4 if shift != "none" else 0.8)
     total = c.pick(
         f"{at}.sum", {"sum": f"{e}.sum(-1, keepdims=True)", "dot": f"({e} @ jnp.ones(({size['s']}, 1)))"}, 0.1
     )
