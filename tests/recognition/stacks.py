@@ -153,9 +153,6 @@ def one_hot_positions(p, tokens):
     return p["embedding"][tokens] + jax.nn.one_hot(jnp.arange(T), T) @ p["positions"]
 
 
-EMBEDDINGS: list[Layer] = [looked_up, one_hot_tokens, one_hot_positions]
-
-
 def _parameters() -> dict[str, jax.Array]:
     shapes = {
         "q": (D, N, H), "k": (D, N, H), "v": (D, N, H), "o": (N, H, D), "scale": (D,), "kernel": (3, D, D),

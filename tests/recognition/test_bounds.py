@@ -14,11 +14,11 @@ from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.patterns import find
 from recognition import mixtures
 from recognition.stacks import (
-    EMBEDDINGS,
     LAYERS,
     attention,
     convolution,
     hidden,
+    looked_up,
     loop,
     masked_mixture,
     merged_heads,
@@ -71,7 +71,6 @@ def test_the_steps_grow_with_the_layers_of_a_kind(layer):
     assert_linear([layer], one_hot_positions, loss=False)
 
 
-@pytest.mark.parametrize("embedding", EMBEDDINGS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "layers",
     [
@@ -85,8 +84,13 @@ def test_the_steps_grow_with_the_layers_of_a_kind(layer):
     ],
     ids=lambda layers: " ".join(f.__name__ for f in layers),
 )
-def test_the_steps_grow_with_the_layers_in_any_order(layers, embedding):
-    assert_linear(layers, embedding, loss=False)
+def test_the_steps_grow_with_the_layers_in_any_order(layers):
+    assert_linear(layers, one_hot_positions, loss=False)
+
+
+@pytest.mark.parametrize("embedding", [looked_up, one_hot_tokens], ids=lambda f: f.__name__)
+def test_the_steps_do_not_depend_on_the_embedding(embedding):
+    assert_linear([merged_heads, slots, attention], embedding, loss=False)
 
 
 @pytest.mark.parametrize(
