@@ -25,7 +25,7 @@ from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, 
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
@@ -215,7 +215,8 @@ class _Proofs:
         """The outcome of a try that looks at no other place."""
         attempt = _Attempt(graph, self.reach, self.assume_finite, settled)
         try:
-            draft = attempt.draft(node, side)
+            with bounded(graph):
+                draft = attempt.draft(node, side)
         except Mismatch as mismatch:
             return _Outcome(attempt.scope.score, reason=mismatch.reason)
         return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)

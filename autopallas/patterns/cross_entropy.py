@@ -25,7 +25,7 @@ from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
-from autopallas.patterns.match import Match, Mismatch, NearMiss
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
 
@@ -57,7 +57,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if not region.anchored:
                 continue
             try:
-                matches.append(_match(graph, region, assume_finite))
+                with bounded(graph):
+                    matches.append(_match(graph, region, assume_finite))
                 taken |= inside
             except Mismatch as mismatch:
                 if region.labelled:
