@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
+from autopallas.casts import rounds
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.numbering import Graph, Node
@@ -234,6 +235,8 @@ class Space:
         while self.graph.name(product.value) == "convert_element_type":
             inner = self.operands(product)
             assert inner is not None
+            if not rounds(self.graph.dtype(inner[0].value), self.graph.dtype(product.value)):
+                return None
             product = inner[0]
         definition = self.graph.definitions.get(product.value)
         if definition is None or not (definition.name == "mul" or is_product(definition)):

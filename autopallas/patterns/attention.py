@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import compat
+from autopallas.casts import rounds
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.alike import Forms
@@ -23,7 +24,6 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
-from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.row_factor import RowFactor, row_factor

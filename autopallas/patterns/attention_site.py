@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import rounds
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor

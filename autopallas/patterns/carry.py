@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import counts_exactly
 from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.crossing import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
-from autopallas.patterns.casts import counts_exactly
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, parameters

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
+from autopallas.casts import counts_exactly
 from autopallas.graph import Graph
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
-from autopallas.patterns.casts import counts_exactly
 from autopallas.program import Constant, Side
 
 __all__ = ["Outside", "Signs"]

@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import rounds
 from autopallas.graph import Ref
 from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.casts import rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, conversion_params, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term

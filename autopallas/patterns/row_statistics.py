@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import counts_exactly, rounds
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.casts import counts_exactly, rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch

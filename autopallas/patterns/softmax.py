@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import exponential_underflows_below, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.casts import exponential_underflows_below, rounds, widens
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant

@@ -100,7 +100,7 @@ def _shift_of_masked_keys(replace: Replace) -> None:
 
 def _positions_of_any_dtype(replace: Replace) -> None:
     """Positions count in any dtype, whether it holds them or not."""
-    replace("patterns.casts", "counts_exactly", lambda old: lambda dtype, largest: True)
+    replace("casts", "counts_exactly", lambda old: lambda dtype, largest: True)
 
 
 def _rounded_to_the_operand(replace: Replace) -> None:
@@ -149,7 +149,7 @@ def _fill_of_the_inner_dtype(replace: Replace) -> None:
     """A fill is taken for -inf by the dtype in which it was made, though the exponential is of a wider one."""
 
     def change(old: Any) -> Any:
-        casts = importlib.import_module("autopallas.patterns.casts")
+        casts = importlib.import_module("autopallas.casts")
 
         def take_rows_out(self: Any, ref: Any, nothing: float, *further: Any) -> Any:
             if nothing != -float("inf"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopallas
-from autopallas.patterns.casts import counts_exactly, rounds, widens
+from autopallas.casts import counts_exactly, rounds, widens
 from recognition.catalogue import ODD, bhtd
 from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
 
@@ -127,6 +127,14 @@ def test_equal_casts_of_a_number_of_the_row_cancel():
     compared = compare(attend, bhtd(ODD, f32))
     assert compared.complaints == []
     assert compared.counts() == 1, compared.reasons()
+
+
+def test_products_that_are_cast_to_whole_numbers_are_no_contraction():
+    def attend(q, k, v):
+        s = (q[..., :, None, :] * k[..., None, :, :] * 3).astype(jnp.int32).sum(-1).astype(f32)
+        return jax.nn.softmax(s) @ v
+
+    assert compare(attend, bhtd(ODD, f32)).complaints == []
 
 
 # ---------------------------------------------------------------------- constants and fills of 64 bits
