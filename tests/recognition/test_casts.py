@@ -131,7 +131,7 @@ def test_equal_casts_of_a_number_of_the_row_cancel():
 
 def test_products_that_are_cast_to_whole_numbers_are_no_contraction():
     def attend(q, k, v):
-        s = (q[..., :, None, :] * k[..., None, :, :] * 3).astype(jnp.int32).sum(-1).astype(f32)
+        s = (q[..., :, None, :] * k[..., None, :, :] * 3).astype(jnp.int32).astype(f32).sum(-1)
         return jax.nn.softmax(s) @ v
 
     assert compare(attend, bhtd(ODD, f32)).complaints == []
