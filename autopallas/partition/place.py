@@ -103,7 +103,11 @@ def _unsupported(match: Match, outside: Any) -> str:
     """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
     mesh = _mesh(match)
     for part in match.passes:
-        if len({m.axis_types for m in _meshes([*part.original.in_avals, *part.original.out_avals])}) > 1:
+        types: dict[str, set[Any]] = {}
+        for m in _meshes([*part.original.in_avals, *part.original.out_avals]):
+            for name, kind in zip(m.axis_names, m.axis_types, strict=True):
+                types.setdefault(name, set()).add(kind)
+        if any(kinds >= {AxisType.Auto, AxisType.Explicit} for kinds in types.values()):
             return "its operands and results are on meshes with axes of different types"
     if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
         return "the program's mesh has explicit axes, and the types of the site's operands do not name it"

@@ -40,7 +40,7 @@ SET_UP = {
     "patterns.attention:_Proofs.__init__": ("attention", 0),
     "patterns.cross_entropy:_exponents": ("cross_entropy", 0),
     "patterns.experts:_candidates": ("grouped_matmul", 2),
-    "patterns.experts:from_choices": ("grouped_matmul", 2),
+    "patterns.experts:choice_axes": ("grouped_matmul", 2),
 }
 
 
