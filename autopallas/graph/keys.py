@@ -63,7 +63,8 @@ def enters_mesh(equation: JaxprEqn) -> bool:
     ``explicit_axes`` do around a function: what is computed on one side of it cannot be computed on the other."""
     if equation.primitive.name != "reshard":
         return False
-    return compat.axis_types(equation.invars[0].aval) != compat.axis_types(equation.outvars[0].aval)
+    before, after = (compat.axis_types(v.aval) for v in (equation.invars[0], equation.outvars[0]))
+    return before != after and bool(before)  # a number that is on no mesh yet is handed from none
 
 
 def hashable(value: Any) -> Hashable:
