@@ -8,29 +8,6 @@ __all__ = ["hint"]
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
-        r"assume_finite is off",
-        "jax.nn.softmax and jax.nn.logsumexp subtract the largest number that counts, with a mask before it or by their "
-        "argument where; then nothing has to be assumed. Or leave assume_finite on.",
-    ),
-    (
-        r"whole numbers .* are summed",
-        "Count with a comparison, as in jnp.sum(logits > limit), which is exact; other sums of whole numbers that are "
-        "made of logits are left to the program.",
-    ),
-    (
-        r"no elements",
-        "An axis of size 0 leaves nothing to compute.",
-    ),
-    (
-        r"more than .* operations",
-        "A kernel evaluates what stands between a product and the exponential on each tile; what does not depend on the "
-        "scores can be computed before, and repeated steps can often be one.",
-    ),
-    (
-        r"captured array is read (in|behind) a loop over experts",
-        "Hand the array to the function as an argument: what it holds is not known while the function is traced.",
-    ),
-    (
         r"computes every token",
         "jax.lax.ragged_dot over tokens sorted by expert computes what is chosen and nothing else. Where every expert "
         "computes every token, choose with top_k, make the weights of the others exactly zero (one_hot, or where with "
@@ -157,6 +134,29 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"enclosing body|at hand only after|read along a diagonal|two layouts",
         "Compute the operand where it is used, in the same function and before it.",
+    ),
+    (
+        r"assume_finite is off",
+        "jax.nn.softmax and jax.nn.logsumexp subtract the largest number that counts, with a mask before it or by "
+        "their argument where; then nothing has to be assumed. Or leave assume_finite on.",
+    ),
+    (
+        r"whole numbers .* are summed",
+        "Count with a comparison, as in jnp.sum(logits > limit), which is exact; other sums of whole numbers that are "
+        "made of logits are left to the program.",
+    ),
+    (
+        r"no elements",
+        "An axis of size 0 leaves nothing to compute.",
+    ),
+    (
+        r"more than .* operations",
+        "A kernel evaluates what stands between a product and the exponential on each tile; what does not depend on "
+        "the scores can be computed before, and repeated steps can often be one.",
+    ),
+    (
+        r"captured array is read (in|behind) a loop over experts",
+        "Hand the array to the function as an argument: what it holds is not known while the function is traced.",
     ),
 )
 
