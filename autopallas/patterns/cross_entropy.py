@@ -40,13 +40,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     matches: list[Match] = []
     misses: list[NearMiss] = []
     exponents = _exponents(graph)
-    scatters = _Scatters(graph, surviving(graph))
+    alive = surviving(graph)
+    scatters = _Scatters(graph, alive)
     taken: set[int] = set()
     for node in graph.nodes:
         with contained(node):
             if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
                 continue
-            alive = surviving(graph)
             if node.outputs[0] not in alive:
                 continue
             inside, ends = _flow(graph, [node.outputs[0]], alive)

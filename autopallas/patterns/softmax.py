@@ -25,7 +25,7 @@ from autopallas.patterns.expressions import Apply, Expression, Scope, conversion
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
 
-__all__ = ["Exponential", "Factor", "LogSumExp", "NoNormaliser", "Softmax", "Term"]
+__all__ = ["HIDDEN", "UNSHIFTED", "Exponential", "Factor", "LogSumExp", "NoNormaliser", "Softmax", "Term"]
 
 Kind = Literal["constant", "value", "log", "logsumexp"]
 T = TypeVar("T")

@@ -39,28 +39,17 @@ class Describer:
     def _record_or_less(self, match: Any, decision: Any) -> Site:
         with contained(match.location, match.op, "report"):
             return self._record(match, decision)
-        return Site(
-            op=match.op,
-            location=match.location,
-            path=" > ".join(match.body.path),
-            direction=match.direction,
-            verdict=decision.verdict,
-            reason=decision.reason,
-            implementation=decision.implementation,
-            block_sizes_from=decision.block_sizes_from,
-            attempts=decision.attempts,
-        )
+        return _outcome(match, decision)
 
     def _record(self, match: Any, decision: Any) -> Site:
-        key = (match.site, match.direction, decision)
+        key = (match.site, match.direction, match.assumptions, decision)
         if key not in self._known:
             self._known[key] = _describe(match, decision)
         return replace(self._known[key], location=match.location, path=" > ".join(match.body.path))
 
 
-def _describe(match: Any, decision: Any) -> Site:
-    spec = match.spec
-    sizes = decision.block_sizes
+def _outcome(match: Any, decision: Any) -> Site:
+    """Where a site is and what became of it: what can be said of every site."""
     return Site(
         op=match.op,
         location=match.location,
@@ -69,10 +58,18 @@ def _describe(match: Any, decision: Any) -> Site:
         verdict=decision.verdict,
         reason=decision.reason,
         implementation=decision.implementation,
-        block_sizes=None if sizes is None else sizes.to_dict(),
         block_sizes_from=decision.block_sizes_from,
-        measured=None if decision.evidence is None else _row(decision.evidence),
         attempts=decision.attempts,
+    )
+
+
+def _describe(match: Any, decision: Any) -> Site:
+    spec = match.spec
+    sizes = decision.block_sizes
+    return replace(
+        _outcome(match, decision),
+        block_sizes=None if sizes is None else sizes.to_dict(),
+        measured=None if decision.evidence is None else _row(decision.evidence),
         assumptions=(*match.assumptions, *spec.assumptions()),
         spec=_spec(spec, sizes),
         spec_line=str(spec),

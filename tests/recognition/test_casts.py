@@ -230,6 +230,15 @@ def test_that_keys_are_hidden_after_the_maximum_is_an_assumption_of_the_site(nam
     assert autopallas.explain(optimized_like_a_user(attend, assume_finite=False), *args).counts()["attention"] == 0
 
 
+def test_equal_sites_that_assume_different_things_say_so():
+    def both(q, k, v):
+        return divided(jnp.exp(q @ k.mT)) @ v, jax.nn.softmax(k @ q.mT) @ q
+
+    q, _, v = bhtd(ODD, f32)
+    sites = autopallas.explain(optimized_like_a_user(both), q, q + 1, v[..., : q.shape[-2], :]).sites
+    assert sorted(len(site.assumptions) for site in sites) == [0, 1]
+
+
 SHIFTED = {
     "mask in softmax": lambda s: jax.nn.softmax(s, where=jnp.arange(s.shape[-1]) < 5),
     "mask before and after": lambda s: divided(
