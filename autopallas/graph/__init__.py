@@ -3,5 +3,6 @@
 from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph, Node
+from autopallas.graph.row_selections import move_selections
 
-__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten"]
+__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten", "move_selections"]

@@ -50,6 +50,8 @@ class Body:
     """Whether the variables are not those of ``source``, which is the body of another equation too."""
     transposed: bool = False
     """Whether an equation of a derivative's backward holds the body, directly or further out."""
+    assumed: set[Var] = field(default_factory=set)
+    """What is the program's own value if its numbers are finite: 0 times something was taken for 0."""
 
     _defined: dict[Var, int] = field(default_factory=dict)
 
@@ -59,6 +61,13 @@ class Body:
         if not self._defined:
             self._defined = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
         return self._defined
+
+    def replace(
+        self, equations: list[JaxprEqn], outvars: list[Var | Literal], children: dict[int, list[Child]]
+    ) -> None:
+        """Gives the body other equations, results, and the bodies that these equations hold."""
+        self.equations, self.outvars, self.children = equations, outvars, children
+        self._defined = {}
 
     def walk(self) -> Iterator[Body]:
         """This body and all below it."""

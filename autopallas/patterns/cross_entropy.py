@@ -70,8 +70,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 def _may_give_logits(graph: Graph, node: Node) -> bool:
     if node.name != "dot_general" or is_product(node):
         return False
-    _, batch = node.params["dimension_numbers"]
-    return batch == ((), ()) and bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
+    return bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
 
 
 def _exponents(graph: Graph) -> set[int]:

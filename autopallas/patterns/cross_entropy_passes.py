@@ -90,7 +90,7 @@ class _Pass:
         batches = {t.batch for t in terminals if t.kind in ("columns", "column_sum")}
         if len(batches) > 1:
             raise Mismatch("the products of the backward are summed over different rows")
-        batch = next(iter(batches), frozenset())
+        batch = next(iter(batches), region.apart)
         self.rows = tuple(a for a in region.resolved(region.rows) if a not in batch)
         self.batch = tuple(a for a in region.resolved(region.rows) if a in batch)
         axes = self.rows, region.resolved(region.vocabulary)
@@ -132,6 +132,7 @@ class _Pass:
             clipped=tuple(self.clipped),
             batch_labels=labels.atoms(self.batch),
             precision=precision_of(self.graph, region.dot),
+            doubled=region.doubled,
         )
         for number in carrier.operands:
             if region.touches(number) and region.level_of(number) >= (1 if self.one else self.terminals[0].level):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -129,11 +130,12 @@ class Region:
         self.hidden = [a for _, atoms in contracted for a in atoms]
         for rows, weight in ((left, right), (right, left)):
             own = space.atoms(weight) - set(space.resolve(self.hidden))
-            if reduced and reduced == own:
+            if reduced and reduced <= own and not reduced & space.atoms(rows):
                 self.score, self.x, self.w = score, rows, weight
                 self._known = {self.logits: score}
-                self.vocabulary = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a in own)
-                self.rows = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a not in own)
+                self.vocabulary = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a in reduced)
+                self.rows = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a not in reduced)
+                self._apart = tuple(a for a in self.rows if a in own)
                 return True
         return False
 
@@ -153,6 +155,11 @@ class Region:
 
     def resolved(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         return self.space.resolve(atoms)
+
+    @property
+    def apart(self) -> frozenset[Atom]:
+        """The labels of rows of which each has a weight of its own."""
+        return frozenset(self.resolved(self._apart))
 
     def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
         """A value that is computed from ``known`` ones (by default the logits), seen under the labels of these."""
@@ -207,12 +214,9 @@ class Region:
         """
         if 0 in (*self.graph.shape(self.dot.inputs[0]), *self.graph.shape(self.dot.inputs[1])):
             raise Mismatch("an axis of the contraction has no elements")
-        for operand in (self.x, self.w):
-            value = self.space.canonical(operand).value
-            sliced = value in self.graph.elements and value not in self.graph.definitions
-            if sliced or self.graph.name(value) in ("dynamic_slice", "gather"):
-                raise Mismatch("the program computes its logits piece by piece already")
         around = loops(self.graph.definitions[self.logits].body)
+        if self._is_piece(self.w) and not self._varies(self.x, around):
+            raise Mismatch("the program computes its logits in pieces of the vocabulary already")
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop")
         before = -1
@@ -232,6 +236,19 @@ class Region:
             self._out_of_rules()
         if not any(_computes(t.expression, "exp_sum") for t in self.terminals if t.kind == "statistics"):
             raise Mismatch("nothing sums the exponentials of the logits")
+
+    def _is_piece(self, operand: Ref) -> bool:
+        """Whether an operand is an element of what a loop goes through, or is picked by index."""
+        value = self.space.canonical(operand).value
+        if self.graph.name(value) in ("dynamic_slice", "gather"):
+            return True
+        return value in self.graph.elements and value not in self.graph.definitions
+
+    def _varies(self, operand: Ref, around: int) -> bool:
+        """Whether an operand is another one in each step of the innermost of ``around`` loops."""
+        value = self.space.canonical(operand).value
+        bodies = self.graph.positions
+        return around > 0 and not any(value in held and loops(body) < around for body, held in bodies.items())
 
     def _out_of_rules(self) -> None:
         """Where a reduction stands in the body of a custom rule, what its call gives takes the place of its result."""
@@ -260,7 +277,14 @@ class Region:
 
     @property
     def wide(self) -> Dtype:
-        return np.dtype(np.float64 if self.graph.dtype(self.logits) == np.float64 else np.float32)
+        """The dtype of statistics."""
+        return np.dtype(np.float64 if self.doubled or self.graph.dtype(self.logits) == np.float64 else np.float32)
+
+    @cached_property
+    def doubled(self) -> bool:
+        """Whether narrower logits become float64 on the way."""
+        own = self.graph.dtype(self.logits)
+        return own != np.float64 and any(self.graph.dtype(number) == np.float64 for number in self.inside)
 
     def _source(self, node: Node) -> int:
         """The value inside that an end reads."""
@@ -276,7 +300,7 @@ class Region:
             axes = set(node.params["axes"])
             reduced = {a for d in axes for a in self.resolved(at.view[d][1])}
             kept = tuple(dimension for d, dimension in enumerate(at.view) if d not in axes)
-            if node.name == "reduce_sum" and reduced and reduced <= rows:
+            if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
             if not vocabulary <= reduced:
                 raise Mismatch(f"{node.name} runs over a part of the logits at {compat.location(node.equation)}")
@@ -299,16 +323,20 @@ class Region:
         raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
 
     def _product(self, node: Node, at: Ref) -> Terminal:
-        """dlogits times the weight, or its transpose times the activations."""
+        """dlogits times the weight, or its transpose times the activations; or a sum of products with something else."""
         space = self.space
         contracting, batch = node.params["dimension_numbers"]
         side = 0 if node.inputs[0] == at.value else 1
         reduced = {a for d in contracting[side] for a in self.resolved(at.view[d][1])}
-        examples = {a for d in batch[side] for a in self.resolved(at.view[d][1])}
+        vocabulary, rows = set(self.resolved(self.vocabulary)), set(self.resolved(self.rows))
         kind: Literal["rows", "columns"]
-        if reduced == set(self.resolved(self.vocabulary)) and not examples:
+        if vocabulary <= reduced and len(self.graph.shape(node.inputs[1 - side])) == len(
+            (*contracting[1 - side], *batch[1 - side])
+        ):
+            return self._sum_of_products(node, at, side)
+        if reduced == vocabulary:
             kind, partner = "rows", self.w
-        elif reduced and reduced | examples == set(self.resolved(self.rows)):
+        elif reduced and reduced <= rows - self.apart:
             kind, partner = "columns", self.x
         else:
             raise Mismatch(f"the logits are contracted over another axis at {compat.location(node.equation)}")
@@ -336,7 +364,19 @@ class Region:
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
         others = [hidden[d] for d in free]
         view = (*first, *own, *others) if side == 0 else (*first, *others, *own)
-        return Terminal(node, node.outputs[0], view, kind, at, frozenset(examples))
+        return Terminal(node, node.outputs[0], view, kind, at, frozenset(rows - reduced if kind == "columns" else ()))
+
+    def _sum_of_products(self, node: Node, at: Ref, side: int) -> Terminal:
+        """A contraction over the vocabulary with something that has no axis of its own, such as labels as one-hot rows
+        or probabilities: what the sum of an elementwise product is."""
+        contracting, batch = node.params["dimension_numbers"]
+        pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
+        shared = {o: at.view[d] for d, o in pairs}
+        other = node.inputs[1 - side]
+        read = Ref(other, tuple(shared[o] for o in range(len(self.graph.shape(other)))))
+        first = [at.view[d] for d in batch[side]]
+        own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
+        return Terminal(node, node.outputs[0], (*first, *own), "statistics", self.algebra.total_of_products(at, read))
 
     # ------------------------------------------------------------------ passes
 

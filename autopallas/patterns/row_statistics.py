@@ -111,12 +111,27 @@ class RowStatistics(Softmax):
         if counted is not None:
             return counted
         self._refuse_uncounted(tile)
+        return self._sum_of(self._expand(self.space.canonical(tile))) or Computed("sum", tile, self.wide)
+
+    def total_of_products(self, tile: Ref, other: Ref) -> Expression:
+        """sum over V of the products of two tiles, each of which is taken without a rounding."""
+        if any(not jnp.issubdtype(self.scope.dtype(t), jnp.floating) for t in (tile, other)):
+            raise Mismatch("whole numbers that are computed from the logits are summed")
+        a, b = self.space.canonical(tile), self.space.canonical(other)
+        found = self._sum_of(self._multiplied(a, b, self.wide, 1))
+        if found is None:
+            factors = self.convert(a, self.wide), self.convert(b, self.wide)
+            found = Computed("sum", self._multiply(*factors), self.wide)
+        return found
+
+    def _sum_of(self, expanded: Iterator[_Summand]) -> Expression | None:
+        """The sum over V of some summands; None where a number per row does not enter linearly."""
         try:
-            summands = list(islice(self._expand(self.space.canonical(tile)), _MOST_SUMMANDS + 1))
-            if len(summands) > _MOST_SUMMANDS:
-                raise _NotLinear
+            summands = list(islice(expanded, _MOST_SUMMANDS + 1))
         except _NotLinear:
-            return Computed("sum", tile, self.wide)
+            return None
+        if len(summands) > _MOST_SUMMANDS:
+            return None
         found: Expression | None = None
         for summand in summands:
             value = self._summand(summand)
@@ -252,20 +267,7 @@ class RowStatistics(Softmax):
         elif name == "convert_element_type" and self._rounds(tile, operands[0]):
             yield from self._expand(operands[0], depth)
         elif name == "mul":
-            a, b = operands
-            if not self.carries_axis(b) or self.carries_axis(a) and self._places(a):
-                a, b = b, a
-            if not self.carries_axis(a):
-                yield from (self._scaled(s, a) for s in self._expand(b, depth))
-            elif self._places(b):
-                for s in self._expand(b, depth):
-                    assert s.label is not None
-                    yield self._scaled(s, self._at(a, s.label))
-            elif self.pure(a) or self.pure(b):
-                a, b = (a, b) if self.pure(a) else (b, a)
-                yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
-            else:
-                yield self._exponential_sum(tile)
+            yield from self._multiplied(*operands, dtype, depth, tile)
         elif name == "div" and not self.carries_axis(operands[1]):
             one = Constant(1.0, self.wide)
             reciprocal = self._divide(one, self.convert(operands[1], self.wide))
@@ -289,6 +291,24 @@ class RowStatistics(Softmax):
                     yield _Summand(s.factors, masked, s.label)
         else:
             yield self._exponential_sum(tile)
+
+    def _multiplied(self, a: Ref, b: Ref, dtype: Dtype, depth: int, product: Ref | None = None) -> Iterator[_Summand]:
+        """The product of two tiles, as :meth:`_expand` gives it; ``product``: the value that holds it, if any does."""
+        if not self.carries_axis(b) or self.carries_axis(a) and self._places(a):
+            a, b = b, a
+        if not self.carries_axis(a):
+            yield from (self._scaled(s, a) for s in self._expand(b, depth))
+        elif self._places(b):
+            for s in self._expand(b, depth):
+                assert s.label is not None
+                yield self._scaled(s, self._at(a, s.label))
+        elif self.pure(a) or self.pure(b):
+            a, b = (a, b) if self.pure(a) else (b, a)
+            yield from (self._times(s, a, dtype) for s in self._expand(b, depth))
+        elif product is not None:
+            yield self._exponential_sum(product)
+        else:
+            raise _NotLinear
 
     def _exponential_sum(self, tile: Ref) -> _Summand:
         if not self._has_exponential(tile):

@@ -35,6 +35,8 @@ _DEEPEST = 64
 number."""
 _MOST_TERMS = 32
 """Terms of one sum of logarithms; a longer sum is a term of its own."""
+_DROWNS_IN = 1e10
+"""A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32."""
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
 """What is assumed of scores that enter an exponential as they are: where it overflows, the program gives NaN."""
@@ -253,6 +255,8 @@ class Softmax:
             if self._is_row(b):
                 x, rows, shifted = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
+                if self._drowns(row) and self._is_filled(a):
+                    row = [Term(float(sign), "value", self.space.canonical(b))]
                 rows = rows + row
                 shifted = self._bounds(row, a) or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
@@ -327,6 +331,27 @@ class Softmax:
             if term.kind == "value" and term.coefficient == -1:
                 if self._is_maximum(term.expression, values, about=True):
                     return True
+        return False
+
+    def _drowns(self, row: Sequence[Term]) -> bool:
+        """Whether the logarithm of a sum was added to the row's maximum before both are taken away."""
+        return [t.kind for t in row if t.kind != "constant"] == ["logsumexp"]
+
+    def _is_filled(self, ref: Ref) -> bool:
+        """Whether scores are replaced by a finite number of such size that float64 does not keep a logarithm added to
+        it: in a row of nothing else, ``exp(s - logsumexp(s))`` is 1 everywhere."""
+        seen: set[int] = set()
+        todo = [ref]
+        while todo:
+            at = self.space.canonical(todo.pop())
+            if at.value in seen or len(seen) > _MOST_TERMS:
+                continue
+            seen.add(at.value)
+            number = self.scope.number(at)
+            if number is None:
+                todo += self.space.operands(at) or []
+            elif _DROWNS_IN < abs(number) < math.inf:
+                return True
         return False
 
     def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:

@@ -65,3 +65,43 @@ def test_a_factor_of_the_keys_in_both_branches_of_a_condition():
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # sums of a few float32 numbers in another order
     assert autopallas.explain(optimized, *arguments).failures == ()
+
+
+def test_probabilities_too_small_for_float32_in_a_loss_that_widens_its_logits():
+    """exp(-200) is 0 in float32 and has a logarithm in float64."""
+    with jax.enable_x64(True):
+        x, w = (jnp.asarray(a, jnp.float32) for a in (array(5, 4, seed=1) * 100, array(4, 11, seed=2)))
+        labels = jnp.arange(5) * 2
+
+        def loss(x, w):
+            z = x @ w
+            shifted = (z - z.max(-1, keepdims=True)).astype(jnp.float64)
+            p = jnp.exp(shifted) / jnp.exp(shifted).sum(-1, keepdims=True)
+            return -jnp.take_along_axis(jnp.log(p), labels[:, None], -1).mean()
+
+        step = jax.value_and_grad(loss, (0, 1))
+        optimized = optimized_like_a_user(step)
+        given, expected = jax.jit(optimized)(x, w), compiled(step)(x, w)
+        assert optimized.report().counts()["cross_entropy"] == 1
+        z = x @ w
+        picked = jnp.take_along_axis(z, labels[:, None], -1)
+        assert float(jnp.max(jnp.max(z, -1, keepdims=True) - picked)) > 110
+        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-1e30, -1e9, -np.inf])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_logarithm_that_a_fill_swallows(fill, added):
+    """In a row of nothing but -1e30, ``exp(s - logsumexp(s))`` is 1 everywhere, in float64 too."""
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+    shown = jnp.arange(5)[None] + 3 <= jnp.arange(5)[:, None]
+
+    def attend(q, k, v):
+        scores = q @ k.T
+        scores = scores + jnp.where(shown, 0.0, fill) if added else jnp.where(shown, scores, fill)
+        return jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True)) @ v
+
+    compared = compare(attend, (q, k, v))
+    assert compared.complaints == []
+    assert compared.counts() == 1, compared.reasons()

@@ -54,6 +54,7 @@ class CrossEntropySite:
       sides: the side inputs of the programs, in order.
       clipped: which of them are labels that are clipped to 0 .. V - 1 when they are read.
       types: dtypes of all operands.
+      precision, doubled: as in the spec.
     """
 
     sizes: tuple[int, ...]
@@ -73,6 +74,7 @@ class CrossEntropySite:
     clipped: tuple[int, ...] = ()
     batch_labels: tuple[Label, ...] = ()
     precision: str | None = None
+    doubled: bool = False
     own_rule: bool = False
     """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
 
@@ -113,6 +115,7 @@ class CrossEntropySite:
             finish=self.finish,
             products=self.products,
             precision=self.precision,
+            doubled=self.doubled,
         )
 
     # ------------------------------------------------------------------ to canonical arrays and back

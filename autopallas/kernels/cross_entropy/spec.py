@@ -93,16 +93,19 @@ class CrossEntropySpec:
     products: tuple[Product, ...] = ()
     precision: str | None = None
     """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""
+    doubled: bool = False
+    """Whether the original computes in float64 with narrower logits."""
 
     @property
     def accumulation_dtype(self) -> Dtype:
-        """float32, or float64 where the logits are float64."""
-        return np.dtype(np.float64 if self.logit_dtype == np.float64 else np.float32)
+        """float32, or float64 where the original has float64."""
+        return np.dtype(np.float64 if self.doubled or self.logit_dtype == np.float64 else np.float32)
 
     @property
     def widest_dtype(self) -> Dtype:
         """The dtype under which tables file this cross-entropy."""
-        return max((self.row_dtype, self.weight_dtype), key=lambda d: d.itemsize)
+        computed = (self.accumulation_dtype,) if self.doubled else ()
+        return max((self.row_dtype, self.weight_dtype, *computed), key=lambda d: d.itemsize)
 
     def assumptions(self) -> tuple[str, ...]:
         """What has to hold for the result to be the original's, in words."""

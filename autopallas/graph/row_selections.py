@@ -1,0 +1,628 @@
+"""Rows of logits that are selected become rows of the activations that are selected.
+
+A next-token loss takes ``(x @ w)[:, :-1]``: the logits of some rows.  Under a gradient what it gives back is put among
+zeros (``pad``) before the products that end the backward.  Both commute with the product: ``(x @ w)[rows]`` is
+``x[rows] @ w``; with P putting rows among zeros, ``P(d) @ w.T`` is ``P(d @ w.T)`` and ``x.T @ P(d)`` is
+``x[rows].T @ d``.  So a selection moves back through elementwise computations, casts, broadcasts and reductions over
+other axes to the operand of the product, and what is put among zeros moves on to behind it.  What remains is a loss of
+all rows that there are, as any other.
+
+The equations of a body change only where that leaves it with no more products than it had.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.graph.flatten import Body, Child
+
+__all__ = ["move_selections"]
+
+_RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
+_LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
+_THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
+"""What a selection moves back through, beside reductions and products."""
+_DEEPEST = 128
+"""Equations on one path through which a selection moves."""
+
+Atom = Var | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some positions along an axis of an array.
+
+    Attributes:
+      axis: the axis; of an array whose axis is to be split first, that one.
+      parts: the sizes into which it is split; one, if it is not.
+      part: of which of them positions are selected.
+      start: the first position, or the variable that holds it.
+      size, stride: how many positions, and the distance between them.
+    """
+
+    axis: int
+    parts: tuple[int, ...]
+    part: int
+    start: int | Var
+    size: int
+    stride: int = 1
+
+    @property
+    def more(self) -> int:
+        """How many axes more there are after splitting."""
+        return len(self.parts) - 1
+
+    @property
+    def choice(self) -> tuple[Any, ...]:
+        """What is selected, wherever the axis is."""
+        return self.parts[self.part], self.start, self.size, self.stride
+
+    def at(self, axis: int) -> _Rows:
+        return replace(self, axis=axis)
+
+    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what is selected."""
+        chosen = [self.size if p == self.part else n for p, n in enumerate(self.parts)]
+        return *before[: self.axis], *chosen, *before[self.axis + 1 :]
+
+    def moved(self, axis: int) -> int:
+        """Where another axis is afterwards."""
+        return axis if axis < self.axis else axis + self.more
+
+    def varies(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
+        """Whether an operand has the axis of an elementwise result of the shape ``whole``."""
+        return len(shape) == len(whole) and shape[self.axis] == whole[self.axis]
+
+    def fits(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
+        """Whether an operand of an elementwise result can be read at the rows; one that is repeated cannot be split."""
+        return not shape or self.varies(shape, whole) or not self.more
+
+    def select(self, array: Any, start: Any = None) -> Any:
+        """``array`` at the positions; ``start`` is the value of a variable one."""
+        own = self.axis + self.part
+        if self.more:
+            array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *array.shape[self.axis + 1 :]))
+        if isinstance(self.start, int):
+            stop = self.start + (self.size - 1) * self.stride + 1
+            return lax.slice_in_dim(array, self.start, stop, self.stride, own)
+        sizes = [self.size if d == own else n for d, n in enumerate(array.shape)]
+        return lax.dynamic_slice_p.bind(array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes))
+
+    def put(self, array: Any, before: Sequence[int], start: Any = None) -> Any:
+        """The inverse: an array of the shape ``before``, zero elsewhere."""
+        own = self.axis + self.part
+        full = (*before[: self.axis], *self.parts, *before[self.axis + 1 :])
+        if isinstance(self.start, int):
+            rest = full[own] - self.start - (self.size - 1) * self.stride - 1
+            config = [(self.start, rest, self.stride - 1) if d == own else (0, 0, 0) for d in range(len(full))]
+            array = lax.pad(array, jnp.zeros((), array.dtype), config)
+        else:
+            zeros = jnp.zeros(full, array.dtype)
+            array = lax.dynamic_update_slice_p.bind(zeros, array, *_starts(start, own, len(full)))
+        return lax.reshape(array, tuple(before)) if self.more else array
+
+
+def _starts(start: Any, axis: int, rank: int) -> list[Any]:
+    return [start if d == axis else jnp.zeros((), start.dtype) for d in range(rank)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """A value that is ``core`` at some rows and zero at the others; ``assumed``: unless something is not finite."""
+
+    core: Atom
+    rows: _Rows
+    assumed: bool = False
+
+
+def move_selections(root: Body, assume_finite: bool = True) -> Body:
+    """Moves selections of rows before the products that give logits, in place, in every body.
+
+    Args:
+      root: the program.
+      assume_finite: whether 0 times something may be taken for 0.
+    """
+    choices: set[tuple[Any, ...]] = set()
+    for body in root.walk():
+        if _may_select(body, choices):
+            _Mover(body, choices, assume_finite).run()
+    return root
+
+
+def _may_select(body: Body, choices: set[tuple[Any, ...]]) -> bool:
+    names = {e.primitive.name for e in body.equations}
+    selects = not names.isdisjoint(("slice", "dynamic_slice")) and not names.isdisjoint(("exp", "exp2"))
+    puts = bool(choices) and not names.isdisjoint(("pad", "dynamic_update_slice"))
+    return "dot_general" in names and (selects or puts)
+
+
+class _Mover:
+    """The work on one body.
+
+    The original's equations stay, for whoever else reads them, with new ones among them; what nobody reads any more is
+    left out at the end.
+    """
+
+    def __init__(self, body: Body, choices: set[tuple[Any, ...]], assume_finite: bool):
+        self.body, self.choices, self.assume_finite = body, choices, assume_finite
+        self.equations: list[JaxprEqn] = []
+        self.definitions: dict[Var, JaxprEqn] = {}
+        self.names: dict[Var, Atom] = {}
+        """What is read in place of a variable."""
+        self.logits: set[Var] = set()
+        """What is computed from logits row by row."""
+        self.spread: dict[Var, _Spread] = {}
+        self.assumed: set[Var] = set()
+        self._selected: dict[tuple[Var, _Rows], Atom] = {}
+        self._own = frozenset(self._flowing())
+
+    def run(self) -> None:
+        before = sum(map(_is_contraction, _live(self.body.equations, self.body.outvars)))
+        children: dict[int, list[Child]] = {}
+        for position, equation in enumerate(self.body.equations):
+            inputs = [self._named(a) for a in equation.invars]
+            if any(map(operator.is_not, inputs, equation.invars)):
+                equation = equation.replace(invars=inputs)
+            new = self._in_place_of(equation)
+            if new is not None:
+                self.names[equation.outvars[0]] = new
+            self._add(equation)
+            if position in self.body.children:
+                children[id(equation)] = self.body.children[position]
+        outvars = [self._named(a) for a in self.body.outvars]
+        live = _live(self.equations, outvars)
+        if self.names and sum(map(_is_contraction, live)) <= before:
+            self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
+            self.body.assumed |= self.assumed
+
+    # ------------------------------------------------------------------ what flows where
+
+    def _flowing(self) -> set[Var]:
+        """The results of products that flow into an exponential element by element."""
+        found: set[Var] = set()
+        own: set[Var] = set()
+        layout = _THROUGH | {"slice", "dynamic_slice"}
+        for equation in reversed(self.body.equations):
+            name = equation.primitive.name
+            if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
+                found.update(a for a in equation.invars if isinstance(a, Var))
+            elif _is_contraction(equation) and equation.outvars[0] in found:
+                own.add(equation.outvars[0])
+        return own
+
+    def _named(self, atom: Atom) -> Atom:
+        while isinstance(atom, Var) and atom in self.names:
+            atom = self.names[atom]
+        return atom
+
+    def _add(self, equation: JaxprEqn) -> None:
+        self.equations.append(equation)
+        for variable in equation.outvars:
+            self.definitions[variable] = equation
+        name, result = equation.primitive.name, equation.outvars[0]
+        if result in self._own:
+            self.logits.add(result)
+        elif name in _THROUGH or name in _REDUCTIONS or name in ("slice", "dynamic_slice"):
+            if any(isinstance(a, Var) and a in self.logits for a in equation.invars):
+                self.logits.add(result)
+
+    def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
+        """The result of a function of some atoms, computed by new equations."""
+        made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
+        inner, consts = compat.opened(made)
+        assert not consts
+        names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
+        for equation in inner.eqns:
+            outputs = [Var(v.aval) for v in equation.outvars]
+            inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
+            names.update(zip(equation.outvars, outputs, strict=True))
+            self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info))
+        (result,) = inner.outvars
+        found = names[result]
+        assert isinstance(found, Var)
+        return found
+
+    def _bind(self, like: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> Var:
+        """The equation ``like`` with other operands and parameters."""
+        full = {**like.params, **params}
+        varying = [a for a in atoms if not isinstance(a, Literal)]
+
+        def function(*given: Any) -> Any:
+            left = iter(given)
+            return like.primitive.bind(*(a.val if isinstance(a, Literal) else next(left) for a in atoms), **full)
+
+        return self._emit(like, function, *varying)
+
+    # ------------------------------------------------------------------ selections move back
+
+    def _in_place_of(self, equation: JaxprEqn) -> Atom | None:
+        """What is read in place of an equation's result, if something is moved over it."""
+        name = equation.primitive.name
+        rows = _selection(equation)
+        if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
+            if not self._comes_to_a_product(equation.invars[0], rows):
+                return None
+            self.choices.add(rows.choice)
+            return self._select(equation.invars[0], rows, equation)
+        spread = self._put(equation)
+        if spread is not None:
+            self.spread[equation.outvars[0]] = spread
+        elif any(isinstance(a, Var) and a in self.spread for a in equation.invars):
+            if name == "dot_general":
+                return self._product_of_spread(equation)
+            if name == "reduce_sum":
+                return self._sum_of_spread(equation)
+            moved = self._on_spread(equation)
+            if moved is not None:
+                self.spread[equation.outvars[0]] = moved
+        return None
+
+    def _comes_to_a_product(self, variable: Var, rows: _Rows) -> bool:
+        """Whether a selection moves back to a product of which it selects rows, not the vocabulary, and no further
+        selection of something else is left on the way."""
+        todo: list[tuple[Var, _Rows]] = [(variable, rows)]
+        seen = set(todo)
+        found = False
+        while todo:
+            one, own = todo.pop()
+            if one not in self.logits:
+                continue
+            if one in self._own:
+                found = True
+                continue
+            steps = self._steps(one, own)
+            if steps is None:
+                return False
+            for atom, further in steps:
+                if isinstance(atom, Var) and further is not None and (atom, further) not in seen:
+                    seen.add((atom, further))
+                    todo.append((atom, further))
+        return found
+
+    def _steps(self, variable: Var, rows: _Rows) -> list[tuple[Atom, _Rows | None]] | None:
+        """The operands of the equation of a value, with the rows of each that its own rows are computed from (None: the
+        operand as it is); None where it is not computed row by row."""
+        equation = self.definitions[variable]
+        name, operands = equation.primitive.name, equation.invars
+        shape = variable.aval.shape
+        if name in ELEMENTWISE:
+            if not all(rows.fits(a.aval.shape, shape) for a in operands):
+                return None
+            return [(a, rows if rows.varies(a.aval.shape, shape) else None) for a in operands]
+        if name in _REDUCTIONS:
+            axes = equation.params["axes"]
+            kept = [d for d in range(len(operands[0].aval.shape)) if d not in axes]
+            return [(operands[0], rows.at(kept[rows.axis]))]
+        if name == "broadcast_in_dim":
+            targets, own = equation.params["broadcast_dimensions"], operands[0].aval.shape
+            if len(operands) != 1:
+                return None
+            if rows.axis not in targets or own[targets.index(rows.axis)] != shape[rows.axis]:
+                return [(operands[0], None)]
+            return [(operands[0], rows.at(targets.index(rows.axis)))]
+        if name == "transpose" and not rows.more:
+            return [(operands[0], rows.at(equation.params["permutation"][rows.axis]))]
+        if name in _RESHAPES and not rows.more:
+            found = _reshaped(operands[0].aval.shape, shape, rows)
+            return None if found is None else [(operands[0], found)]
+        return None
+
+    def _select(self, atom: Atom, rows: _Rows, like: JaxprEqn, depth: int = 0) -> Atom:
+        """The rows of a value, from those of what it is computed from."""
+        if not isinstance(atom, Var):
+            return self._emit(like, lambda: rows.select(jnp.asarray(atom.val)))
+        key = atom, rows
+        if key not in self._selected:
+            self._selected[key] = self._selected_anew(atom, rows, like, depth)
+        return self._selected[key]
+
+    def _selected_anew(self, variable: Var, rows: _Rows, like: JaxprEqn, depth: int) -> Atom:
+        spread = self.spread.get(variable)
+        if spread is not None and spread.rows == rows and not spread.assumed:
+            return spread.core
+        if variable in self.logits and depth < _DEEPEST:
+            equation = self.definitions[variable]
+            if _is_contraction(equation):
+                product = self._rows_of_product(equation, rows)
+                if product is not None:
+                    return product
+            else:
+                steps = self._steps(variable, rows)
+                if steps is not None:
+                    return self._again(equation, rows, steps, depth)
+        if isinstance(rows.start, int):
+            return self._emit(like, rows.select, variable)
+        return self._emit(like, rows.select, variable, rows.start)
+
+    def _again(
+        self, equation: JaxprEqn, rows: _Rows, steps: Sequence[tuple[Atom, _Rows | None]], depth: int
+    ) -> Atom:
+        """The rows of an equation's result."""
+        name, result = equation.primitive.name, equation.outvars[0]
+        atoms = [a if own is None else self._select(a, own, equation, depth + 1) for a, own in steps]
+        if name in ELEMENTWISE:
+            return self._bind(equation, atoms)
+        return self._emit(equation, _layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
+
+    def _rows_of_product(self, equation: JaxprEqn, rows: _Rows) -> Atom | None:
+        (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
+        if rows.axis < len(batch[0]):
+            if rows.more:
+                return None
+            atoms = [self._select(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
+            return self._bind(equation, atoms)
+        ranks = [len(a.aval.shape) for a in operands]
+        free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
+        position = rows.axis - len(batch[0])
+        side = int(position >= len(free[0]))
+        own = rows.at(free[side][position - side * len(free[0])])
+        atoms = list(operands)
+        atoms[side] = self._select(operands[side], own, equation)
+        moved = [tuple(own.moved(d) if s == side else d for d in contracting[s]) for s in (0, 1)]
+        pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
+        return self._bind(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+
+    # ------------------------------------------------------------------ what is put among zeros moves on
+
+    def _put(self, equation: JaxprEqn) -> _Spread | None:
+        """What an equation puts among zeros, if it selects rows the other way round."""
+        name, result = equation.primitive.name, equation.outvars[0]
+        if not self.choices or not jnp.issubdtype(result.aval.dtype, jnp.floating):
+            return None
+        shape = result.aval.shape
+        if name == "pad" and self._is_zero(equation.invars[1]):
+            config = equation.params["padding_config"]
+            changed = [d for d, c in enumerate(config) if c != (0, 0, 0)]
+            if len(changed) != 1 or any(n < 0 for n in config[changed[0]]):
+                return None
+            (axis,) = changed
+            low, _, interior = config[axis]
+            size = equation.invars[0].aval.shape[axis]
+            rows = _Rows(axis, (shape[axis],), 0, low, size, interior + 1 if size > 1 else 1)
+        elif name == "dynamic_update_slice" and self._is_zero(equation.invars[0]):
+            found = _dynamic(equation.invars[2:], shape, equation.invars[1].aval.shape)
+            if found is None:
+                return None
+            rows = found
+        else:
+            return None
+        core = equation.invars[0 if name == "pad" else 1]
+        return _Spread(core, rows) if rows.choice in self.choices else None
+
+    def _is_zero(self, atom: Atom) -> bool:
+        for _ in range(4):
+            if isinstance(atom, Literal):
+                return not atom.aval.shape and not bool(atom.val)
+            equation = self.definitions.get(atom)
+            if equation is None or equation.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+                return False
+            atom = equation.invars[0]
+        return False
+
+    def _on_spread(self, equation: JaxprEqn) -> _Spread | None:
+        """The result of an equation as something among zeros."""
+        name, operands, result = equation.primitive.name, equation.invars, equation.outvars[0]
+        given = [self.spread.get(a) if isinstance(a, Var) else None for a in operands]
+        first = next(s for s in given if s is not None)
+        rows, assumed = first.rows, any(s.assumed for s in given if s is not None)
+        if any(s is not None and s.rows != rows for s in given):
+            return None
+        if name in _LINEAR:
+            alone = sum(s is None for s in given)
+            if name in ("add", "add_any", "sub") and alone:
+                return None
+            if name == "div" and given[1] is not None:
+                return None
+            if name == "select_n":
+                if given[0] is not None or any(
+                    s is None and not self._is_zero(a) for s, a in zip(given[1:], operands[1:], strict=True)
+                ):
+                    return None
+            elif name in ("mul", "div") and alone:
+                other = operands[next(i for i, s in enumerate(given) if s is None)]
+                if not isinstance(other, Literal):
+                    if not self.assume_finite:
+                        return None
+                    assumed = True
+                elif not math.isfinite(other.val) or (name == "div" and not other.val):
+                    return None
+            whole = result.aval.shape
+            if not all(rows.fits(a.aval.shape, whole) for a in operands):
+                return None
+            atoms: list[Atom] = []
+            for atom, own in zip(operands, given, strict=True):
+                if own is not None:
+                    atoms.append(own.core)
+                else:
+                    varies = rows.varies(atom.aval.shape, whole)
+                    atoms.append(self._select(atom, rows, equation) if varies else atom)
+            return _Spread(self._bind(equation, atoms), rows, assumed)
+        shape = result.aval.shape
+        if len(operands) != 1:
+            return None
+        further = self._forward(equation, rows)
+        if further is None:
+            return None
+        layout = _layout_of(equation, rows, further.shape(shape), further)
+        return _Spread(self._emit(equation, layout, first.core), further, assumed)
+
+    def _forward(self, equation: JaxprEqn, rows: _Rows) -> _Rows | None:
+        """The rows of a layout operation's result that are those of its operand."""
+        name, params = equation.primitive.name, equation.params
+        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        if name == "broadcast_in_dim":
+            target = params["broadcast_dimensions"][rows.axis]
+            return rows.at(target) if before[rows.axis] == after[target] else None
+        if rows.more:
+            return None
+        if name == "transpose":
+            return rows.at(tuple(params["permutation"]).index(rows.axis))
+        if name not in _RESHAPES:
+            return None
+        for axis in range(len(after)):  # the axis itself, or one into which it is merged with others
+            for parts in _groups(before, rows.axis):
+                own = _Rows(axis, parts[0], parts[1], rows.start, rows.size, rows.stride)
+                if len(own.parts) == 1 or not own.more:
+                    same = _reshaped(before, after, own.at(axis)) if after[axis] == parts[0][0] else None
+                    if same is not None and same == rows:
+                        return own
+                elif after[axis] == math.prod(own.parts) and math.prod(after[:axis]) == math.prod(before[: parts[2]]):
+                    return own
+        return None
+
+    def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
+        """A product with something among zeros."""
+        (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
+        side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
+        own = self.spread[operands[side]]  # type: ignore[index]
+        rows, other = own.rows, operands[1 - side]
+        ranks = [len(a.aval.shape) for a in operands]
+        free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
+        atoms: list[Atom] = [own.core, other] if side == 0 else [other, own.core]
+        result: _Rows | None = None
+        theirs = rows
+        if rows.axis in contracting[side]:
+            theirs = rows.at(contracting[1 - side][contracting[side].index(rows.axis)])
+            atoms[1 - side] = self._select(other, theirs, equation)
+        elif rows.axis in batch[side]:
+            if rows.more:
+                return None
+            place = batch[side].index(rows.axis)
+            theirs = rows.at(batch[1 - side][place])
+            atoms[1 - side] = self._select(other, theirs, equation)
+            result = rows.at(place)
+        else:
+            place = free[side].index(rows.axis) + (len(free[0]) if side else 0)
+            result = rows.at(len(batch[0]) + place)
+            theirs = replace(rows, parts=(0,), part=0, axis=ranks[1 - side])  # the other operand stays as it is
+
+        def dims(axes: tuple[Sequence[int], Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            found: list[list[int]] = [[], []]
+            for pair in zip(*axes, strict=True):
+                for s, d in enumerate(pair):
+                    mine = rows if s == side else theirs
+                    many = range(d, d + 1 + mine.more) if d == mine.axis else (mine.moved(d),)
+                    found[s] += many
+            return tuple(found[0]), tuple(found[1])
+
+        new = self._bind(equation, atoms, dimension_numbers=(dims(contracting), dims(batch)))
+        if own.assumed:
+            self.assumed.add(new)
+        if result is None:
+            return new
+        self.spread[equation.outvars[0]] = _Spread(new, result, own.assumed)
+        shape = equation.outvars[0].aval.shape
+        if isinstance(result.start, int):
+            return self._emit(equation, lambda core: result.put(core, shape), new)
+        return self._emit(equation, lambda core, start: result.put(core, shape, start), new, result.start)
+
+    def _sum_of_spread(self, equation: JaxprEqn) -> Atom | None:
+        """A sum of something among zeros: over the rows, or what is among zeros again."""
+        own = self.spread[equation.invars[0]]  # type: ignore[index]
+        rows, axes = own.rows, equation.params["axes"]
+        many = [d for a in axes for d in (range(a, a + 1 + rows.more) if a == rows.axis else (rows.moved(a),))]
+        core = self._bind(equation, [own.core], axes=tuple(many))
+        if rows.axis in axes:
+            if own.assumed:
+                self.assumed.add(core)
+            return core
+        kept = [d for d in range(len(equation.invars[0].aval.shape)) if d not in axes]
+        self.spread[equation.outvars[0]] = _Spread(core, rows.at(kept.index(rows.axis)), own.assumed)
+        return None
+
+
+def _is_contraction(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "dot_general" and bool(equation.params["dimension_numbers"][0][0])
+
+
+def _live(equations: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
+    """The equations whose results are read, and those with effects."""
+    read = {a for a in outvars if isinstance(a, Var)}
+    found: list[JaxprEqn] = []
+    for equation in reversed(equations):
+        if compat.has_side_effects(equation) or not read.isdisjoint(equation.outvars):
+            found.append(equation)
+            read.update(a for a in equation.invars if isinstance(a, Var))
+    return found[::-1]
+
+
+def _selection(equation: JaxprEqn) -> _Rows | None:
+    """The rows that an equation selects along one axis."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("slice", "dynamic_slice"):
+        return None
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if name == "dynamic_slice":
+        return _dynamic(equation.invars[1:], before, after)
+    strides = params["strides"] or (1,) * len(before)
+    changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
+    if len(changed) != 1:
+        return None
+    (axis,) = changed
+    size = after[axis]
+    return _Rows(axis, (before[axis],), 0, int(params["start_indices"][axis]), size, strides[axis] if size > 1 else 1)
+
+
+def _dynamic(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) -> _Rows | None:
+    changed = [d for d, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
+    if len(changed) != 1:
+        return None
+    (axis,) = changed
+    start = starts[axis]
+    if isinstance(start, Literal):  # a start behind the last possible one is that one
+        return _Rows(axis, (whole[axis],), 0, max(0, min(int(start.val), whole[axis] - part[axis])), part[axis])
+    return _Rows(axis, (whole[axis],), 0, start, part[axis])
+
+
+def _groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:
+    """Runs of axes that hold one: their sizes, which of them it is, and where they begin; alone first."""
+    found = [
+        (tuple(shape[i:j]), axis - i, i) for i in range(axis + 1) for j in range(axis + 1, len(shape) + 1)
+    ]
+    return sorted(found, key=lambda g: len(g[0]))
+
+
+def _reshaped(before: Sequence[int], after: Sequence[int], rows: _Rows) -> _Rows | None:
+    """The rows of a reshape's operand that give those of its result."""
+    first = math.prod(after[: rows.axis])
+    for axis, size in enumerate(before):
+        if math.prod(before[:axis]) == first and size == after[rows.axis]:
+            return rows.at(axis)
+    for parts, part, begin in _groups(after, rows.axis):
+        for axis, size in enumerate(before):
+            if size == math.prod(parts) and math.prod(before[:axis]) == math.prod(after[:begin]):
+                return replace(rows, axis=axis, parts=parts, part=part)
+    return None
+
+
+def _layout_of(
+    equation: JaxprEqn, own: _Rows | None, shape: tuple[int, ...], rows: _Rows
+) -> Callable[[Any], Any]:
+    """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result of ``shape``."""
+    name, params = equation.primitive.name, equation.params
+    if name in _REDUCTIONS:
+        assert own is not None
+        axes = tuple(own.moved(a) for a in params["axes"])
+        return lambda x: equation.primitive.bind(x, **{**params, "axes": axes})
+    if name == "broadcast_in_dim":
+        targets: list[int] = []
+        for d, target in enumerate(params["broadcast_dimensions"]):
+            if own is not None and d == own.axis:
+                targets += range(target, target + 1 + rows.more)
+            else:
+                targets.append(rows.moved(target))
+        return lambda x: lax.broadcast_in_dim(x, shape, targets)
+    if name == "transpose":
+        return lambda x: lax.transpose(x, params["permutation"])
+    return lambda x: lax.reshape(x, shape)
