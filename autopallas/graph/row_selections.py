@@ -30,6 +30,9 @@ __all__ = ["move_selections"]
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
+_SELECTIONS = frozenset({"slice", "dynamic_slice", "gather"})
+_PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
+"""What puts the gradient of a selection among zeros."""
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """What a selection moves back through, beside reductions and products."""
@@ -47,8 +50,10 @@ class _Rows:
       axis: the axis; of an array whose axis is to be split first, that one.
       parts: the sizes into which it is split; one, if it is not.
       part: of which of them positions are selected.
-      start: the first position, or the variable that holds it.
+      start: the first position, or the variable that holds it; with ``mode`` the variable that holds all of them,
+        [size, 1].
       size, stride: how many positions, and the distance between them.
+      mode: of the gather that picks positions by index, or None.
     """
 
     axis: int
@@ -57,6 +62,7 @@ class _Rows:
     start: int | Var
     size: int
     stride: int = 1
+    mode: Any = None
 
     @property
     def more(self) -> int:
@@ -66,7 +72,7 @@ class _Rows:
     @property
     def choice(self) -> tuple[Any, ...]:
         """What is selected, wherever the axis is."""
-        return self.parts[self.part], self.start, self.size, self.stride
+        return self.parts[self.part], self.start, self.size, self.stride, self.mode
 
     def at(self, axis: int) -> _Rows:
         return replace(self, axis=axis)
@@ -96,6 +102,11 @@ class _Rows:
         if isinstance(self.start, int):
             stop = self.start + (self.size - 1) * self.stride + 1
             return lax.slice_in_dim(array, self.start, stop, self.stride, own)
+        if self.mode is not None:
+            kept, sizes = tuple(d for d in range(array.ndim) if d != own), list(array.shape)
+            sizes[own] = 1
+            numbers = lax.GatherDimensionNumbers(kept, (own,), (own,))
+            return lax.gather(array, start, numbers, tuple(sizes), mode=self.mode)
         sizes = [self.size if d == own else n for d, n in enumerate(array.shape)]
         return lax.dynamic_slice_p.bind(array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes))
 
@@ -107,6 +118,10 @@ class _Rows:
             rest = full[own] - self.start - (self.size - 1) * self.stride - 1
             config = [(self.start, rest, self.stride - 1) if d == own else (0, 0, 0) for d in range(len(full))]
             array = lax.pad(array, jnp.zeros((), array.dtype), config)
+        elif self.mode is not None:
+            kept = tuple(d for d in range(len(full)) if d != own)
+            numbers = lax.ScatterDimensionNumbers(kept, (own,), (own,))
+            array = lax.scatter_add(jnp.zeros(full, array.dtype), start, array, numbers, mode=self.mode)
         else:
             zeros = jnp.zeros(full, array.dtype)
             array = lax.dynamic_update_slice_p.bind(zeros, array, *_starts(start, own, len(full)))
@@ -142,8 +157,8 @@ def move_selections(root: Body, assume_finite: bool = True) -> Body:
 
 def _may_select(body: Body, choices: set[tuple[Any, ...]]) -> bool:
     names = {e.primitive.name for e in body.equations}
-    selects = not names.isdisjoint(("slice", "dynamic_slice")) and not names.isdisjoint(("exp", "exp2"))
-    puts = bool(choices) and not names.isdisjoint(("pad", "dynamic_update_slice"))
+    selects = not names.isdisjoint(_SELECTIONS) and not names.isdisjoint(("exp", "exp2"))
+    puts = bool(choices) and not names.isdisjoint(_PUTS)
     return "dot_general" in names and (selects or puts)
 
 
@@ -192,11 +207,11 @@ class _Mover:
         """The results of products that flow into an exponential element by element."""
         found: set[Var] = set()
         own: set[Var] = set()
-        layout = _THROUGH | {"slice", "dynamic_slice"}
+        layout = _THROUGH | _SELECTIONS
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
-                found.update(a for a in equation.invars if isinstance(a, Var))
+                found.update(a for a in equation.invars[: 1 if name in _SELECTIONS else None] if isinstance(a, Var))
             elif _is_contraction(equation) and equation.outvars[0] in found:
                 own.add(equation.outvars[0])
         return own
@@ -213,7 +228,7 @@ class _Mover:
         name, result = equation.primitive.name, equation.outvars[0]
         if result in self._own:
             self.logits.add(result)
-        elif name in _THROUGH or name in _REDUCTIONS or name in ("slice", "dynamic_slice"):
+        elif name in _THROUGH or name in _REDUCTIONS or name in _SELECTIONS:
             if any(isinstance(a, Var) and a in self.logits for a in equation.invars):
                 self.logits.add(result)
 
@@ -329,7 +344,7 @@ class _Mover:
 
     def _selected_anew(self, variable: Var, rows: _Rows, like: JaxprEqn, depth: int) -> Atom:
         spread = self.spread.get(variable)
-        if spread is not None and spread.rows == rows and not spread.assumed:
+        if spread is not None and spread.rows == rows and not spread.assumed and rows.mode is None:
             return spread.core
         if variable in self.logits and depth < _DEEPEST:
             equation = self.definitions[variable]
@@ -395,9 +410,18 @@ class _Mover:
             if found is None:
                 return None
             rows = found
+        elif name == "scatter-add" and self._is_zero(equation.invars[0]):
+            numbers, updates = equation.params["dimension_numbers"], equation.invars[2].aval.shape
+            (axis,) = numbers.inserted_window_dims if len(numbers.inserted_window_dims) == 1 else (-1,)
+            own = numbers.update_window_dims, (axis,), numbers.scatter_dims_to_operand_dims
+            batching = numbers.operand_batching_dims
+            found = _picked(equation.invars[1], own, batching, shape, updates, equation.params["mode"])
+            if found is None:
+                return None
+            rows = found
         else:
             return None
-        core = equation.invars[0 if name == "pad" else 1]
+        core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
         return _Spread(core, rows) if rows.choice in self.choices else None
 
     def _is_zero(self, atom: Atom) -> bool:
@@ -429,7 +453,9 @@ class _Mover:
                     s is None and not self._is_zero(a) for s, a in zip(given[1:], operands[1:], strict=True)
                 ):
                     return None
-            elif name in ("mul", "div") and alone:
+            elif name in ("mul", "div") and not alone:
+                return None
+            elif name in ("mul", "div"):
                 other = operands[next(i for i, s in enumerate(given) if s is None)]
                 if not isinstance(other, Literal):
                     if not self.assume_finite:
@@ -472,7 +498,7 @@ class _Mover:
             return None
         for axis in range(len(after)):  # the axis itself, or one into which it is merged with others
             for parts in _groups(before, rows.axis):
-                own = _Rows(axis, parts[0], parts[1], rows.start, rows.size, rows.stride)
+                own = replace(rows, axis=axis, parts=parts[0], part=parts[1])
                 if len(own.parts) == 1 or not own.more:
                     same = _reshaped(before, after, own.at(axis)) if after[axis] == parts[0][0] else None
                     if same is not None and same == rows:
@@ -560,11 +586,17 @@ def _live(equations: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprE
 def _selection(equation: JaxprEqn) -> _Rows | None:
     """The rows that an equation selects along one axis."""
     name, params = equation.primitive.name, equation.params
-    if name not in ("slice", "dynamic_slice"):
+    if name not in _SELECTIONS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if name == "dynamic_slice":
         return _dynamic(equation.invars[1:], before, after)
+    if name == "gather":
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        own = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
+        whole = all(m in (n, 1) for n, m in zip(before, sizes, strict=True))
+        batching = numbers.operand_batching_dims
+        return _picked(equation.invars[1], own, batching, before, after, params["mode"]) if whole else None
     strides = params["strides"] or (1,) * len(before)
     changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
     if len(changed) != 1:
@@ -583,6 +615,24 @@ def _dynamic(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) 
     if isinstance(start, Literal):  # a start behind the last possible one is that one
         return _Rows(axis, (whole[axis],), 0, max(0, min(int(start.val), whole[axis] - part[axis])), part[axis])
     return _Rows(axis, (whole[axis],), 0, start, part[axis])
+
+
+def _picked(
+    indices: Atom, own: tuple[Any, Any, Any], batching: Sequence[int], whole: Sequence[int], part: Sequence[int],
+    mode: Any,
+) -> _Rows | None:  # fmt: skip
+    """The rows of a gather along one axis, whole otherwise, at indices [size, 1] within it; ``own``: the dimensions of
+    its result (or of a scatter's updates) that are not picked, and the axis twice."""
+    kept, axes, mapped = own
+    if len(axes) != 1 or axes != mapped or batching or isinstance(indices, Literal) or "FILL" in str(mode).upper():
+        return None
+    (axis,) = axes
+    shape = indices.aval.shape
+    if axis < 0 or len(shape) != 2 or shape[1] != 1 or tuple(kept) != tuple(d for d in range(len(whole)) if d != axis):
+        return None
+    if tuple(part) != (*whole[:axis], shape[0], *whole[axis + 1 :]):
+        return None
+    return _Rows(axis, (whole[axis],), 0, indices, shape[0], mode=mode)
 
 
 def _groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:
