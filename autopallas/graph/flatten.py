@@ -112,6 +112,8 @@ def _inline(
     for equation in jaxpr.eqns:
         inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in equation.invars]
         called = _called(equation)
+        if called is None and (called := _outside_of_kernels(equation)) is not None:
+            inputs = inputs[1:]
         if called is not None:
             inner, consts = compat.opened(called)
             names = [Var(v.aval) for v in inner.constvars]
@@ -147,6 +149,14 @@ def _called(equation: JaxprEqn) -> Any | None:
     if len(bodies) != 1 or len(compat.opened(bodies[0][2])[0].invars) != len(equation.invars):
         return None
     return bodies[0][2]
+
+
+def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
+    """The branch that is taken outside of Pallas kernels, where an equation asks for nothing else, as in ``jnp.diag``."""
+    platforms = equation.params.get("branches_platforms") if equation.primitive.name == "cond" else None
+    if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
+        return None
+    return equation.params["branches"][-1]
 
 
 def _label(equation: JaxprEqn, parameter: str, position: int | None) -> str:
