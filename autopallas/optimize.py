@@ -18,7 +18,7 @@ from autopallas.arguments import Static, Untraceable, join, split, traceable
 from autopallas.collector import paused
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError
 from autopallas.faults import MEANT, collecting, in_words
-from autopallas.graph import Graph, flatten, move_selections
+from autopallas.graph import Graph, flatten, move_heads_out, move_selections
 from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
 from autopallas.partition import Shardings, hurried, objection, placed
@@ -69,7 +69,7 @@ def _rewritten(program: Any, options: Options, probes: bool, shardings: Sharding
         stage = "graph"
         try:
             with paused():
-                graph = Graph(move_selections(flatten(program), options.assume_finite))
+                graph = Graph(move_selections(move_heads_out(flatten(program)), options.assume_finite))
                 stage = "patterns"
                 matches, misses = find(graph, options.ops, options.assume_finite)
             stage = "partition"

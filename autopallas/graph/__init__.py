@@ -1,8 +1,9 @@
 """A jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
 
+from autopallas.graph.checkpoint_heads import move_heads_out
 from autopallas.graph.flatten import Body, flatten
 from autopallas.graph.labels import Ref, Space, View
 from autopallas.graph.numbering import Graph, Node
 from autopallas.graph.row_selections import move_selections
 
-__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten", "move_selections"]
+__all__ = ["Body", "Graph", "Node", "Ref", "Space", "View", "flatten", "move_heads_out", "move_selections"]
