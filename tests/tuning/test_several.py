@@ -16,7 +16,7 @@ from autopallas.kernels.attention import OPERATION, reference, tuned_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.implementation import Unsupported
 from autopallas.tuning import choose as module
-from autopallas.tuning import offline
+from autopallas.tuning import offline, processor
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.table import Row
 
@@ -25,7 +25,8 @@ SIZES = BlockSizes(64, 64)
 
 @pytest.fixture(autouse=True)
 def two(monkeypatch):
-    """A CPU with two implementations, and tables that know nothing of them."""
+    """A CPU with two implementations, the vector extensions of planted rows, and tables that know nothing of them."""
+    monkeypatch.setattr(processor, "vector_extensions", lambda: "avx2")
     monkeypatch.setitem(OPERATION.order, "cpu", ("xla", "reference"))
     monkeypatch.setattr(tuned_block_sizes, "TABLE", {})
 
