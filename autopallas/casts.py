@@ -7,7 +7,8 @@ different: the program says there how precise a value is to be.  What that allow
   rounding of a kernel does.  A cast between floating types of 16 bits and more is read through (:func:`rounds`).
 * **A sum in an exponent**, such as ``x - m``: rounding changes the exponential by a factor that grows with the numbers.
   A cast that keeps every value commutes with taking ``m`` out (:func:`widens`).  One that rounds does not:
-  ``bf16(x - m)`` is not ``bf16(x) - m``.  What it rounds is small there, and is kept unrounded.
+  ``bf16(x - m)`` is not ``bf16(x) - m``.  What it rounds is small there, and is kept unrounded; not so if a number is
+  added before it that carries ``x - m`` away from 0 (:func:`blurs`).
 * **A number of a row** in an exponent, such as ``bf16(m)``: it cancels only against itself.  A cast that keeps every
   value is read through, one that rounds is not.
 * **A maximum** commutes with every rounding, since rounding is monotone; the cast stays, outside of the maximum.
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["counts_exactly", "exponential_underflows_below", "rounds", "widens"]
+__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "rounds", "widens"]
 
 _Dtype: TypeAlias = np.dtype[Any]
 
@@ -75,6 +76,20 @@ def counts_exactly(dtype: _Dtype, largest: int) -> bool:
         information = jnp.finfo(dtype)
         return largest <= 2 ** (int(information.nmant) + 1) and largest <= float(information.max)
     return False
+
+
+_BLURRED = 0.02
+"""An error of an exponent that changes its exponential by more than the tolerances of 16-bit numbers allow."""
+
+
+def blurs(dtype: _Dtype, distance: float) -> bool:
+    """Whether a cast to a floating type rounds an exponent beyond recognition, at a distance from 0.
+
+    Example:
+      >>> blurs(jnp.dtype("bfloat16"), 1000.0), blurs(jnp.dtype("bfloat16"), 1.0), blurs(np.dtype("float32"), 1000.0)
+      (True, False, False)
+    """
+    return distance * float(jnp.finfo(dtype).eps) > _BLURRED
 
 
 def exponential_underflows_below(dtype: _Dtype) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import exponential_underflows_below, rounds, widens
+from autopallas.casts import blurs, exponential_underflows_below, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
@@ -269,7 +269,9 @@ class Softmax:
                 x, rows = self._on_wide(node, xa, xb), ra + [t.scaled(sign) for t in rb]
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
             x, rows, shifted = self._stripped(operands[0], nothing, depth + 1)
-            if widens(self.scope.dtype(x), dtype):
+            if blurs(dtype, self._added(operands[0])):
+                rows = []
+            elif widens(self.scope.dtype(x), dtype):
                 x = self.convert(x, dtype)
             elif self.scope.dtype(x) == np.float64 and not self._double:
                 rows = []  # kernels compute in float32, which does not hold what float64 does before rows are taken out
@@ -299,6 +301,25 @@ class Softmax:
             return _Stripped(ref, [])
         rows = self.combine(rows)
         return _Stripped(x, rows, shifted) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
+
+    def _added(self, ref: Ref, depth: int = 0) -> float:
+        """How far the numbers that are added to values carry these from 0 at most."""
+        ref = self.space.canonical(ref)
+        if not self.scope.depends(ref.value) or depth > _DEEPEST:
+            return 0.0
+        return self._remembered("added", ref, lambda: self._added_before(ref, depth + 1))
+
+    def _added_before(self, ref: Ref, depth: int) -> float:
+        operands, name, found = self.space.operands(ref), self.scope.name(ref), 0.0
+        if operands is None or name not in ("add", "add_any", "sub", "neg", "select_n", "convert_element_type"):
+            return 0.0
+        for operand in operands:
+            number = self.scope.number(operand)
+            if number is None:
+                found += self._added(operand, depth)
+            elif name in ("add", "add_any", "sub") and math.isfinite(number):
+                found += abs(number)
+        return found
 
     def _on_wide(self, node: Node, *arguments: Expression) -> Apply:
         """An equation applied to other operands, in the widest of their dtypes: one of which a cast was left out is

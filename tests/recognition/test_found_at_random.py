@@ -105,3 +105,20 @@ def test_a_logarithm_that_a_fill_swallows(fill, added):
     compared = compare(attend, (q, k, v))
     assert compared.complaints == []
     assert compared.counts() == 1, compared.reasons()
+
+
+@pytest.mark.parametrize("offset", [1000.0, 1.0])
+def test_a_cast_far_from_zero_acts(offset):
+    """bfloat16 holds every fourth whole number at 1,000: what is left of the logits is no longer theirs."""
+    x, w = array(5, 4, seed=1), array(4, 11, seed=2)
+    labels = jnp.arange(5) * 2
+
+    def loss(x, w):
+        z = x @ w
+        z = (z - z.max(-1, keepdims=True) + offset).astype(jnp.bfloat16).astype(jnp.float32)
+        return (jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]).mean()
+
+    optimized = optimized_like_a_user(loss)
+    given, expected = float(jax.jit(optimized)(x, w)), float(compiled(loss)(x, w))
+    assert optimized.report().counts()["cross_entropy"] == (offset < 100)
+    assert abs(given - expected) < 1e-2
