@@ -109,7 +109,10 @@ class ProvedAttention:
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
         """(labels of T, labels of Dv), after checking that every label has a role."""
         space = self.space
-        query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
+        before = -1
+        while space.refinements != before:  # undoing the layout of one may divide an axis that another has too
+            before = space.refinements
+            query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
         keys, heads = set(space.resolve(self.key_axis)), set(space.resolve(self.head_axis))
         result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
         weights = space.atoms(self.score) | {a for a in result if a not in value}
@@ -165,7 +168,8 @@ class ProvedAttention:
         live = self._live(argument)
         live_program = None
         if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, Program))):
-            live_program = ProgramBuilder(carrier).conjunction(live)
+            with carrier.optional():
+                live_program = ProgramBuilder(carrier).conjunction(live)
         finished = [self._weight(carrier, w) for w in weights]
         inner = [self._weight(carrier, w) for w in inner_weights]
         sinks = tuple(self._terms(carrier, extra) for extra in self.normaliser.extras)
@@ -173,8 +177,7 @@ class ProvedAttention:
         for term in factors:
             if term.kind == "log" and term.coefficient != int(term.coefficient):
                 raise Mismatch("a factor of the result enters with a fractional power")
-        for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
-            self._no_dropout(carrier, sides)
+        self._no_dropout(carrier, (*inner, *finished))
         if further and rows is not None and rows.follows_maximum:
             raise Mismatch("a gradient runs through the maximum of a row, which does not cancel")
         first = graph.definitions[self.score.value]
@@ -310,15 +313,19 @@ class ProvedAttention:
         least = float(jnp.finfo(dtype).min)
         return number == -math.inf or (dtype.name != "float16" and number <= 0.3 * least)
 
-    def _no_dropout(self, carrier: Carrier, sources: Sequence[Operand | Positions | None]) -> None:
-        """Dropout would have to be carried as a T x S array of random numbers: refused, with its name."""
+    def _no_dropout(self, carrier: Carrier, weights: Sequence[Weight]) -> None:
+        """Random weights of the probabilities, drawn where these are, are dropout, which would have to be carried as a
+        T x S array: refused, with its name.  A random mask of the scores is a side input like any other, and so is what
+        a loop is handed."""
         keys = set(self.space.resolve(self.key_axis))
-        for source in sources:
+        for position in dict.fromkeys(position for weight in weights for position in weight.program.sides):
+            source = carrier.sides[position]
             if isinstance(source, Operand) and set(source.labels) & keys:
-                if self._random(carrier.operands[source.position]):
-                    raise Mismatch("dropout is active on the probabilities or scores")
+                if self._drawn_here(carrier.operands[source.position]):
+                    raise Mismatch("dropout is active on the probabilities")
 
-    def _random(self, value: int) -> bool:
+    def _drawn_here(self, value: int) -> bool:
+        """Whether a value is computed from random numbers that are drawn in the body of the site."""
         seen: set[int] = set()
         todo = [value]
         for _ in range(200):
@@ -326,7 +333,7 @@ class ProvedAttention:
                 return False
             number = todo.pop()
             node = self.graph.definitions.get(number)
-            if node is None or number in seen:
+            if node is None or number in seen or node.body is not self.body:
                 continue
             seen.add(number)
             if node.name in _RANDOM:

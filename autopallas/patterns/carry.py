@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,12 +117,28 @@ class Carrier:
     def pin(self, ref: Ref) -> int | None:
         return next((step.value for step in self.scope.space.chain(ref) if step.value in self.pinned), None)
 
-    def _furthest(self, ref: Ref, value: int | None) -> Ref:
+    def _at_hand(self, ref: Ref) -> Ref | None:
+        """The furthest back of the values that hold the elements of a use and are at hand.
+
+        Where nothing is on the way from this use to where the elements come from, such as a mask before a loop, another
+        use of them may be what the body is handed.
+        """
         space = self.scope.space
         found: Ref | None = None
         for step in space.chain(ref):
-            if self.available(step.value) if value is None else step.value == value:
+            if self.available(step.value):
                 found = step
+        if found is None:
+            others = (step for other in space.met(ref) for step in space.chain(other) if self.available(step.value))
+            found = min(others, key=lambda step: math.prod(self.scope.graph.shape(step.value)), default=None)
+        return found
+
+    def _furthest(self, ref: Ref, value: int | None) -> Ref:
+        space = self.scope.space
+        if value is None:
+            found = self._at_hand(ref)
+        else:
+            found = next((step for step in space.chain(ref) if step.value == value), None)
         if found is None:
             raise Mismatch("an operand is computed in an enclosing body and not passed in")
         view = space.view(found.view)
@@ -148,6 +165,15 @@ class Carrier:
         offset, atoms = ref.view[axis]
         return offset, self.scope.space.resolve(atoms)
 
+    @contextmanager
+    def optional(self) -> Iterator[None]:
+        """What is written within costs nothing where it cannot be had."""
+        operands, sides = len(self.operands), len(self.sides)
+        try:
+            yield
+        except Mismatch:
+            del self.operands[operands:], self.sides[sides:]
+
     def side(self, source: Operand | Positions) -> int:
         if source not in self.sides:
             self.sides.append(source)
@@ -159,7 +185,7 @@ class Carrier:
         """Bytes of a value as a side input; infinite if it cannot be one."""
         if self._iota(self.scope.space.canonical(ref)) is not None:
             return 0.0
-        if not any(self.available(step.value) for step in self.scope.space.chain(ref)):
+        if self._at_hand(ref) is None:
             return math.inf
         space, graph = self.scope.space, self.scope.graph
         atoms = space.atoms(space.canonical(ref))
