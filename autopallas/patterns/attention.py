@@ -27,6 +27,7 @@ from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.row_factor import RowFactor, row_factor
+from autopallas.patterns.score_terms import Product
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
@@ -239,6 +240,7 @@ class _Attempt:
         self.query_first = True
         self._chosen: int | None = None  # of several contractions under the exponential, the one to be the scores
         self._others: list[int] = []
+        self._further: list[Product] = []  # the others, which may be added to the scores
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
         """A proved site, or None where there is not even a product of queries and keys.
@@ -328,6 +330,7 @@ class _Attempt:
         if scores is None:
             return None
         score, query, key, head_axis = scores
+        further = self._further
         scope.score = score.value
         if score.value in self.settled:
             return None
@@ -353,6 +356,7 @@ class _Attempt:
             weights_dtype=graph.dtype(weights.value),
             key_axis=key_axis,
             head_axis=[a for _, atoms in head_axis for a in atoms],
+            candidates=further,
             found=found,
             normaliser=normaliser,
             rest=rest,
@@ -416,6 +420,11 @@ class _Attempt:
             self._others = list(dict.fromkeys(f[2].value for f in found[1:]))
         _, _, ref, query, keys, contracted = next((f for f in found if f[2].value == self._chosen), found[0])
         self.query_first = first[ref.value]
+        self._further = [
+            Product(space.canonical(other), q, k, first[other.value], tuple(a for _, atoms in d for a in atoms))
+            for _, _, other, q, k, d in found
+            if other.value != ref.value
+        ]
         return space.canonical(ref), query, keys, contracted
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:

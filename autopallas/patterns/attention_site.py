@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,14 @@ from autopallas import compat
 from autopallas.casts import rounds
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
-from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm
+from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
+from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
+from autopallas.patterns.score_terms import Product, added
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant, Program
 
@@ -55,6 +57,8 @@ class ProvedAttention:
     """Of the probabilities as the second contraction reads them."""
     key_axis: tuple[Atom, ...]
     head_axis: list[Atom]
+    candidates: Sequence[Product]
+    """Further products under the exponential."""
     found: Exponential
     normaliser: LogSumExp
     rest: list[Term]
@@ -62,6 +66,8 @@ class ProvedAttention:
     row: RowFactor | None
     """What the result is multiplied by, if by a function of the scores of the row."""
     assume_finite: bool
+    terms: tuple[Product, ...] = ()
+    """Those of the candidates that are added to the scores, and belong to the site as its operands."""
 
     @property
     def scope(self) -> Scope:
@@ -105,6 +111,51 @@ class ProvedAttention:
             self.assembled = self.assemble()
         if self.assumptions and not self.assume_finite:
             raise Mismatch(f"it is not known that {self.assumptions[0]}, and assume_finite is off")
+        self._add_terms()
+
+    def _add_terms(self) -> None:
+        """Makes further products that are added to the scores operands of the site, where that describes it too."""
+        terms = self._added()
+        while terms:
+            self.terms, before = terms, -1
+            with suppress(Mismatch):
+                while self.space.refinements != before:
+                    before = self.space.refinements
+                    assembled = self.assemble()
+                self.assembled = assembled
+                return
+            terms = terms[:-1]
+        self.terms = ()
+
+    def _added(self) -> tuple[Product, ...]:
+        graph, space = self.graph, self.space
+        if self.row is not None or not self.candidates:
+            return ()
+        found = added(self.scope, self.found.argument, space.canonical(self.score), self.candidates)
+        query_axis, _ = self._roles()
+        rows, keys = set(query_axis), set(space.resolve(self.key_axis))
+        precision = precision_of(graph, graph.definitions[self.score.value])
+        terms: list[Product] = []
+        for position, scale in found.items():
+            term = self.candidates[position]
+            query, key = (space.atoms(space.canonical(ref)) for ref in (term.query, term.key))
+            with suppress(Mismatch):
+                alike = precision_of(graph, graph.definitions[term.ref.value]) == precision
+                alike &= all(
+                    graph.dtype(a.value) == graph.dtype(b.value)
+                    for a, b in ((term.ref, self.score), (term.query, self.query), (term.key, self.key))
+                )
+                read = self.scope.depends(term.query.value) or self.scope.depends(term.key.value)
+                alike &= abs(scale) == 1 or graph.dtype(term.query.value) != np.float16  # which overflows early
+                if alike and not read and rows <= query and keys <= key and not (rows & key or keys & query):
+                    terms.append(replace(term, scale=scale))
+        return tuple(terms)
+
+    @property
+    def products(self) -> tuple[tuple[Ref, bool, Ref, Ref], ...]:
+        """The products whose sum the scores are: (product, whether its first operand are queries, queries, keys)."""
+        own = (self.score, self.query_first, self.query, self.key)
+        return (own, *((term.ref, term.query_first, term.query, term.key) for term in self.terms))
 
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
         """(labels of T, labels of Dv), after checking that every label has a role."""
@@ -112,8 +163,13 @@ class ProvedAttention:
         before = -1
         while space.refinements != before:  # undoing the layout of one may divide an axis that another has too
             before = space.refinements
-            query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
+            value = space.atoms(space.canonical(self.value))
+            query, key = set[Atom](), set[Atom]()
+            for _, _, queries, keys_of in self.products:
+                query |= space.atoms(space.canonical(queries))
+                key |= space.atoms(space.canonical(keys_of))
         keys, heads = set(space.resolve(self.key_axis)), set(space.resolve(self.head_axis))
+        heads.update(a for term in self.terms for a in space.resolve(term.head_axis))
         result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
         weights = space.atoms(self.score) | {a for a in result if a not in value}
         if not keys <= value:
@@ -150,16 +206,18 @@ class ProvedAttention:
         further: tuple[Body, ...] = (),
         across: bool = False,
     ) -> tuple[AttentionSite, Carrier]:
-        """The site and what it reads; ``pinned``: the values to take as queries, keys, values and side inputs;
+        """The site and what it reads; ``pinned``: the values to take as queries, keys, values (and further queries and
+        keys) and side inputs;
         ``further``: bodies, besides its own, in which the operands must be at hand, or be brought ``across`` loops."""
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
         axes = query_axis, key_axis
-        carrier = Carrier(self.scope, (self.body, *further), axes, self.score, pinned_sides, across, self.homes)
-        query, key, value = (
-            carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
-        )
+        uses = [self.query, self.key, self.value, *(ref for term in self.terms for ref in (term.query, term.key))]
+        absorbed = [term.ref for term in self.terms]
+        bodies = (self.body, *further)
+        carrier = Carrier(self.scope, bodies, axes, self.score, pinned_sides, across, self.homes, len(uses), absorbed)
+        query, key, value, *others = (carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate(uses))
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
@@ -178,6 +236,8 @@ class ProvedAttention:
             if term.kind == "log" and term.coefficient != int(term.coefficient):
                 raise Mismatch("a factor of the result enters with a fractional power")
         self._no_dropout(carrier, (*inner, *finished))
+        if self._reads_terms(carrier.operands[carrier.roles :]):
+            raise Mismatch("a product that is added to the scores enters the probabilities in another way too")
         if further and rows is not None and rows.follows_maximum:
             raise Mismatch("a gradient runs through the maximum of a row, which does not cancel")
         first = graph.definitions[self.score.value]
@@ -202,6 +262,10 @@ class ProvedAttention:
             score_dtype=graph.dtype(self.score.value),
             result_dtype=graph.dtype(self.root),
             score=score,
+            terms=tuple(
+                ScoreTerm(labels.operand(q), labels.operand(k), labels.atoms(term.head_axis), term.scale)
+                for term, q, k in zip(self.terms, others[::2], others[1::2], strict=True)
+            ),
             sides=tuple(labels.source(s) for s in carrier.sides),
             inner_weights=tuple(inner),
             weights=tuple(finished),
@@ -215,6 +279,11 @@ class ProvedAttention:
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
+
+    def _reads_terms(self, operands: Sequence[int]) -> bool:
+        """Whether a side input is computed from a product that is a part of the scores."""
+        known = {term.ref.value: True for term in self.terms}
+        return bool(known) and any(computed_from(self.graph, n, known, min(known)) for n in operands)
 
     def _masks(self) -> tuple[Expression, list[Factor], list[Factor]]:
         """The argument with the masks of the normaliser folded in as -inf; factors after it; factors within it.

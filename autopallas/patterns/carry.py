@@ -71,6 +71,8 @@ class Carrier:
         pinned: frozenset[int] = frozenset(),
         across: bool = False,
         homes: Sequence[Body] = (),
+        roles: int = 3,
+        absorbed: Sequence[Ref] = (),
     ):
         self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
@@ -79,6 +81,10 @@ class Carrier:
         """Values that must be operands as they are, since their cotangents are asked for."""
         self.across, self.homes = across, homes
         """Whether what one of ``homes`` has may be brought into the bodies."""
+        self.roles = roles
+        """How many of the operands, the first ones, are those of roles."""
+        self.absorbed = absorbed
+        """Products that are added to the scores, which are the sum."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Any, float] = {}
@@ -110,9 +116,6 @@ class Carrier:
         if found.value not in self.operands[self.roles :]:
             self.operands.append(found.value)
         return Operand(self.operands.index(found.value, self.roles), found.view)
-
-    roles = 3
-    """The first operands are those of the roles."""
 
     def pin(self, ref: Ref) -> int | None:
         return next((step.value for step in self.scope.space.chain(ref) if step.value in self.pinned), None)
@@ -164,6 +167,26 @@ class Carrier:
             return None
         offset, atoms = ref.view[axis]
         return offset, self.scope.space.resolve(atoms)
+
+    def absorbs(self, ref: Ref) -> bool:
+        """Whether a value is a sum of nothing but products that the scores have in them already."""
+        space, scope = self.scope.space, self.scope
+        todo, seen = [ref], 0
+        while todo:
+            at = space.canonical(todo.pop())
+            seen += 1
+            if any(at.value == other.value and space.same(at, other) for other in self.absorbed):
+                continue
+            name, operands = scope.name(at), space.operands(at)
+            if operands is None or seen > _DEEPEST or scope.number(at) is not None:
+                return False
+            if name in ("add", "add_any", "sub"):
+                todo += operands
+            elif name in ("mul", "div", "neg", "convert_element_type"):
+                todo += [o for o in operands if scope.number(o) is None]
+            else:
+                return False
+        return True
 
     @contextmanager
     def optional(self) -> Iterator[None]:
@@ -296,6 +319,9 @@ class ProgramBuilder:
                 return self._input(expression)
             case Apply():
                 if id(expression) not in self._applied:
+                    if (rest := self._without_absorbed(expression.primitive.name, expression.arguments)) is not None:
+                        self._applied[id(expression)] = expression, rest
+                        return rest
                     arguments = tuple(self._register(a) for a in expression.arguments)
                     params = parameters(expression.params)
                     register = self._emit(expression.primitive, params, arguments, expression.dtype)
@@ -330,6 +356,18 @@ class ProgramBuilder:
             raise Mismatch(f"a side input has the dtype {dtype}")
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
+    def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Any:
+        """What a sum is of which one operand is in the scores already; None where it is another."""
+        if name not in ("add", "add_any", "sub") or not self.carrier.absorbed:
+            return None
+        for operand, other in (operands[::-1], operands):
+            if isinstance(operand, Ref) and self.carrier.absorbs(operand) and self.scope.mentions_score(other):
+                rest = self._register(other)
+                if name == "sub" and other is operands[1]:
+                    rest = self._emit(lax.neg_p, (), (rest,), self.scope.dtype(other))
+                return rest
+        return None
+
     def _elementwise(self, ref: Ref, dtype: Any) -> Any:
         space = self.scope.space
         node, operands = self.scope.node(ref), space.uses(ref)
@@ -338,6 +376,9 @@ class ProgramBuilder:
         key = self.scope.key(ref)
         if key in self._known:
             return self._known[key]
+        if (rest := self._without_absorbed(node.name, operands)) is not None:
+            self._known[key] = rest
+            return rest
         if self.scope.depends(ref.value) and not self.carrier_axis(ref):
             raise Mismatch("a function of the scores without the key axis is inside the score program")
         arguments = tuple(self._register(operand) for operand in operands)
