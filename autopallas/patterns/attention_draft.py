@@ -67,11 +67,13 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
     nodes, free = nodes_between(graph, proved.operands, [root])
     _refuse_escapes(graph, proved, nodes, alive)
     known = graph.positions[body]
-    if not all(number in known for number in free):  # what cancels in the proof, but not in the original equations
-        raise Mismatch("an operand is computed in an enclosing body and not passed in")
+    for number in free:  # what cancels in the proof, but not in the original equations
+        if number not in known:
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", number)
     operands = (*proved.operands, *free)
-    if any(known[number][0] >= known[root][0] for number in operands):
-        raise Mismatch("an operand is at hand only after the place where the result is computed")
+    for number in operands:
+        if known[number][0] >= known[root][0]:
+            raise Mismatch("an operand is at hand only after the place where the result is computed", number)
     if any(n.equation.effects for n in nodes):
         raise Mismatch("the equations have side effects")
     return Match(
@@ -248,7 +250,7 @@ class AttentionDraft(ProvedAttention):
                 if fitting:
                     break
             else:
-                raise Mismatch("the backward lacks an operand where it stands")
+                raise Mismatch("the backward lacks an operand where it stands", forward.uses[use].number)
             levels[use] = fitting[-1]
         pins: dict[int, int] = {}
         for backward in search.found:
@@ -257,14 +259,17 @@ class AttentionDraft(ProvedAttention):
                     raise Mismatch("two backwards of the site give the cotangents of different operands")
         self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in roles]
-        if len(set(sides)) != len(sides):
-            raise Mismatch("a side input with a gradient is read in two places")
+        for number in sides:
+            if sides.count(number) > 1:
+                raise Mismatch("a side input with a gradient is read in two places", number)
         site, carrier = self.assemble(
             {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
         )
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
-        if any(number not in carried for number in sides):
-            raise Mismatch("a side input with a gradient is not read by the site as it is read by the backward")
+        for number in sides:
+            if number not in carried:
+                reason = "a side input with a gradient is not read by the site as it is read by the backward"
+                raise Mismatch(reason, number)
         positions = {use: carried[pins[use]] for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
         original = self._original(forward, roles, carrier)

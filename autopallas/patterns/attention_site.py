@@ -172,22 +172,29 @@ class ProvedAttention:
         heads.update(a for term in self.terms for a in space.resolve(term.head_axis))
         result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
         weights = space.atoms(self.score) | {a for a in result if a not in value}
+        value_at = space.canonical(self.value).value
         if not keys <= value:
-            raise Mismatch("the values do not carry the key axis")
+            raise Mismatch("the values do not carry the key axis", value_at)
         if not keys <= key or keys & query:
             raise Mismatch("the contracted axis is not the key axis of the scores")
         if (value & query) - key:
-            raise Mismatch("the values depend on the query")
-        if self.scope.depends(space.canonical(self.value).value):
-            raise Mismatch("the values depend on the scores")
+            raise Mismatch("the values depend on the query", value_at)
+        if self.scope.depends(value_at):
+            raise Mismatch("the values depend on the scores", value_at)
         if len(result) != len(set(result)):
             raise Mismatch("the result has an axis twice")
         value_axis = tuple(a for a in result if a in value and a not in weights and a not in key and a not in query)
         rest = (query | key | value | weights) - keys - heads - set(value_axis)
-        if rest - set(result):
+        if missing := rest - set(result):
+            pairs = [("values", self.value), ("scores", self.score)]
+            for _, _, queries, keys_of in self.products:
+                pairs += [("queries", queries), ("keys", keys_of)]
+            for name, ref in pairs:
+                at = space.canonical(ref)
+                if lost := space.atoms(at) & missing:
+                    size = space.extent(tuple(lost))
+                    raise Mismatch(f"an axis of the {name}, of size {size}, is missing from the result", at.value)
             raise Mismatch("an axis of the operands is missing from the result")
-        if value - keys - set(value_axis) - set(result):
-            raise Mismatch("an axis of the values is missing from the result")
         # Of the axes that only the queries have, one is T and the others are groups of heads.  Parts of one axis (the
         # height and width of an image) stay together.
         rows = [a for a in result if a in query and a not in key and a not in value]
@@ -217,7 +224,11 @@ class ProvedAttention:
         absorbed = [term.ref for term in self.terms]
         bodies = (self.body, *further)
         carrier = Carrier(self.scope, bodies, axes, self.score, pinned_sides, across, self.homes, len(uses), absorbed)
-        query, key, value, *others = (carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate(uses))
+        names = ("queries", "keys", "values", *("queries", "keys") * len(self.terms))
+        query, key, value, *others = (
+            carrier.role(ref, pinned_roles.get(role), name)
+            for role, (ref, name) in enumerate(zip(uses, names, strict=True))
+        )
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):

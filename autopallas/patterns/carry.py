@@ -98,15 +98,16 @@ class Carrier:
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""
         if not self.available(value):
-            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", value)
         self.operands.append(value)
 
-    def role(self, ref: Ref, value: int | None = None) -> Operand:
+    def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
         """An operand of its own (queries, keys, values), even where its value is an operand already.
 
         Of the values that hold the same elements, ``value`` is taken; by default the furthest back that is at hand.
+        ``name`` says in a reason what it is.
         """
-        found = self._furthest(ref, value)
+        found = self._furthest(ref, value, f"the {name} are" if name else "an operand is")
         self.operands.append(found.value)
         return Operand(len(self.operands) - 1, found.view)
 
@@ -136,18 +137,18 @@ class Carrier:
             found = min(others, key=lambda step: math.prod(self.scope.graph.shape(step.value)), default=None)
         return found
 
-    def _furthest(self, ref: Ref, value: int | None) -> Ref:
+    def _furthest(self, ref: Ref, value: int | None, what: str = "an operand is") -> Ref:
         space = self.scope.space
         if value is None:
             found = self._at_hand(ref)
         else:
             found = next((step for step in space.chain(ref) if step.value == value), None)
         if found is None:
-            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+            raise Mismatch(f"{what} computed in an enclosing body and not passed in", ref.value)
         view = space.view(found.view)
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):
-            raise Mismatch("an operand is read along a diagonal")
+            raise Mismatch(f"{what} read along a diagonal", found.value)
         return Ref(found.value, view)
 
     def source(self, ref: Ref) -> Operand | Positions:

@@ -402,8 +402,8 @@ class AttentionSite:
 
     def parts(self) -> Parts:
         """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
-        sources = [self.query, self.key, self.value, *(x for term in self.terms for x in (term.query, term.key))]
-        sources += self.sides
+        terms = (x for term in self.terms for x in (term.query, term.key))
+        sources = [self.query, self.key, self.value, *terms, *self.sides]
         sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
         sources += [] if self.row_program is None else self.row_program.sources
         residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
