@@ -182,7 +182,8 @@ def surviving(
     ``reads``: which values each of them is computed from there, and are therefore needed.
     """
     if reads is not None:
-        return _survivors(graph, frozenset(given), reads)
+        chosen = frozenset(given)
+        return _survivors(graph, chosen, reads) - chosen
     chosen = frozenset(given)
     if chosen not in graph.survivors:
         graph.survivors[chosen] = _survivors(graph, chosen, {})

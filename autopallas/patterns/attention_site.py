@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -177,7 +177,7 @@ class ProvedAttention:
             raise Mismatch("the values do not carry the key axis", value_at)
         if not keys <= key or keys & query:
             raise Mismatch("the contracted axis is not the key axis of the scores")
-        if (value & query) - key:
+        if self._of_queries((value & query) - key, query, key, value):
             raise Mismatch("the values depend on the query", value_at)
         if self.scope.depends(value_at):
             raise Mismatch("the values depend on the scores", value_at)
@@ -203,6 +203,17 @@ class ProvedAttention:
             by_origin.setdefault(space.origin(atom), []).append(atom)
         longest = max(by_origin.values(), key=lambda atoms: math.prod(space.sizes[a] for a in atoms), default=[])
         return tuple(longest), value_axis
+
+    def _of_queries(self, shared: Set[Atom], query: Set[Atom], key: Set[Atom], value: Set[Atom]) -> bool:
+        """Whether what values share with queries, and keys do not have, is more than groups of heads.
+
+        Groups are a part of the axis of heads, or one beside a longer axis of queries.
+        """
+        space = self.space
+        heads = {space.origin(a) for a in key}
+        apart = [a for a in shared if space.origin(a) not in heads]
+        rows = query - key - value - set(space.resolve(self.head_axis))
+        return math.prod(space.sizes[a] for a in apart) > math.prod(space.sizes[a] for a in rows)
 
     # ------------------------------------------------------------------ the site
 

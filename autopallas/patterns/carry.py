@@ -133,7 +133,13 @@ class Carrier:
             if self.available(step.value):
                 found = step
         if found is None:
-            others = (step for other in space.met(ref) for step in space.chain(other) if self.available(step.value))
+            labels = space.atoms(self.score) | space.atoms(space.canonical(ref))
+            others = [
+                step
+                for other in space.met(ref)
+                for step in space.chain(other)
+                if self.available(step.value) and space.atoms(step) <= labels
+            ]
             found = min(others, key=lambda step: math.prod(self.scope.graph.shape(step.value)), default=None)
         return found
 
