@@ -111,6 +111,7 @@ __all__ = [
     "on_mesh_of",
     "opened",
     "propagated",
+    "reader",
     "rebuilt",
     "reshaped",
     "scan_parts",
@@ -332,6 +333,13 @@ def emitted(program: Any, arguments: Sequence[Any]) -> Sequence[Any]:
         outputs = trace.emit_eqn(operands, avals, equation.primitive, params, effects, source, equation.ctx)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom, here) for atom in jaxpr.outvars]
+
+
+def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
+    """An equation that stands for anything that reads some operands and gives a result: it is never run."""
+    return like.replace(
+        primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
+    )
 
 
 def without_dead_code(program: Any) -> Any:

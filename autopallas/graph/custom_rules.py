@@ -6,7 +6,7 @@ a kernel can evaluate both on a tile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +19,7 @@ from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.program import Constant, Input, Instruction, Program, Side, parameters
 
-__all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "rule_of", "same_rule"]
+__all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh div eq
@@ -89,6 +89,108 @@ class _Identified:
 
     def __hash__(self) -> int:
         return hash((id(self.it), self.types))
+
+
+def restates_casts(equation: JaxprEqn, order: int = 2) -> bool:
+    """Whether an equation calls a function that only casts its operands, or gives them as they are, and its derivative
+    is the one that JAX would take of that: the rule says nothing, and the call only groups equations.
+
+    Derivatives are compared up to the ``order``: a rule may call the function itself.
+
+    Example:
+      >>> @jax.custom_vjp
+      ... def wide(x):
+      ...     return x.astype(jnp.float32)
+      >>> wide.defvjp(lambda x: (wide(x), None), lambda _, g: (g.astype(jnp.bfloat16),))
+      >>> restates_casts(jax.make_jaxpr(wide)(jnp.ones(3, jnp.bfloat16)).eqns[0])
+      True
+    """
+    if equation.primitive.name not in _RULED or equation.effects:
+        return False
+    held = compat.bodies(equation)
+    if len(held) != 1 or len(compat.opened(held[0][2])[0].invars) != len(equation.invars):
+        return False
+    return _restates_casts(_Identified(held[0][2], equation, tuple(map(id, equation.params.values()))), order)
+
+
+@lru_cache(maxsize=128)
+def _restates_casts(call_of: _Identified, order: int) -> bool:
+    equation, body = call_of.use, call_of.it
+    if not _only_casts(body, order):
+        return False
+    if order == 0:
+        return True
+    inputs = [Var(atom.aval) for atom in equation.invars]
+    info = compat.debug_info("autopallas", len(inputs), len(equation.outvars))
+    again = equation.replace(invars=inputs)
+    call = ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), [])
+    try:
+        ruled, own = (_pulled_back(compat.jaxpr_as_fun(f), inputs, again.outvars, order - 1) for f in (call, body))
+    except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
+        return False
+    return ruled is not None and ruled == own
+
+
+_RULED = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+_CASTS = frozenset({"convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier"})
+
+
+def _only_casts(body: Any, order: int) -> bool:
+    jaxpr, consts = compat.opened(body)
+    if consts:
+        return False
+    for equation in jaxpr.eqns:
+        held = compat.bodies(equation)
+        if equation.primitive.name in ("jit", "pjit") and len(held) == 1:
+            if not _only_casts(held[0][2], order):
+                return False
+        elif equation.primitive.name in _RULED:
+            if not restates_casts(equation, order):
+                return False
+        elif equation.primitive.name not in _CASTS or equation.effects:
+            return False
+    return True
+
+
+def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: Sequence[Var], order: int) -> Any:
+    """What each floating operand's cotangent is: the number of a result's, and the casts that it passes; None where it
+    is something else."""
+    shapes = [compat.typed_like(v.aval) for v in inputs]
+    active = [i for i, v in enumerate(inputs) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in results):
+        return None
+
+    def pulled(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def chosen(*given: Any) -> Any:
+            filled = list(operands)
+            for i, x in zip(active, given, strict=True):
+                filled[i] = x
+            return function(*filled)
+
+        return jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
+
+    kinds = [compat.typed_like(v.aval) for v in results]
+    jaxpr, _ = compat.opened(compat.make_jaxpr(pulled, shapes, kinds))
+    known: dict[Any, Any] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
+
+    def follow(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+        for equation in jaxpr.eqns:
+            path = None if isinstance(equation.invars[0], Literal) else known.get(equation.invars[0])
+            held = compat.bodies(equation)
+            if equation.primitive.name in ("jit", "pjit") and len(held) == 1 or restates_casts(equation, order):
+                inner = compat.opened(held[0][2])[0]
+                given = (None if isinstance(a, Literal) else known.get(a) for a in equation.invars)
+                found = follow(inner, {v: p for v, p in zip(inner.invars, given, strict=True) if p is not None})
+                known.update((v, p) for v, p in zip(equation.outvars, found, strict=True) if p is not None)
+            elif path is not None and equation.primitive.name in ("copy", "copy_p"):
+                known[equation.outvars[0]] = path
+            elif path is not None and equation.primitive.name in _CASTS and len(equation.outvars) == 1:
+                kept = {k: v for k, v in equation.params.items() if k.endswith(("_dtype", "_bits"))}
+                known[equation.outvars[0]] = (path, equation.primitive.name, tuple(sorted(kept.items(), key=repr)))
+        return [None if isinstance(a, Literal) else known.get(a) for a in jaxpr.outvars]
+
+    paths = follow(jaxpr, known)
+    return None if None in paths else paths
 
 
 @lru_cache(maxsize=128)

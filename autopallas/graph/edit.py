@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,23 +174,36 @@ def check(program: Any) -> None:
         raise ValueError("a result of the rewritten program is not defined")
 
 
-def surviving(graph: Graph, given: Iterable[int] = ()) -> frozenset[int]:
-    """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere."""
+def surviving(
+    graph: Graph, given: Iterable[int] = (), reads: Mapping[int, Iterable[int]] | None = None
+) -> frozenset[int]:
+    """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere.
+
+    ``reads``: which values each of them is computed from there, and are therefore needed.
+    """
+    if reads is not None:
+        chosen = frozenset(given)
+        return _survivors(graph, chosen, reads) - chosen
     chosen = frozenset(given)
     if chosen not in graph.survivors:
-        graph.survivors[chosen] = _survivors(graph, chosen)
+        graph.survivors[chosen] = _survivors(graph, chosen, {})
     return graph.survivors[chosen]
 
 
-def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
     if not graph.root.children:
-        return _flat_survivors(graph, given)
+        return _flat_survivors(graph, given, reads)
     edits = {body: Edit() for body in graph.numbers}  # all of them: an unedited body would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
             if computes(body, position) and any(numbers[v] in given for v in equation.outvars):
-                kept = without_results(equation, [v for v in equation.outvars if numbers[v] in given])
-                edits[body].replaced[position] = kept
+                gone = [v for v in equation.outvars if numbers[v] in given]
+                places = graph.positions[body]
+                readers = []
+                for variable in gone:
+                    read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
+                    readers += [compat.reader(equation, read, variable)] if read else []
+                edits[body].replaced[position] = [*without_results(equation, gone), *readers]
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
     todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]
@@ -202,13 +215,14 @@ def _survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
     return frozenset(alive)
 
 
-def _flat_survivors(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+def _flat_survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
     """The same for a program whose equations hold no bodies."""
     numbers = graph.numbers[graph.root]
     alive: set[int] = set()
     read = {numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)}
     for node in reversed(graph.nodes):
         own = [n for n in node.outputs if n not in given]
+        read.update(number for n in node.outputs if n in given and n in read for number in reads.get(n, ()))
         if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
             alive.update(own)
             read.update(node.inputs)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
-from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
@@ -143,7 +143,7 @@ def _inline(
 
 def _called(equation: JaxprEqn) -> Any | None:
     """The body of a call that may be dissolved, or None."""
-    if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS):
+    if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
     bodies: Sequence[tuple[str, int | None, Any]] = compat.bodies(equation)
     if len(bodies) != 1 or len(compat.opened(bodies[0][2])[0].invars) != len(equation.invars):

@@ -57,6 +57,7 @@ class Space:
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
         self._origin: dict[Atom, Atom] = {}
         self._canonical: dict[Ref, tuple[int, Ref]] = {}
+        self._met: dict[int, dict[Ref, None]] = {}  # by the value of their canonical form
         self._inside: dict[Any, list[Dimension]] = {}
 
     # ------------------------------------------------------------------ atoms
@@ -159,7 +160,16 @@ class Space:
             for found in self.chain(ref):
                 last = found
             known = self._canonical[ref] = self.refinements, last
+            self._met.setdefault(last.value, {})[ref] = None
         return known[1]
+
+    def met(self, ref: Ref) -> Iterator[Ref]:
+        """The uses, met so far, that hold the elements of ``ref`` in its layout or another one."""
+        wanted = self.canonical(ref)
+        for other in [*self._met[wanted.value]]:
+            self.graph.steps.spend()
+            if self.same(self.canonical(other), wanted):
+                yield other
 
     def operands(self, ref: Ref) -> list[Ref] | None:
         """The operands of an elementwise equation (or of a dot without contraction), pulled; None if it is neither."""

@@ -41,7 +41,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             misses += missed
     matches = _once(matches)
     if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
-        still = surviving(graph, {number for match in matches for number in match.replaced})
+        reads = {number: read for match in matches for number, read in match.reads.items()}
+        still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value in still]
     return matches, misses
 

@@ -25,8 +25,9 @@ from autopallas.graph.labels import Dimension, is_product
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
 from autopallas.patterns.row_factor import RowFactor, row_factor
+from autopallas.patterns.score_terms import Product
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
@@ -60,7 +61,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     continue
                 settled = matches.keys() | drafts.keys()
                 outcome = proofs.at(node, side, settled)
-                proved, reason = outcome.proved, outcome.reason
+                proved, reason, operand = outcome.proved, outcome.reason, outcome.operand
                 if proved is not None:
                     try:
                         matches[proved.score] = match_of(graph, proved, node, alive)
@@ -70,9 +71,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         drafts.setdefault(proved.score, draft)
                         missed(proved.score, node, compat.location(node.equation), escape.reason)
                     except Mismatch as mismatch:
-                        reason = mismatch.reason
+                        reason, operand = mismatch.reason, mismatch.operand
                 if reason is not None and outcome.score is not None and not _in_backward(node):
-                    missed(outcome.score, node, compat.location(node.equation), reason)
+                    missed(outcome.score, node, compat.location(node.equation), told(graph, reason, operand))
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
@@ -105,7 +106,7 @@ def _with_backward(
                 try:
                     matches[score] = drafts[score].match_with(search)
                 except Mismatch as mismatch:
-                    misses[score] = replace(miss, reason=mismatch.reason)
+                    misses[score] = replace(miss, reason=told(graph, mismatch.reason, mismatch.operand))
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 
@@ -175,18 +176,21 @@ class _Outcome:
 
     Attributes:
       score: the number of what looks like scores, if anything does.
+      operand: the number of the value that a reason is about, if it is about one.
       draft: the proof itself, where it was not done at another place.
     """
 
     score: int | None
     proved: Proved | None = None
     reason: str | None = None
+    operand: int | None = None
     draft: AttentionDraft | None = None
 
     def at(self, image: Mapping[int, int]) -> _Outcome:
         """The same, said of corresponding values."""
         score = None if self.score is None else image[self.score]
-        return _Outcome(score, None if self.proved is None else self.proved.at(image), self.reason)
+        operand = None if self.operand is None else image.get(self.operand)
+        return _Outcome(score, None if self.proved is None else self.proved.at(image), self.reason, operand)
 
 
 class _Proofs:
@@ -218,7 +222,7 @@ class _Proofs:
             with bounded(graph):
                 draft = attempt.draft(node, side)
         except Mismatch as mismatch:
-            return _Outcome(attempt.scope.score, reason=mismatch.reason)
+            return _Outcome(attempt.scope.score, reason=mismatch.reason, operand=mismatch.operand)
         return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
 
 
@@ -239,6 +243,7 @@ class _Attempt:
         self.query_first = True
         self._chosen: int | None = None  # of several contractions under the exponential, the one to be the scores
         self._others: list[int] = []
+        self._further: list[Product] = []  # the others, which may be added to the scores
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
         """A proved site, or None where there is not even a product of queries and keys.
@@ -328,6 +333,7 @@ class _Attempt:
         if scores is None:
             return None
         score, query, key, head_axis = scores
+        further = self._further
         scope.score = score.value
         if score.value in self.settled:
             return None
@@ -353,6 +359,7 @@ class _Attempt:
             weights_dtype=graph.dtype(weights.value),
             key_axis=key_axis,
             head_axis=[a for _, atoms in head_axis for a in atoms],
+            candidates=further,
             found=found,
             normaliser=normaliser,
             rest=rest,
@@ -416,6 +423,11 @@ class _Attempt:
             self._others = list(dict.fromkeys(f[2].value for f in found[1:]))
         _, _, ref, query, keys, contracted = next((f for f in found if f[2].value == self._chosen), found[0])
         self.query_first = first[ref.value]
+        self._further = [
+            Product(space.canonical(other), q, k, first[other.value], tuple(a for _, atoms in d for a in atoms))
+            for _, _, other, q, k, d in found
+            if other.value != ref.value
+        ]
         return space.canonical(ref), query, keys, contracted
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:

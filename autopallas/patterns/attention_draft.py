@@ -18,8 +18,9 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, at_hand, leanest
-from autopallas.patterns.expressions import Scope
+from autopallas.patterns.expressions import Scope, computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
+from autopallas.patterns.score_terms import Product
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "match_of"]
 
@@ -66,11 +67,13 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
     nodes, free = nodes_between(graph, proved.operands, [root])
     _refuse_escapes(graph, proved, nodes, alive)
     known = graph.positions[body]
-    if not all(number in known for number in free):  # what cancels in the proof, but not in the original equations
-        raise Mismatch("an operand is computed in an enclosing body and not passed in")
+    for number in free:  # what cancels in the proof, but not in the original equations
+        if number not in known:
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", number)
     operands = (*proved.operands, *free)
-    if any(known[number][0] >= known[root][0] for number in operands):
-        raise Mismatch("an operand is at hand only after the place where the result is computed")
+    for number in operands:
+        if known[number][0] >= known[root][0]:
+            raise Mismatch("an operand is at hand only after the place where the result is computed", number)
     if any(n.equation.effects for n in nodes):
         raise Mismatch("the equations have side effects")
     return Match(
@@ -120,8 +123,23 @@ class AttentionDraft(ProvedAttention):
 
     def search(self) -> Search | None:
         """What to look for in the program as this site's backward; None if the site spans several bodies."""
-        products = self._products()
-        plain = Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in products)
+        search = self._search(())
+        if self.terms and search is not None:
+            search = self._search(self.terms, search) or search
+        return search
+
+    def _search(self, terms: tuple[Product, ...], instead: Search | None = None) -> Search | None:
+        """The same with some of the further products as parts of the scores."""
+        products = self._products(terms)
+        added = {term.ref.value: True for term in terms}
+
+        def within(number: int) -> bool:
+            """Whether a value is computed from the products whose sum the scores are, or one of them."""
+            if added and computed_from(self.graph, number, added, min(added)):
+                return True
+            return self.scope.depends(number) or number in products
+
+        plain = Forward(self.graph, self.body, self.root, within)
         if not plain.complete:
             return None
         roles = self._uses(plain)
@@ -130,14 +148,13 @@ class AttentionDraft(ProvedAttention):
         wide = self._computed_sides(plain, roles)
         forwards = [plain]
         if wide:  # better: they are computed tile by tile, and so are the gradients of what they are computed from
-            inner = products | wide
-            forwards.insert(0, Forward(self.graph, self.body, self.root, lambda n: self.scope.depends(n) or n in inner))
-        search: Search | None = None
+            forwards.insert(0, Forward(self.graph, self.body, self.root, lambda n: within(n) or n in wide))
+        search = instead
         for forward in reversed(forwards):
             roles = self._uses(forward)
             assert roles is not None
-            query, key, value = roles
-            wanted = [i for i in (value, query, key) if differentiable(forward.uses[i])]
+            query, key, value, *others_of_terms = roles
+            wanted = [i for i in (value, query, key, *others_of_terms) if differentiable(forward.uses[i])]
             others = [i for i, use in enumerate(forward.uses) if i not in roles and differentiable(use)]
             search = Search(forward, wanted, others, instead=search)
         return search
@@ -168,19 +185,23 @@ class AttentionDraft(ProvedAttention):
         sides = (use for i, use in enumerate(forward.uses) if i not in roles and differentiable(use))
         return set().union(*(values(use.variable) or () for use in sides))
 
-    def _products(self) -> set[int]:
-        """Where the scores are a sum of products: the values between the product and the sum."""
+    def _products(self, terms: Sequence[Product]) -> set[int]:
+        """Where scores are written as a sum over a product: the values between the product and the sum."""
         found: set[int] = set()
-        value = self.score.value
-        while self.graph.name(value) in ("reduce_sum", "convert_element_type"):
-            value = self.graph.definitions[value].inputs[0]
-            found.add(value)
+        for score in (self.score, *(term.ref for term in terms)):
+            found.update(self._multiplied(score.value)[:-1])
         return found
 
-    def _uses(self, forward: Forward) -> tuple[int, int, int] | None:
-        """The positions of queries, keys and values among the uses of the forward."""
+    def _multiplied(self, score: int) -> list[int]:
+        """The value that multiplies queries and keys, and what follows it up to the scores, which are the last."""
+        found = [score]
+        while self.graph.name(found[0]) in ("reduce_sum", "convert_element_type"):
+            found.insert(0, self.graph.definitions[found[0]].inputs[0])
+        return found
+
+    def _uses(self, forward: Forward) -> tuple[int, ...] | None:
+        """The positions of queries, keys and values among the uses of the forward, and of further queries and keys."""
         graph = self.graph
-        first = min(self._products(), default=self.score.value)
         second = self.second.outputs[0]
         if self.second.name == "reduce_sum":
             while graph.name(second) in ("reduce_sum", "convert_element_type"):
@@ -193,9 +214,17 @@ class AttentionDraft(ProvedAttention):
                     return i
             return None
 
-        query_position = 0 if self.query_first else 1
-        found = use(first, query_position), use(first, 1 - query_position), use(second, 1 - self.side)
-        return None if None in found else found  # type: ignore[return-value]
+        found = [use(second, 1 - self.side)]
+        for score, query_first, _, _ in self.products[: 1 + len(self._terms_of(forward))]:
+            first, query_position = self._multiplied(score.value)[0], 0 if query_first else 1
+            found += [use(first, query_position), use(first, 1 - query_position)]
+        value, query, key, *others = found
+        roles = [i for i in (query, key, value, *others) if i is not None]
+        return tuple(roles) if len(roles) == len(found) else None
+
+    def _terms_of(self, forward: Forward) -> tuple[Product, ...]:
+        """The further products that are inside of a forward."""
+        return self.terms if all(term.ref.value in forward.own for term in self.terms) else ()
 
     def match_with(self, search: Search) -> Match:
         """The site together with the backwards that were found for it.
@@ -221,22 +250,26 @@ class AttentionDraft(ProvedAttention):
                 if fitting:
                     break
             else:
-                raise Mismatch("the backward lacks an operand where it stands")
+                raise Mismatch("the backward lacks an operand where it stands", forward.uses[use].number)
             levels[use] = fitting[-1]
         pins: dict[int, int] = {}
         for backward in search.found:
             for use, steps in backward.levels.items():
                 if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
                     raise Mismatch("two backwards of the site give the cotangents of different operands")
+        self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in roles]
-        if len(set(sides)) != len(sides):
-            raise Mismatch("a side input with a gradient is read in two places")
+        for number in sides:
+            if sides.count(number) > 1:
+                raise Mismatch("a side input with a gradient is read in two places", number)
         site, carrier = self.assemble(
             {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
         )
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
-        if any(number not in carried for number in sides):
-            raise Mismatch("a side input with a gradient is not read by the site as it is read by the backward")
+        for number in sides:
+            if number not in carried:
+                reason = "a side input with a gradient is not read by the site as it is read by the backward"
+                raise Mismatch(reason, number)
         positions = {use: carried[pins[use]] for use in pins if use not in roles}
         positions |= {use: role for role, use in enumerate(roles) if use in pins}
         original = self._original(forward, roles, carrier)
@@ -270,7 +303,7 @@ class AttentionDraft(ProvedAttention):
         read = level.operand in self.graph.positions[self.body]
         return computed and read and at_hand(self.graph, level.operand, self.homes, body, across)
 
-    def _original(self, forward: Forward, roles: tuple[int, int, int], carrier: Carrier) -> Any:
+    def _original(self, forward: Forward, roles: tuple[int, ...], carrier: Carrier) -> Any:
         """The forward's equations from the site's operands, each of which is one input, to the result."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
         others = [use for i, use in enumerate(forward.uses) if i not in roles]

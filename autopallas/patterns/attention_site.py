@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,14 @@ from autopallas import compat
 from autopallas.casts import rounds
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
-from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm
+from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions, View
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
+from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
+from autopallas.patterns.score_terms import Product, added
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant, Program
 
@@ -55,6 +57,8 @@ class ProvedAttention:
     """Of the probabilities as the second contraction reads them."""
     key_axis: tuple[Atom, ...]
     head_axis: list[Atom]
+    candidates: Sequence[Product]
+    """Further products under the exponential."""
     found: Exponential
     normaliser: LogSumExp
     rest: list[Term]
@@ -62,6 +66,8 @@ class ProvedAttention:
     row: RowFactor | None
     """What the result is multiplied by, if by a function of the scores of the row."""
     assume_finite: bool
+    terms: tuple[Product, ...] = ()
+    """Those of the candidates that are added to the scores, and belong to the site as its operands."""
 
     @property
     def scope(self) -> Scope:
@@ -105,30 +111,90 @@ class ProvedAttention:
             self.assembled = self.assemble()
         if self.assumptions and not self.assume_finite:
             raise Mismatch(f"it is not known that {self.assumptions[0]}, and assume_finite is off")
+        self._add_terms()
+
+    def _add_terms(self) -> None:
+        """Makes further products that are added to the scores operands of the site, where that describes it too."""
+        terms = self._added()
+        while terms:
+            self.terms, before = terms, -1
+            with suppress(Mismatch):
+                while self.space.refinements != before:
+                    before = self.space.refinements
+                    assembled = self.assemble()
+                self.assembled = assembled
+                return
+            terms = terms[:-1]
+        self.terms = ()
+
+    def _added(self) -> tuple[Product, ...]:
+        graph, space = self.graph, self.space
+        if self.row is not None or not self.candidates:
+            return ()
+        found = added(self.scope, self.found.argument, space.canonical(self.score), self.candidates)
+        query_axis, _ = self._roles()
+        rows, keys = set(query_axis), set(space.resolve(self.key_axis))
+        precision = precision_of(graph, graph.definitions[self.score.value])
+        terms: list[Product] = []
+        for position, scale in found.items():
+            term = self.candidates[position]
+            query, key = (space.atoms(space.canonical(ref)) for ref in (term.query, term.key))
+            with suppress(Mismatch):
+                alike = precision_of(graph, graph.definitions[term.ref.value]) == precision
+                alike &= all(
+                    graph.dtype(a.value) == graph.dtype(b.value)
+                    for a, b in ((term.ref, self.score), (term.query, self.query), (term.key, self.key))
+                )
+                read = self.scope.depends(term.query.value) or self.scope.depends(term.key.value)
+                alike &= abs(scale) == 1 or graph.dtype(term.query.value) != np.float16  # which overflows early
+                if alike and not read and rows <= query and keys <= key and not (rows & key or keys & query):
+                    terms.append(replace(term, scale=scale))
+        return tuple(terms)
+
+    @property
+    def products(self) -> tuple[tuple[Ref, bool, Ref, Ref], ...]:
+        """The products whose sum the scores are: (product, whether its first operand are queries, queries, keys)."""
+        own = (self.score, self.query_first, self.query, self.key)
+        return (own, *((term.ref, term.query_first, term.query, term.key) for term in self.terms))
 
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
         """(labels of T, labels of Dv), after checking that every label has a role."""
         space = self.space
-        query, key, value = (space.atoms(space.canonical(r)) for r in (self.query, self.key, self.value))
+        before = -1
+        while space.refinements != before:  # undoing the layout of one may divide an axis that another has too
+            before = space.refinements
+            value = space.atoms(space.canonical(self.value))
+            query, key = set[Atom](), set[Atom]()
+            for _, _, queries, keys_of in self.products:
+                query |= space.atoms(space.canonical(queries))
+                key |= space.atoms(space.canonical(keys_of))
         keys, heads = set(space.resolve(self.key_axis)), set(space.resolve(self.head_axis))
+        heads.update(a for term in self.terms for a in space.resolve(term.head_axis))
         result = [a for _, atoms in self.top.view for a in space.resolve(atoms)]
         weights = space.atoms(self.score) | {a for a in result if a not in value}
+        value_at = space.canonical(self.value).value
         if not keys <= value:
-            raise Mismatch("the values do not carry the key axis")
+            raise Mismatch("the values do not carry the key axis", value_at)
         if not keys <= key or keys & query:
             raise Mismatch("the contracted axis is not the key axis of the scores")
-        if (value & query) - key:
-            raise Mismatch("the values depend on the query")
-        if self.scope.depends(space.canonical(self.value).value):
-            raise Mismatch("the values depend on the scores")
+        if self._of_queries((value & query) - key, query, key, value):
+            raise Mismatch("the values depend on the query", value_at)
+        if self.scope.depends(value_at):
+            raise Mismatch("the values depend on the scores", value_at)
         if len(result) != len(set(result)):
             raise Mismatch("the result has an axis twice")
         value_axis = tuple(a for a in result if a in value and a not in weights and a not in key and a not in query)
         rest = (query | key | value | weights) - keys - heads - set(value_axis)
-        if rest - set(result):
+        if missing := rest - set(result):
+            pairs = [("values", self.value), ("scores", self.score)]
+            for _, _, queries, keys_of in self.products:
+                pairs += [("queries", queries), ("keys", keys_of)]
+            for name, ref in pairs:
+                at = space.canonical(ref)
+                if lost := space.atoms(at) & missing:
+                    size = space.extent(tuple(lost))
+                    raise Mismatch(f"an axis of the {name}, of size {size}, is missing from the result", at.value)
             raise Mismatch("an axis of the operands is missing from the result")
-        if value - keys - set(value_axis) - set(result):
-            raise Mismatch("an axis of the values is missing from the result")
         # Of the axes that only the queries have, one is T and the others are groups of heads.  Parts of one axis (the
         # height and width of an image) stay together.
         rows = [a for a in result if a in query and a not in key and a not in value]
@@ -137,6 +203,17 @@ class ProvedAttention:
             by_origin.setdefault(space.origin(atom), []).append(atom)
         longest = max(by_origin.values(), key=lambda atoms: math.prod(space.sizes[a] for a in atoms), default=[])
         return tuple(longest), value_axis
+
+    def _of_queries(self, shared: Set[Atom], query: Set[Atom], key: Set[Atom], value: Set[Atom]) -> bool:
+        """Whether what values share with queries, and keys do not have, is more than groups of heads.
+
+        Groups are a part of the axis of heads, or one beside a longer axis of queries.
+        """
+        space = self.space
+        heads = {space.origin(a) for a in key}
+        apart = [a for a in shared if space.origin(a) not in heads]
+        rows = query - key - value - set(space.resolve(self.head_axis))
+        return math.prod(space.sizes[a] for a in apart) > math.prod(space.sizes[a] for a in rows)
 
     # ------------------------------------------------------------------ the site
 
@@ -147,15 +224,21 @@ class ProvedAttention:
         further: tuple[Body, ...] = (),
         across: bool = False,
     ) -> tuple[AttentionSite, Carrier]:
-        """The site and what it reads; ``pinned``: the values to take as queries, keys, values and side inputs;
+        """The site and what it reads; ``pinned``: the values to take as queries, keys, values (and further queries and
+        keys) and side inputs;
         ``further``: bodies, besides its own, in which the operands must be at hand, or be brought ``across`` loops."""
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
         axes = query_axis, key_axis
-        carrier = Carrier(self.scope, (self.body, *further), axes, self.score, pinned_sides, across, self.homes)
-        query, key, value = (
-            carrier.role(ref, pinned_roles.get(role)) for role, ref in enumerate((self.query, self.key, self.value))
+        uses = [self.query, self.key, self.value, *(ref for term in self.terms for ref in (term.query, term.key))]
+        absorbed = [term.ref for term in self.terms]
+        bodies = (self.body, *further)
+        carrier = Carrier(self.scope, bodies, axes, self.score, pinned_sides, across, self.homes, len(uses), absorbed)
+        names = ("queries", "keys", "values", *("queries", "keys") * len(self.terms))
+        query, key, value, *others = (
+            carrier.role(ref, pinned_roles.get(role), name)
+            for role, (ref, name) in enumerate(zip(uses, names, strict=True))
         )
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
@@ -165,7 +248,8 @@ class ProvedAttention:
         live = self._live(argument)
         live_program = None
         if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, Program))):
-            live_program = ProgramBuilder(carrier).conjunction(live)
+            with carrier.optional():
+                live_program = ProgramBuilder(carrier).conjunction(live)
         finished = [self._weight(carrier, w) for w in weights]
         inner = [self._weight(carrier, w) for w in inner_weights]
         sinks = tuple(self._terms(carrier, extra) for extra in self.normaliser.extras)
@@ -173,8 +257,9 @@ class ProvedAttention:
         for term in factors:
             if term.kind == "log" and term.coefficient != int(term.coefficient):
                 raise Mismatch("a factor of the result enters with a fractional power")
-        for sides in (carrier.sides, [t.source for s in (*sinks, factors) for t in s if t.source is not None]):
-            self._no_dropout(carrier, sides)
+        self._no_dropout(carrier, (*inner, *finished))
+        if self._reads_terms(carrier.operands[carrier.roles :]):
+            raise Mismatch("a product that is added to the scores enters the probabilities in another way too")
         if further and rows is not None and rows.follows_maximum:
             raise Mismatch("a gradient runs through the maximum of a row, which does not cancel")
         first = graph.definitions[self.score.value]
@@ -199,6 +284,10 @@ class ProvedAttention:
             score_dtype=graph.dtype(self.score.value),
             result_dtype=graph.dtype(self.root),
             score=score,
+            terms=tuple(
+                ScoreTerm(labels.operand(q), labels.operand(k), labels.atoms(term.head_axis), term.scale)
+                for term, q, k in zip(self.terms, others[::2], others[1::2], strict=True)
+            ),
             sides=tuple(labels.source(s) for s in carrier.sides),
             inner_weights=tuple(inner),
             weights=tuple(finished),
@@ -212,6 +301,11 @@ class ProvedAttention:
             assume_finite=self.assume_finite,
         )
         return replace(site, sizes=labels.sizes()), carrier
+
+    def _reads_terms(self, operands: Sequence[int]) -> bool:
+        """Whether a side input is computed from a product that is a part of the scores."""
+        known = {term.ref.value: True for term in self.terms}
+        return bool(known) and any(computed_from(self.graph, n, known, min(known)) for n in operands)
 
     def _masks(self) -> tuple[Expression, list[Factor], list[Factor]]:
         """The argument with the masks of the normaliser folded in as -inf; factors after it; factors within it.
@@ -310,15 +404,19 @@ class ProvedAttention:
         least = float(jnp.finfo(dtype).min)
         return number == -math.inf or (dtype.name != "float16" and number <= 0.3 * least)
 
-    def _no_dropout(self, carrier: Carrier, sources: Sequence[Operand | Positions | None]) -> None:
-        """Dropout would have to be carried as a T x S array of random numbers: refused, with its name."""
+    def _no_dropout(self, carrier: Carrier, weights: Sequence[Weight]) -> None:
+        """Random weights of the probabilities, drawn where these are, are dropout, which would have to be carried as a
+        T x S array: refused, with its name.  A random mask of the scores is a side input like any other, and so is what
+        a loop is handed."""
         keys = set(self.space.resolve(self.key_axis))
-        for source in sources:
+        for position in dict.fromkeys(position for weight in weights for position in weight.program.sides):
+            source = carrier.sides[position]
             if isinstance(source, Operand) and set(source.labels) & keys:
-                if self._random(carrier.operands[source.position]):
-                    raise Mismatch("dropout is active on the probabilities or scores")
+                if self._drawn_here(carrier.operands[source.position]):
+                    raise Mismatch("dropout is active on the probabilities")
 
-    def _random(self, value: int) -> bool:
+    def _drawn_here(self, value: int) -> bool:
+        """Whether a value is computed from random numbers that are drawn in the body of the site."""
         seen: set[int] = set()
         todo = [value]
         for _ in range(200):
@@ -326,7 +424,7 @@ class ProvedAttention:
                 return False
             number = todo.pop()
             node = self.graph.definitions.get(number)
-            if node is None or number in seen:
+            if node is None or number in seen or node.body is not self.body:
                 continue
             seen.add(number)
             if node.name in _RANDOM:

@@ -262,11 +262,16 @@ class Lookup:
     def _extend(
         self, forward: Forward, use: Use, levels: list[Level], frame: tuple[int, ...], mapped: int | None
     ) -> None:
-        """Follows a use back through layout operations for as long as the program transposes them too."""
+        """Follows a use back through layout operations, from the last of its ``levels``, for as long as the program
+        transposes them too."""
         numbers = self.graph.numbers[forward.body]
+        met = levels[-1].operand == use.number
         for equation in forward.steps_back(use):
             before = equation.invars[0]
             if is_identity(equation):
+                continue
+            if not met:
+                met = numbers[before] == levels[-1].operand
                 continue
             pattern = self._transposed(equation, mapped)
             found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
@@ -274,6 +279,40 @@ class Lookup:
             if found is None or not isinstance(result, Var):
                 return
             levels.append(Level(numbers[before], found[result]))
+
+    def add_up(self, forward: Forward, backward: Backward, among: Sequence[int]) -> None:
+        """Makes one use of those that read one value, where the program adds up their cotangents: of the sum, which is
+        the value's own cotangent there, kernels know more than of the parts (of a sink that is part of a maximum, say,
+        which cancels)."""
+        levels = backward.levels
+        todo = [use for use in levels if use in among]
+        places: dict[int, list[int]] = {}  # per operand, the uses that come from it
+        while todo:
+            use = todo.pop()
+            for level in levels[use]:
+                for other in places.setdefault(level.operand, []):
+                    steps = levels.get(other, ())
+                    ends = [step.cotangent for step in steps if step.operand == level.operand]
+                    total = self._sum(level.cotangent, ends[0]) if ends and other != use else None
+                    if total is not None:
+                        break
+                else:
+                    places[level.operand].append(use)
+                    continue
+                del levels[other]
+                levels[use] = [Level(level.operand, total)]
+                frame = self.graph.frames[forward.body]
+                self._extend(forward, forward.uses[use], levels[use], frame, backward.mapped)
+                todo.append(use)
+                break
+
+    def _sum(self, a: int, b: int) -> int | None:
+        """The value that is the sum of two cotangents, if the program has it."""
+        for node in self.graph.users[a]:
+            self.graph.steps.spend()
+            if node.name in ("add_any", "add") and sorted(node.inputs) == sorted((a, b)):
+                return node.outputs[0]
+        return None
 
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
         """The equations of the transpose of a layout operation."""
@@ -406,6 +445,8 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         search.found = []
         with contained(graph.definitions[search.root]), suppress(OutOfSteps), graph.steps.one_try():
             search.found = lookup.backwards(search.forward, wanted)
+            for backward in search.found:
+                lookup.add_up(search.forward, backward, search.others)
 
     for search in searches:
         look(search, search.roles)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,8 @@ class Carrier:
         pinned: frozenset[int] = frozenset(),
         across: bool = False,
         homes: Sequence[Body] = (),
+        roles: int = 3,
+        absorbed: Sequence[Ref] = (),
     ):
         self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
@@ -78,6 +81,10 @@ class Carrier:
         """Values that must be operands as they are, since their cotangents are asked for."""
         self.across, self.homes = across, homes
         """Whether what one of ``homes`` has may be brought into the bodies."""
+        self.roles = roles
+        """How many of the operands, the first ones, are those of roles."""
+        self.absorbed = absorbed
+        """Products that are added to the scores, which are the sum."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Any, float] = {}
@@ -91,15 +98,16 @@ class Carrier:
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""
         if not self.available(value):
-            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", value)
         self.operands.append(value)
 
-    def role(self, ref: Ref, value: int | None = None) -> Operand:
+    def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
         """An operand of its own (queries, keys, values), even where its value is an operand already.
 
         Of the values that hold the same elements, ``value`` is taken; by default the furthest back that is at hand.
+        ``name`` says in a reason what it is.
         """
-        found = self._furthest(ref, value)
+        found = self._furthest(ref, value, f"the {name} are" if name else "an operand is")
         self.operands.append(found.value)
         return Operand(len(self.operands) - 1, found.view)
 
@@ -110,24 +118,43 @@ class Carrier:
             self.operands.append(found.value)
         return Operand(self.operands.index(found.value, self.roles), found.view)
 
-    roles = 3
-    """The first operands are those of the roles."""
-
     def pin(self, ref: Ref) -> int | None:
         return next((step.value for step in self.scope.space.chain(ref) if step.value in self.pinned), None)
 
-    def _furthest(self, ref: Ref, value: int | None) -> Ref:
+    def _at_hand(self, ref: Ref) -> Ref | None:
+        """The furthest back of the values that hold the elements of a use and are at hand.
+
+        Where nothing is on the way from this use to where the elements come from, such as a mask before a loop, another
+        use of them may be what the body is handed.
+        """
         space = self.scope.space
         found: Ref | None = None
         for step in space.chain(ref):
-            if self.available(step.value) if value is None else step.value == value:
+            if self.available(step.value):
                 found = step
         if found is None:
-            raise Mismatch("an operand is computed in an enclosing body and not passed in")
+            labels = space.atoms(self.score) | space.atoms(space.canonical(ref))
+            others = [
+                step
+                for other in space.met(ref)
+                for step in space.chain(other)
+                if self.available(step.value) and space.atoms(step) <= labels
+            ]
+            found = min(others, key=lambda step: math.prod(self.scope.graph.shape(step.value)), default=None)
+        return found
+
+    def _furthest(self, ref: Ref, value: int | None, what: str = "an operand is") -> Ref:
+        space = self.scope.space
+        if value is None:
+            found = self._at_hand(ref)
+        else:
+            found = next((step for step in space.chain(ref) if step.value == value), None)
+        if found is None:
+            raise Mismatch(f"{what} computed in an enclosing body and not passed in", ref.value)
         view = space.view(found.view)
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):
-            raise Mismatch("an operand is read along a diagonal")
+            raise Mismatch(f"{what} read along a diagonal", found.value)
         return Ref(found.value, view)
 
     def source(self, ref: Ref) -> Operand | Positions:
@@ -148,6 +175,35 @@ class Carrier:
         offset, atoms = ref.view[axis]
         return offset, self.scope.space.resolve(atoms)
 
+    def absorbs(self, ref: Ref) -> bool:
+        """Whether a value is a sum of nothing but products that the scores have in them already."""
+        space, scope = self.scope.space, self.scope
+        todo, seen = [ref], 0
+        while todo:
+            at = space.canonical(todo.pop())
+            seen += 1
+            if any(at.value == other.value and space.same(at, other) for other in self.absorbed):
+                continue
+            name, operands = scope.name(at), space.operands(at)
+            if operands is None or seen > _DEEPEST or scope.number(at) is not None:
+                return False
+            if name in ("add", "add_any", "sub"):
+                todo += operands
+            elif name in ("mul", "div", "neg", "convert_element_type"):
+                todo += [o for o in operands if scope.number(o) is None]
+            else:
+                return False
+        return True
+
+    @contextmanager
+    def optional(self) -> Iterator[None]:
+        """What is written within costs nothing where it cannot be had."""
+        operands, sides = len(self.operands), len(self.sides)
+        try:
+            yield
+        except Mismatch:
+            del self.operands[operands:], self.sides[sides:]
+
     def side(self, source: Operand | Positions) -> int:
         if source not in self.sides:
             self.sides.append(source)
@@ -159,7 +215,7 @@ class Carrier:
         """Bytes of a value as a side input; infinite if it cannot be one."""
         if self._iota(self.scope.space.canonical(ref)) is not None:
             return 0.0
-        if not any(self.available(step.value) for step in self.scope.space.chain(ref)):
+        if self._at_hand(ref) is None:
             return math.inf
         space, graph = self.scope.space, self.scope.graph
         atoms = space.atoms(space.canonical(ref))
@@ -270,6 +326,9 @@ class ProgramBuilder:
                 return self._input(expression)
             case Apply():
                 if id(expression) not in self._applied:
+                    if (rest := self._without_absorbed(expression.primitive.name, expression.arguments)) is not None:
+                        self._applied[id(expression)] = expression, rest
+                        return rest
                     arguments = tuple(self._register(a) for a in expression.arguments)
                     params = parameters(expression.params)
                     register = self._emit(expression.primitive, params, arguments, expression.dtype)
@@ -304,6 +363,18 @@ class ProgramBuilder:
             raise Mismatch(f"a side input has the dtype {dtype}")
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
+    def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Any:
+        """What a sum is of which one operand is in the scores already; None where it is another."""
+        if name not in ("add", "add_any", "sub") or not self.carrier.absorbed:
+            return None
+        for operand, other in (operands[::-1], operands):
+            if isinstance(operand, Ref) and self.carrier.absorbs(operand) and self.scope.mentions_score(other):
+                rest = self._register(other)
+                if name == "sub" and other is operands[1]:
+                    rest = self._emit(lax.neg_p, (), (rest,), self.scope.dtype(other))
+                return rest
+        return None
+
     def _elementwise(self, ref: Ref, dtype: Any) -> Any:
         space = self.scope.space
         node, operands = self.scope.node(ref), space.uses(ref)
@@ -312,6 +383,9 @@ class ProgramBuilder:
         key = self.scope.key(ref)
         if key in self._known:
             return self._known[key]
+        if (rest := self._without_absorbed(node.name, operands)) is not None:
+            self._known[key] = rest
+            return rest
         if self.scope.depends(ref.value) and not self.carrier_axis(ref):
             raise Mismatch("a function of the scores without the key axis is inside the score program")
         arguments = tuple(self._register(operand) for operand in operands)

@@ -7,18 +7,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from autopallas import compat
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "told"]
 
 
 class Mismatch(Exception):
-    """Raised inside a pattern where a guard fails; caught in one place, which makes a NearMiss of it."""
+    """Raised inside a pattern where a guard fails; caught in one place, which makes a NearMiss of it.
 
-    def __init__(self, reason: str):
+    Attributes:
+      reason: what failed, in words that hold at every place of the same form.
+      operand: the number of the value that the reason is about, if it is about one.
+    """
+
+    def __init__(self, reason: str, operand: int | None = None):
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.operand = reason, operand
+
+
+def told(graph: Graph, reason: str, operand: int | None) -> str:
+    """A reason that names the value that it is about: type, primitive and line."""
+    if operand is None:
+        return reason
+    node = graph.definitions.get(operand)
+    kind = f"{graph.dtype(operand)}[{','.join(map(str, graph.shape(operand)))}]"
+    if node is None:
+        return f"{reason}: {kind}, an input"
+    return f"{reason}: {kind} of {node.name} at {compat.location(node.equation)}"
 
 
 @contextmanager
@@ -101,6 +118,17 @@ class Match:
         """Numbers of all values that a kernel gives in place of the program."""
         gradients = (number for b in self.backwards for _, number in b.gradients)
         return (*self.results, *gradients, *(number for p in self.then for number in p.replaced))
+
+    @property
+    def reads(self) -> dict[int, tuple[int, ...]]:
+        """From which values a kernel computes each of those."""
+        found = dict.fromkeys(self.results, self.operands)
+        for backward in self.backwards:
+            read = (*self.operands, *self.results, backward.cotangent)
+            found.update((number, read) for _, number in backward.gradients)
+        for further in self.then:
+            found.update(further.reads)
+        return found
 
     @property
     def spec(self) -> Any:

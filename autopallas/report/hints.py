@@ -103,7 +103,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "repeats or contracts it in between hides it.",
     ),
     (
-        r"axis of the (operands|values)|axis twice|ragged axis|index has the mode",
+        r"axis of the (operands|values|queries|keys|scores)|axis twice|ragged axis|index has the mode",
         "Write the product with jnp.einsum, each axis named: those of the batch, one that is summed over, the rest.",
     ),
     (
@@ -132,7 +132,12 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "Print, log and call back outside of the site: an effect fixes the order of everything around it.",
     ),
     (
-        r"enclosing body|at hand only after|read along a diagonal|two layouts",
+        r"enclosing body|lacks an operand where",
+        "Compute the operand where it is used, in the body of the loop or the checkpoint; or hand it to the body as it "
+        "is read there, as one of its arguments.",
+    ),
+    (
+        r"at hand only after|read along a diagonal|two layouts",
         "Compute the operand where it is used, in the same function and before it.",
     ),
     (
@@ -171,7 +176,7 @@ def hint(reason: str) -> str:
       One or two sentences, or an empty string where nothing general can be said.
 
     Example:
-      >>> hint("dropout is active on the probabilities or scores").startswith("Dropout on the probabilities")
+      >>> hint("dropout is active on the probabilities").startswith("Dropout on the probabilities")
       True
     """
     return next((advice for pattern, advice in _HINTS if re.search(pattern, reason)), "")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import autopallas
 from recognition.catalogue import ODD, array, bhtd
-from recognition.compare import compare, compiled, optimized_like_a_user
+from recognition.compare import compare, compiled, measured, optimized_like_a_user
+from recognition.oracle import evaluate
 
 
 @pytest.mark.parametrize("size", [1, 400])
@@ -41,7 +41,8 @@ def test_a_second_contraction_that_is_written_as_a_sum(values_first):
 
 
 def test_a_factor_of_the_keys_in_both_branches_of_a_condition():
-    """What the backward reads is not what the forward of the other branch reads: no site, and no exception."""
+    """What the backward reads is not what the forward of the other branch reads: a site whose gradients are right, or
+    none, and no exception."""
     weights = tuple(array(2, 4, 4, seed=n) for n in range(4))
     factor, table = array(5, seed=8), array(7, 4, seed=9)
 
@@ -122,3 +123,12 @@ def test_a_cast_far_from_zero_acts(offset):
     given, expected = float(jax.jit(optimized)(x, w)), float(compiled(loss)(x, w))
     assert optimized.report().counts()["cross_entropy"] == (offset < 100)
     assert abs(given - expected) < 1e-2
+
+    for which in (True, False):
+        arguments = weights, factor, table, jnp.array(which)
+        optimized = optimized_like_a_user(gradient)
+        given = compiled(optimized)(*arguments)
+        true = evaluate(jax.make_jaxpr(gradient)(*arguments), *jax.tree.leaves(arguments))
+        for error, _ in measured(given, jax.tree.unflatten(jax.tree.structure(given), true)):
+            assert error < 5e-5
+        assert autopallas.explain(optimized, *arguments).failures == ()

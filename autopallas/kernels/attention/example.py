@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -64,8 +65,13 @@ def operands(site: AttentionSite, types: Sequence[Any], key: int = 0) -> list[Ar
     query, keys, value, sides, _ = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
     b, k, g, t, s = site.axes
-    fill(site.query, query, filled, site.sizes, (b, k, g, t, site.head_labels))
-    fill(site.key, keys, filled, site.sizes, (b, k, s, site.head_labels))
+    start = 0
+    for product in site.products:
+        d = product.head_labels
+        end = start + math.prod(site.sizes[label] for label in d)
+        fill(product.query, query[..., start:end], filled, site.sizes, (b, k, g, t, d))
+        fill(product.key, keys[..., start:end], filled, site.sizes, (b, k, s, d))
+        start = end
     fill(site.value, value, filled, site.sizes, (b, k, s, site.value_labels))
     for source, side in zip(site.sides, sides, strict=True):
         if isinstance(source, Operand):

@@ -41,6 +41,23 @@ class RowTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreTerm:
+    """A product of further queries and keys, with a head axis of their own, that is added to the scores.
+
+    Kernels are given the concatenation of all head axes.  The queries are multiplied by ``scale``, a power of two or
+    the negative of one, which rounds nothing.
+    """
+
+    query: Operand
+    key: Operand
+    head_labels: tuple[Label, ...]
+    scale: float = 1.0
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> ScoreTerm:
+        return replace(self, query=self.query.batched(axes, label), key=self.key.batched(axes, label))
+
+
+@dataclass(frozen=True, slots=True)
 class RowStatistic:
     """What the kernel finds out about each row, as an input of a row program.
 
@@ -98,6 +115,7 @@ class AttentionSite:
       query_labels: the labels of the query axis T; the positions that ``Index("query")`` counts.
       key_labels, head_labels, value_labels: those of S, D and Dv.  Every other label is a batch label (if k or v has
         it, or neither q nor k nor v) or a group label (if of the three only q has it).
+      terms: further products that are added to the scores.
       sides: the side inputs of the programs, in order.
       sinks: further terms of the normaliser, each the logarithm of a term, as a sum of row terms.
       factors: the result is multiplied by ``exp`` of the sum of these row terms.
@@ -122,6 +140,7 @@ class AttentionSite:
     score_dtype: Dtype
     result_dtype: Dtype
     score: Program
+    terms: tuple[ScoreTerm, ...] = ()
     sides: tuple[Operand | Positions, ...] = ()
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
@@ -147,15 +166,22 @@ class AttentionSite:
         """Whether the kernel's result is multiplied by something to give the program's."""
         return bool(self.factors) or self.row_program is not None
 
+    @property
+    def products(self) -> tuple[ScoreTerm, ...]:
+        """The products whose sum the scores are."""
+        return (ScoreTerm(self.query, self.key, self.head_labels), *self.terms)
+
     # ------------------------------------------------------------------ canonical axes
 
     @cached_property
     def axes(self) -> tuple[tuple[Label, ...], ...]:
         """The labels that make up each of the canonical axes (B, K, G, T, S)."""
-        special = {*self.query_labels, *self.key_labels, *self.head_labels, *self.value_labels}
-        shared = {*self.key.labels, *self.value.labels}
+        special = {*self.query_labels, *self.key_labels, *self.value_labels}
+        special.update(label for product in self.products for label in product.head_labels)
+        shared = {*self.value.labels, *(label for product in self.products for label in product.key.labels)}
         outer = [a for _, labels in self.result for a in labels if a not in special]
-        group = tuple(a for a in outer if a in self.query.labels and a not in shared)
+        queries = {label for product in self.products for label in product.query.labels}
+        group = tuple(a for a in outer if a in queries and a not in shared)
         batch = [a for a in outer if a not in group]
         # Two axes for the batch labels, such that side inputs vary over whole axes if they can: labels that the same
         # side inputs have belong together.  Where that does not decide, the last label counts the heads.
@@ -198,7 +224,7 @@ class AttentionSite:
             groups=groups,
             query_length=query,
             key_length=key,
-            head_size=extent(self.head_labels),
+            head_size=sum(extent(product.head_labels) for product in self.products),
             value_head_size=extent(self.value_labels),
             query_dtype=self.types[self.query.position],
             key_dtype=self.types[self.key.position],
@@ -229,8 +255,14 @@ class AttentionSite:
             return jnp.broadcast_to(read(source, operands, self.sizes, groups), shape)
 
         batch = (spec.batch, spec.key_heads)
-        q = whole(self.query, (b, k_, g, t, self.head_labels), (*batch, spec.groups, spec.query_length, spec.head_size))
-        k = whole(self.key, (b, k_, s, self.head_labels), (*batch, spec.key_length, spec.head_size))
+        queries, keys = [], []
+        for product in self.products:
+            d = product.head_labels
+            size = math.prod(self.sizes[a] for a in d)
+            part = whole(product.query, (b, k_, g, t, d), (*batch, spec.groups, spec.query_length, size))
+            queries.append(part if product.scale == 1 else part * jnp.asarray(product.scale, part.dtype))
+            keys.append(whole(product.key, (b, k_, s, d), (*batch, spec.key_length, size)))
+        q, k = (x[0] if len(x) == 1 else jnp.concatenate(x, -1) for x in (queries, keys))
         v = whole(self.value, (b, k_, s, self.value_labels), (*batch, spec.key_length, spec.value_head_size))
         sides = tuple(read(side, operands, self.sizes, self.axes) for side in self.sides)
         sink = None
@@ -370,7 +402,8 @@ class AttentionSite:
 
     def parts(self) -> Parts:
         """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
-        sources = [self.query, self.key, self.value, *self.sides]
+        terms = (x for term in self.terms for x in (term.query, term.key))
+        sources = [self.query, self.key, self.value, *terms, *self.sides]
         sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
         sources += [] if self.row_program is None else self.row_program.sources
         residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
@@ -436,13 +469,17 @@ class AttentionSite:
         label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
         query = self.query.batched(axes, label)
         key, value = self.key.batched(axes, label), self.value.batched(axes, label)
-        only_query = bool(label) and label[0] in query.labels and label[0] not in (*key.labels, *value.labels)
+        terms = tuple(term.batched(axes, label) for term in self.terms)
+        queries = (*query.labels, *(a for term in terms for a in term.query.labels))
+        others = (*key.labels, *value.labels, *(a for term in terms for a in term.key.labels))
+        only_query = bool(label) and label[0] in queries and label[0] not in others
         return replace(
             self,
             sizes=(*self.sizes, *(size for _ in label)),
             query=query,
             key=key,
             value=value,
+            terms=terms,
             # one query under vmap: the mapped axis is the query axis
             query_labels=label if only_query and not self.query_labels else self.query_labels,
             sides=tuple(s.batched(axes, label) for s in self.sides),
