@@ -153,10 +153,12 @@ class AttentionSpec:
 
     @cached_property
     def mask_class(self) -> str:
-        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs)."""
-        from autopallas.kernels.attention.tiles import classify
+        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs).
 
-        return classify(self)
+        Keys are hidden by a low score, or dead."""
+        from autopallas.kernels.attention.fills import mask_class
+
+        return mask_class(self)
 
     def assumptions(self) -> tuple[str, ...]:
         """What has to hold for the result to be the original's, in words."""

@@ -22,11 +22,15 @@ from autopallas.program import Constant, Instruction, Program, Score
 __all__ = [
     "DEAD",
     "FULL",
+    "HIDDEN",
     "PARTIAL",
     "Edges",
     "classify",
+    "decided",
     "increasing",
+    "of_positions",
     "picture",
+    "rectangles",
     "scale_of",
     "simplified",
     "tile_map",
@@ -35,7 +39,8 @@ __all__ = [
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
 
-DEAD, PARTIAL, FULL = 0, 1, 2
+DEAD, PARTIAL, FULL, HIDDEN = 0, 1, 2, 3
+"""The states of a tile; only :mod:`fills` speaks of HIDDEN."""
 
 _BUDGET = 2**20  # rectangles looked at before giving up on an irregular mask
 
@@ -52,17 +57,24 @@ def classify(spec: AttentionSpec) -> MaskClass:
         return "full"
     if live.sides:
         return "dynamic"
-    whole = _rectangles([(0, spec.query_length)], [(0, spec.key_length)])
+    return of_positions(lambda ranges: intervals.evaluate(live, ranges), spec.query_length, spec.key_length)
+
+
+def of_positions(
+    decide: Callable[[Ranges], Interval], query_length: int, key_length: int, budget: int = _BUDGET
+) -> Literal["full", "causal", "static"]:
+    """The class of a mask that positions alone decide."""
+    whole = rectangles([(0, query_length)], [(0, key_length)])
 
     def agrees(ranges: Ranges) -> Interval:
-        ours, wanted = intervals.evaluate(live, ranges), intervals.evaluate(causal(), ranges)
+        ours, wanted = decide(ranges), intervals.evaluate(causal(), ranges)
         same = (ours.always & wanted.always) | (ours.never & wanted.never)
         differs = (ours.always & wanted.never) | (ours.never & wanted.always)
         return Interval(same.astype(float), 1.0 - differs, ours.dtype)
 
-    if _states(lambda ranges: intervals.evaluate(live, ranges), whole)[0] == FULL:
+    if decided(decide, whole, budget)[0] == FULL:
         return "full"
-    return "causal" if _states(agrees, whole)[0] == FULL else "static"
+    return "causal" if decided(agrees, whole, budget)[0] == FULL else "static"
 
 
 Edges: TypeAlias = tuple[tuple[int, int], ...]
@@ -86,7 +98,7 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
     def decide(ranges: Ranges) -> Interval:
         return intervals.evaluate(live, ranges)
 
-    states = _states(decide, _rectangles(rows, columns)).reshape(shape)
+    states = decided(decide, rectangles(rows, columns)).reshape(shape)
     for i, (start, stop) in enumerate(rows):
         if not np.any(states[i] == DEAD) or (spec.assume_finite and np.any(states[i] == FULL)):
             continue
@@ -97,27 +109,29 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
 
 
 def picture(spec: AttentionSpec, query_block: int, key_block: int, most: int = 32) -> dict[str, Any]:
-    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL) for each tile, one string per row of tiles.
+    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
 
     Blocks are drawn several together where there would be more than ``most`` along an axis.
     """
+
+    from autopallas.kernels.attention.fills import tile_states
 
     def edges(length: int, block: int) -> Edges:
         step = block * -(-length // (block * most))
         return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
     rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
-    states = ["".join(map(str, row)) for row in tile_map(spec, rows, columns).tolist()]
+    states = ["".join(map(str, row)) for row in tile_states(spec, rows, columns).states.tolist()]
     return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
 
-def _rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
+def rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
     row_edges = np.repeat(np.array(rows, np.int64).reshape(-1, 2), len(columns), axis=0)
     column_edges = np.tile(np.array(columns, np.int64).reshape(-1, 2), (len(rows), 1))
     return Ranges(row_edges[:, 0], row_edges[:, 1], column_edges[:, 0], column_edges[:, 1])
 
 
-def _states(decide: Callable[[Ranges], Interval], ranges: Ranges) -> Array:
+def decided(decide: Callable[[Ranges], Interval], ranges: Ranges, budget: int = _BUDGET) -> Array:
     """DEAD, FULL or PARTIAL for each rectangle.  Undecided ones are cut in four until both outcomes have been seen."""
     seen_true = np.zeros(len(ranges), bool)
     seen_false = np.zeros(len(ranges), bool)
@@ -134,7 +148,7 @@ def _states(decide: Callable[[Ranges], Interval], ranges: Ranges) -> Array:
         undecided[owner[stuck]] = True
         open_ &= ~stuck & ~(seen_true & seen_false | undecided)[owner]
         ranges, owner = ranges.take(open_), owner[open_]
-        if spent + 4 * len(ranges) > _BUDGET:
+        if spent + 4 * len(ranges) > budget:
             undecided[owner] = True
             break
         ranges, owner = _quarters(ranges, owner)
@@ -158,7 +172,7 @@ def _quarters(ranges: Ranges, owner: Array) -> tuple[Ranges, Array]:
 def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int, key_length: int) -> bool:
     """Whether each row in [start, stop) provably has a live key."""
     count = stop - start
-    ranges = _rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
+    ranges = rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
     owner = np.arange(count)
     alive = np.zeros(count, bool)
     spent = 0
