@@ -1,7 +1,7 @@
 """Masks that give hidden keys a low score, not a weight of exactly 0: what is shown of their tiles, and when.
 
 A key that is masked with -1e9 has a weight of its own: its row may have no other key, or lower scores.  Beside a score
-that is usual its exponential underflows, so that it adds exactly 0 to sums, results and gradients.  While JAX is tracing,
+that is usual its exponential underflows, so that it adds exactly 0 to sums, results and gradients.  While JAX traces,
 positions show which tiles have no score above a bound, if scores are not huge: these tiles are *hidden*.  When the
 program runs, a kernel computes the other tiles first, and a block's hidden tiles too unless
 
@@ -27,7 +27,16 @@ from autopallas.casts import exponential_underflows_below
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tiles import DEAD, HIDDEN, Edges, classify, decided, of_positions, rectangles, tile_map
+from autopallas.kernels.attention.tiles import (
+    DEAD,
+    HIDDEN,
+    Edges,
+    classify,
+    decided,
+    of_positions,
+    rectangles,
+    tile_map,
+)
 from autopallas.program import Constant, Index, Program, Score, Side
 
 __all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "tile_states", "usual"]
@@ -134,8 +143,11 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
 def usual(
     spec: AttentionSpec, query: Array, key: Array, value: Array, sides: Sequence[Array], dout: Array | None = None
 ) -> Array:
-    """Whether the bounds hold, and values and cotangents are finite: then hidden tiles add nothing to a row whose
-    maximum is great enough.  A boolean scalar."""
+    """Whether the bounds hold, and what weights of 0 are multiplied with is finite: then hidden tiles add nothing to a
+    row whose maximum is great enough.  A boolean scalar.
+
+    With the result's cotangent it is for the backward, whose products read queries and keys too.
+    """
     fill, dtype = fill_of(spec), spec.accumulation_dtype
     assert fill is not None
 
@@ -144,8 +156,10 @@ def usual(
         return jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(dtype)), axis=-1)))
 
     found = jnp.isfinite(norm(value) if dout is None else norm(value) * norm(dout))
+    if fill.magnitude is not None or dout is not None:
+        scores = norm(query) * norm(key) * _ROUNDING
+        found &= jnp.isfinite(scores) if fill.magnitude is None else scores <= fill.magnitude
     if fill.magnitude is not None:
-        found &= norm(query) * norm(key) * _ROUNDING <= fill.magnitude
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
                 found &= jnp.max(jnp.abs(sides[number].astype(dtype))) <= fill.magnitude
@@ -235,5 +249,3 @@ def _least(bound: float, dtype: Any) -> float:
     # Where numbers are so great that they are further apart than that, a greater one is needed all the same.
     distance = max(-exponential_underflows_below(dtype), abs(bound) * 2.0**-18) if math.isfinite(bound) else 0.0
     return float(np.asarray(max(bound + distance, -largest), dtype))
-
-

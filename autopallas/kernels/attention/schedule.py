@@ -120,8 +120,8 @@ class Schedule:
         carry: Carry,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """``carry`` after ``tile(key_start, key_size, programs, .)`` for each live tile of a block of rows, and then for
-        its hidden ones if ``reveals(carry)``, a boolean scalar; without ``reveals`` for these in any case."""
+        """``carry`` after ``tile(key_start, key_size, programs, .)`` for each live tile of a block of rows, and then
+        for its hidden ones if ``reveals(carry)``, a boolean scalar; without ``reveals`` for these in any case."""
         whole = self.whole_column_blocks
         static = isinstance(row_block, int)
         chosen = self.states[row_block : row_block + 1] if static else self.states[: self.whole_row_blocks]
@@ -134,12 +134,12 @@ class Schedule:
             return tile(start, self.key_length - start, programs, carry)
 
         carry = self._over(row_block, full, self.full, tile, carry)
-        if not np.any(hidden):
-            carry = self._over(row_block, partial, self.partial, tile, carry)
-            return last(0, carry) if live_tail else carry  # computing a dead tile is a waste, never wrong
-        carry = last(0, carry) if live_tail else carry
+        if live_tail and np.any(hidden):
+            carry = last(0, carry)
         carry = self._over(row_block, partial | hidden, self.partial, tile, carry, partial, reveals)
-        if live_tail or not np.any(tail == HIDDEN):
+        if live_tail:  # computing a dead tile is a waste, never wrong
+            return carry if np.any(hidden) else last(0, carry)
+        if not np.any(tail == HIDDEN):
             return carry
         return last(0, carry) if reveals is None else loop(reveals(carry).astype(jnp.int32), last, carry)
 
@@ -153,8 +153,8 @@ class Schedule:
         first: np.ndarray[Any, np.dtype[Any]] | None = None,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are ``first``
-        before the others, and these only while ``reveals(carry)``."""
+        """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are
+        ``first`` before the others, and these only while ``reveals(carry)``."""
         counts = hits.sum(axis=1)
         if not counts.max(initial=0):
             return carry
@@ -174,7 +174,7 @@ class Schedule:
             same = bool(np.all(numbers == numbers[0]))
             return int(numbers[0]) if same else jnp.asarray(numbers.astype(np.int32))[row]
 
-        if first is None or reveals is None:
+        if first is None or reveals is None or np.all(first == hits):
             return loop(of_row(counts), visit, carry)
         certain, most = of_row(first.sum(axis=1)), of_row(counts)
 
