@@ -71,7 +71,8 @@ def _describe(match: Any, decision: Any) -> Site:
         block_sizes=None if sizes is None else sizes.to_dict(),
         measured=None if decision.evidence is None else _row(decision.evidence),
         assumptions=(*match.assumptions, *spec.assumptions()),
-        spec=_spec(spec, sizes),
+        checks=spec.checks(decision.implementation) if hasattr(spec, "checks") else (),
+        spec=_spec(spec, sizes, decision.implementation),
         spec_line=str(spec),
         encoded=encoded(match),
         original=str(match.original),
@@ -79,11 +80,11 @@ def _describe(match: Any, decision: Any) -> Site:
     )
 
 
-def _spec(spec: Any, sizes: Any) -> dict[str, Any]:
+def _spec(spec: Any, sizes: Any, implementation: str | None) -> dict[str, Any]:
     """The fields of a specification, and the picture of its tiles where the operation has one."""
     fields: dict[str, Any] = spec.to_dict()
     if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
-        fields["tiles"] = spec.tiles(sizes)
+        fields["tiles"] = spec.tiles(sizes, implementation)
     return fields
 
 

@@ -257,6 +257,7 @@ def _mask(site: Site) -> Iterator[str]:
         '<div class="legend">'
     )
     names = {"full": "computed", "partial": "computed under the mask", "skipped": "skipped"}
+    names["hidden"] = "skipped where that is shown to change nothing, when the program runs"
     for name, count in counts.items():
         if count:
             key = f'<svg class="tiles" viewBox="0 0 1 1"><rect class="{name}" width="1" height="1"/></svg>'

@@ -11,7 +11,7 @@ from autopallas.report.records import Site
 
 __all__ = ["bars", "compared", "tile_counts", "tiles"]
 
-_STATES = {"0": "skipped", "1": "partial", "2": "full"}
+_STATES = {"2": "full", "1": "partial", "0": "skipped", "3": "hidden"}
 
 
 def compared(site: Site) -> list[tuple[str, float, float, str, str]]:
@@ -43,9 +43,10 @@ def bars(original: float, kernel: float, texts: tuple[str, str]) -> str:
 
 
 def tile_counts(picture: Mapping[str, Any]) -> dict[str, int]:
-    """How many tiles are full, partial and skipped."""
+    """How many tiles are full, partial, skipped, and hidden: skipped if a check at run time allows it."""
     states = "".join(_rows(picture))
-    return {name: states.count(state) for state, name in sorted(_STATES.items(), reverse=True)}
+    counts = {name: states.count(state) for state, name in _STATES.items()}
+    return {name: count for name, count in counts.items() if count or name != "hidden"}
 
 
 def tiles(picture: Mapping[str, Any]) -> str:

@@ -52,6 +52,8 @@ class Site:
     """The implementations that were tried and did not work."""
     assumptions: tuple[str, ...] = ()
     """What has to hold for the replacement to equal the original, such as finite values."""
+    checks: tuple[str, ...] = ()
+    """What the replacement finds out when it runs, such as whether masked tiles may be skipped."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """The site's description: sizes, dtypes, score program, mask."""
     spec_line: str = ""

@@ -117,6 +117,7 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
         ("block sizes", _block_sizes(site)),
         ("spec", site.spec_line),
         *(("assumes", assumption) for assumption in site.assumptions),
+        *(("checks", check) for check in site.checks),
         *(("tried", f"{name}, failed at {stage}: {error}") for name, stage, error in site.attempts),
     ]
     return [(label, text) for label, text in rows if text]

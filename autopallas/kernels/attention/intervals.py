@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.program import Constant, Index, Input, Instruction, Program
@@ -61,17 +62,20 @@ class Ranges:
         return area
 
 
-def evaluate(program: Program, ranges: Ranges) -> Interval:
-    """Bounds on the program's result over each rectangle; scores and side inputs are unknown."""
-    return registers(program, ranges)[program.result]
+def evaluate(program: Program, ranges: Ranges, magnitude: float | None = None) -> Interval:
+    """Bounds on the program's result over each rectangle.
+
+    Scores and floating side inputs are within ``magnitude`` of 0, or unknown without it; others are unknown.
+    """
+    return registers(program, ranges, magnitude)[program.result]
 
 
-def registers(program: Program, ranges: Ranges) -> list[Interval]:
+def registers(program: Program, ranges: Ranges, magnitude: float | None = None) -> list[Interval]:
     """Bounds on every register of the program: inputs first, then instructions."""
     found: list[Interval] = []
 
     def load(i: Input) -> Interval:
-        found.append(_load(i, ranges))
+        found.append(_load(i, ranges, magnitude))
         return found[-1]
 
     def apply(instruction: Instruction, arguments: list[Interval]) -> Interval:
@@ -83,7 +87,7 @@ def registers(program: Program, ranges: Ranges) -> list[Interval]:
     return found
 
 
-def _load(i: Input, ranges: Ranges) -> Interval:
+def _load(i: Input, ranges: Ranges, magnitude: float | None) -> Interval:
     count = len(ranges)
     match i:
         case Index():
@@ -94,8 +98,11 @@ def _load(i: Input, ranges: Ranges) -> Interval:
             low, high = _modulo(low, high, np.full(count, float(i.extent)))
             return _settle(low + i.offset, high + i.offset, i.dtype)
         case Constant():
-            value = np.full(count, float(i.value))
+            floating = i.dtype.name in _DIGITS
+            value = np.full(count, float(np.asarray(i.value, i.dtype) if floating else i.value))
             return _settle(value, value, i.dtype, rounded=False)
+        case _ if magnitude is not None and i.dtype.name in _DIGITS:
+            return Interval(np.full(count, -magnitude), np.full(count, magnitude), i.dtype)
         case _:
             return _unknown(count, i.dtype)
 
@@ -106,8 +113,13 @@ def _unknown(count: int, dtype: Dtype) -> Interval:
     return Interval(np.full(count, np.nan), np.full(count, np.nan), dtype)
 
 
+_DIGITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+_LARGEST = {name: float(jnp.finfo(name).max) for name in _DIGITS}
+
+
 def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Interval:
-    """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding."""
+    """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding, and
+    infinite beyond the dtype's range."""
     if dtype == np.bool_:
         return Interval(low, high, dtype)
     if np.issubdtype(dtype, np.integer):
@@ -117,29 +129,42 @@ def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Inte
         return Interval(np.where(inside, low, np.nan), np.where(inside, high, np.nan), dtype)
     if rounded:
         # A product and a sum may be contracted into one rounding or not: only integers small enough are known exactly.
-        digits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(dtype.name, 1)
+        digits = _DIGITS.get(dtype.name, 1)
         margin = 2.0 ** (1 - digits)
 
         def inexact(x: Array) -> Any:
-            return (x != np.rint(x)) | (np.abs(x) > 2.0**digits)
+            return np.isfinite(x) & ((x != np.rint(x)) | (np.abs(x) > 2.0**digits))
 
         low = np.where(inexact(low), low - margin * np.abs(low) - 1e-37, low)
         high = np.where(inexact(high), high + margin * np.abs(high) + 1e-37, high)
+        largest = _LARGEST.get(dtype.name, np.inf)
+        low = np.where(low < -largest, -np.inf, np.where((low > largest) & (low < np.inf), largest, low))
+        high = np.where(high > largest, np.inf, np.where((high < -largest) & (high > -np.inf), -largest, high))
     known = ~(np.isnan(low) | np.isnan(high))
     return Interval(np.where(known, low, np.nan), np.where(known, high, np.nan), dtype)
 
 
 def _arithmetic(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """The hull of ``function`` over the corners: right for functions that are monotone in each argument separately."""
+    """The hull of ``function`` over the corners: right for functions that are monotone in each argument separately.
+
+    No interval holds a NaN.  One that infinities may give is found in a corner, but for 0 * inf between corners.
+    """
 
     def bounds(*arguments: Interval) -> tuple[Array, Array]:
         corners = [function(*c) for c in _corners(arguments)]
         low, high = np.minimum.reduce(corners), np.maximum.reduce(corners)
-        # inf - inf or 0 * inf between the corners would be NaN, which no interval holds.
+        if function is not np.multiply:
+            return low, high
         finite = np.logical_and.reduce([np.isfinite(a.low) & np.isfinite(a.high) for a in arguments])
-        return np.where(finite, low, np.nan), np.where(finite, high, np.nan)
+        known = finite | ~np.logical_or.reduce([(a.low <= 0) & (a.high >= 0) for a in arguments])
+        return np.where(known, low, np.nan), np.where(known, high, np.nan)
 
     return bounds
+
+
+def _logarithm(x: Interval) -> tuple[Array, Array]:
+    known = x.low >= 0
+    return np.where(known, np.log(x.low), np.nan), np.where(known, np.log(x.high), np.nan)
 
 
 def _corners(arguments: tuple[Interval, ...]) -> list[tuple[Array, ...]]:
@@ -244,6 +269,7 @@ def _each(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
 
 _RULES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "add": _arithmetic(np.add),
+    "add_any": _arithmetic(np.add),
     "sub": _arithmetic(np.subtract),
     "mul": _arithmetic(np.multiply),
     "div": _divide,
@@ -252,6 +278,8 @@ _RULES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "abs": _absolute,
     "sign": _each(np.sign),
     "square": lambda x: _each(np.square)(Interval(*_absolute(x), x.dtype)),
+    "log": _logarithm,
+    "tanh": _each(np.tanh),
     "floor": _each(np.floor),
     "ceil": _each(np.ceil),
     "min": _each(np.minimum),

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fills import fill_of, tile_states
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, Edges, increasing, simplified, tile_map
+from autopallas.kernels.attention.tiles import FULL, HIDDEN, PARTIAL, Edges, increasing, simplified
 from autopallas.program import Program
 
 __all__ = [
@@ -91,7 +92,9 @@ class Schedule:
     batch_step: int
     head_step: int
     states: np.ndarray[Any, np.dtype[Any]]
-    """[row blocks, column blocks] of DEAD, PARTIAL, FULL; a last, shorter block is one of them."""
+    """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN; a last, shorter block is one of them."""
+    least: float
+    """The maximum beside which keys in hidden tiles have no weight."""
     full: TilePrograms
     partial: TilePrograms
     query_length: int
@@ -105,38 +108,86 @@ class Schedule:
     def whole_column_blocks(self) -> int:
         return self.key_length // self.key_block
 
+    @property
+    def hides(self) -> bool:
+        """Whether there are hidden tiles."""
+        return bool(np.any(self.states == HIDDEN))
+
     def over_columns(
-        self, row_block: Start, tile: Callable[[Start, int, TilePrograms, Carry], Carry], carry: Carry
+        self,
+        row_block: Start,
+        tile: Callable[[Start, int, TilePrograms, Carry], Carry],
+        carry: Carry,
+        reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """``carry`` after ``tile(key_start, key_size, programs, .)`` for each live tile of a block of rows."""
+        """``carry`` after ``tile(key_start, key_size, programs, .)`` for each live tile of a block of rows, and then
+        for its hidden ones if ``reveals(carry)``, a boolean scalar; without ``reveals`` for these in any case."""
         whole = self.whole_column_blocks
         static = isinstance(row_block, int)
         chosen = self.states[row_block : row_block + 1] if static else self.states[: self.whole_row_blocks]
-        for state, programs in ((FULL, self.full), (PARTIAL, self.partial)):
-            hits = chosen[:, :whole] == state
-            counts = hits.sum(axis=1)
-            if not counts.max(initial=0):
-                continue
-            # Columns in ascending order first; what follows the count is never read.
-            order = np.argsort(~hits, axis=1, kind="stable")[:, : counts.max()].astype(np.int32)
-            row = 0 if static else row_block
+        full, partial, hidden = (chosen[:, :whole] == state for state in (FULL, PARTIAL, HIDDEN))
+        start, tail = whole * self.key_block, chosen[:, whole:]
+        live_tail = bool(np.any((tail == FULL) | (tail == PARTIAL)))
 
-            def visit(n: Start, carry: Carry, order: Any = order, row: Start = row, programs: Any = programs) -> Carry:
-                if np.all(order == order[:, :1] + np.arange(order.shape[1])) and np.all(order[:, 0] == order[0, 0]):
-                    block: Any = int(order[0, 0]) + n
-                else:
-                    block = jnp.asarray(order)[row, n]
-                return tile(block * self.key_block, self.key_block, programs, carry)
+        def last(_: Start, carry: Carry) -> Carry:
+            programs = self.full if np.all(tail == FULL) else self.partial
+            return tile(start, self.key_length - start, programs, carry)
 
-            same = int(counts[0]) if np.all(counts == counts[0]) else None
-            carry = loop(same if same is not None else jnp.asarray(counts.astype(np.int32))[row_block], visit, carry)
-        if self.key_length % self.key_block:
-            tail = chosen[:, whole]
-            if np.any(tail != DEAD):  # computing a dead tile is a waste, never wrong
-                programs = self.full if np.all(tail == FULL) else self.partial
-                start = whole * self.key_block
-                carry = tile(start, self.key_length - start, programs, carry)
-        return carry
+        carry = self._over(row_block, full, self.full, tile, carry)
+        if live_tail and np.any(hidden):
+            carry = last(0, carry)
+        carry = self._over(row_block, partial | hidden, self.partial, tile, carry, partial, reveals)
+        if live_tail:  # computing a dead tile is a waste, never wrong
+            return carry if np.any(hidden) else last(0, carry)
+        if not np.any(tail == HIDDEN):
+            return carry
+        return last(0, carry) if reveals is None else loop(reveals(carry).astype(jnp.int32), last, carry)
+
+    def _over(
+        self,
+        row_block: Start,
+        hits: np.ndarray[Any, np.dtype[Any]],
+        programs: TilePrograms,
+        tile: Callable[[Start, int, TilePrograms, Carry], Carry],
+        carry: Carry,
+        first: np.ndarray[Any, np.dtype[Any]] | None = None,
+        reveals: Callable[[Carry], jax.Array] | None = None,
+    ) -> Carry:
+        """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are
+        ``first`` before the others, and these only while ``reveals(carry)``."""
+        counts = hits.sum(axis=1)
+        if not counts.max(initial=0):
+            return carry
+        # Columns in ascending order first; what follows the count is never read.
+        rank = ~hits if first is None else 2 - hits.astype(int) - first
+        order = np.argsort(rank, axis=1, kind="stable")[:, : counts.max()].astype(np.int32)
+        row = 0 if isinstance(row_block, int) else row_block
+
+        def visit(n: Start, carry: Carry) -> Carry:
+            if np.all(order == order[:, :1] + np.arange(order.shape[1])) and np.all(order[:, 0] == order[0, 0]):
+                block: Any = int(order[0, 0]) + n
+            else:
+                block = jnp.asarray(order)[row, n]
+            return tile(block * self.key_block, self.key_block, programs, carry)
+
+        def of_row(numbers: np.ndarray[Any, np.dtype[Any]]) -> int | jax.Array:
+            same = bool(np.all(numbers == numbers[0]))
+            return int(numbers[0]) if same else jnp.asarray(numbers.astype(np.int32))[row]
+
+        if first is None or reveals is None or np.all(first == hits):
+            return loop(of_row(counts), visit, carry)
+        certain, most = of_row(first.sum(axis=1)), of_row(counts)
+
+        def goes_on(state: tuple[jax.Array, Carry]) -> jax.Array:
+            n, carry = state
+            return (n < certain) | ((n < most) & reveals(carry))
+
+        def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+            n, carry = state
+            return n + 1, visit(n, carry)
+
+        result: Carry = lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), carry))[1]
+        return result
 
 
 def edges(length: int, block: int) -> Edges:
@@ -151,7 +202,7 @@ def tile_programs(
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
     full = general
     where = np.argwhere(states == FULL)
-    if spec.live is not None and len(where):
+    if (spec.live is not None or fill_of(spec) is not None) and len(where):
         ranges = Ranges(*np.array([(*rows[i], *columns[j]) for i, j in where], np.int64).T)
 
         def resolved(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -167,7 +218,7 @@ def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
     """The schedule of an attention; computed once, from positions alone."""
     blocks = block_sizes.fitted(spec)
     rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
-    states = tile_map(spec, rows, columns)
+    states, least = tile_states(spec, rows, columns)
     general, full = tile_programs(spec, rows, columns, states)
     batch_step, head_step = blocks.heads_per_step(spec)
     return Schedule(
@@ -176,6 +227,7 @@ def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
         batch_step=batch_step,
         head_step=head_step,
         states=states,
+        least=least,
         full=full,
         partial=general,
         query_length=spec.query_length,

@@ -153,10 +153,12 @@ class AttentionSpec:
 
     @cached_property
     def mask_class(self) -> str:
-        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs)."""
-        from autopallas.kernels.attention.tiles import classify
+        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs).
 
-        return classify(self)
+        Keys are hidden by a low score, or dead."""
+        from autopallas.kernels.attention.fills import mask_class
+
+        return mask_class(self)
 
     def assumptions(self) -> tuple[str, ...]:
         """What has to hold for the result to be the original's, in words."""
@@ -164,11 +166,30 @@ class AttentionSpec:
             return ("values at keys without any weight are finite (assume_finite)",)
         return ()
 
-    def tiles(self, block_sizes: Any) -> dict[str, Any]:
+    @property
+    def fill(self) -> Any:
+        """What is known of the low score that hides keys, a :class:`fills.Fill`, or None."""
+        from autopallas.kernels.attention.fills import fill_of
+
+        return fill_of(self)
+
+    def checks(self, implementation: str | None) -> tuple[str, ...]:
+        """What an implementation finds out when it runs, in words."""
+        from autopallas.kernels.attention.fills import IMPLEMENTATIONS
+
+        if self.fill is None or implementation not in IMPLEMENTATIONS:
+            return ()
+        mask = f"{self.fill.mask} mask" if self.fill.mask else "part of the mask known from positions"
+        proof = "each row's maximum and the norms of queries and keys prove" if self.fill.is_added else (
+            "each row's maximum proves"
+        )  # fmt: skip
+        return (f"{mask}, {self.fill}: its tiles are skipped where {proof} them zero (checked at run time)",)
+
+    def tiles(self, block_sizes: Any, implementation: str | None = None) -> dict[str, Any]:
         """Which tiles of the scores are computed, for a picture; see :func:`tiles.picture`."""
         from autopallas.kernels.attention.tiles import picture
 
-        return picture(self, block_sizes.query_block, block_sizes.key_block)
+        return picture(self, block_sizes.query_block, block_sizes.key_block, implementation=implementation)
 
     def programs(self) -> str:
         """The program that kernels evaluate on a tile of scores."""
@@ -177,13 +198,14 @@ class AttentionSpec:
     def __str__(self) -> str:
         heads = f"N={self.key_heads * self.groups}" + (f" K={self.key_heads}" if self.groups > 1 else "")
         value = f" Dv={self.value_head_size}" if self.value_head_size != self.head_size else ""
+        fill = f" with {self.fill}" if self.fill is not None and self.fill.mask else ""
         extras = [f"{len(self.sides)} side input{'s' * (len(self.sides) > 1)}"] if self.sides else []
         extras += ["sink"] if self.sink else []
         extras += [f"{w.kind} weight" for w in self.inner_weights + self.weights]
         extras += ["row program"] if self.statistics is not None else []
         return (
             f"attention B={self.batch} {heads} T={self.query_length} S={self.key_length} D={self.head_size}{value} "
-            f"{self.widest_dtype}, {self.mask_class} mask" + "".join(f", {e}" for e in extras)
+            f"{self.widest_dtype}, {self.mask_class} mask{fill}" + "".join(f", {e}" for e in extras)
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,11 +22,15 @@ from autopallas.program import Constant, Instruction, Program, Score
 __all__ = [
     "DEAD",
     "FULL",
+    "HIDDEN",
     "PARTIAL",
     "Edges",
     "classify",
+    "decided",
     "increasing",
+    "of_positions",
     "picture",
+    "rectangles",
     "scale_of",
     "simplified",
     "tile_map",
@@ -35,7 +39,8 @@ __all__ = [
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
 
-DEAD, PARTIAL, FULL = 0, 1, 2
+DEAD, PARTIAL, FULL, HIDDEN = 0, 1, 2, 3
+"""The states of a tile; only :mod:`fills` speaks of HIDDEN."""
 
 _BUDGET = 2**20  # rectangles looked at before giving up on an irregular mask
 
@@ -52,17 +57,24 @@ def classify(spec: AttentionSpec) -> MaskClass:
         return "full"
     if live.sides:
         return "dynamic"
-    whole = _rectangles([(0, spec.query_length)], [(0, spec.key_length)])
+    return of_positions(lambda ranges: intervals.evaluate(live, ranges), spec.query_length, spec.key_length)
+
+
+def of_positions(
+    decide: Callable[[Ranges], Interval], query_length: int, key_length: int, budget: int = _BUDGET
+) -> Literal["full", "causal", "static"]:
+    """The class of a mask that positions alone decide."""
+    whole = rectangles([(0, query_length)], [(0, key_length)])
 
     def agrees(ranges: Ranges) -> Interval:
-        ours, wanted = intervals.evaluate(live, ranges), intervals.evaluate(causal(), ranges)
+        ours, wanted = decide(ranges), intervals.evaluate(causal(), ranges)
         same = (ours.always & wanted.always) | (ours.never & wanted.never)
         differs = (ours.always & wanted.never) | (ours.never & wanted.always)
         return Interval(same.astype(float), 1.0 - differs, ours.dtype)
 
-    if _states(lambda ranges: intervals.evaluate(live, ranges), whole)[0] == FULL:
+    if decided(decide, whole, budget)[0] == FULL:
         return "full"
-    return "causal" if _states(agrees, whole)[0] == FULL else "static"
+    return "causal" if decided(agrees, whole, budget)[0] == FULL else "static"
 
 
 Edges: TypeAlias = tuple[tuple[int, int], ...]
@@ -86,7 +98,7 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
     def decide(ranges: Ranges) -> Interval:
         return intervals.evaluate(live, ranges)
 
-    states = _states(decide, _rectangles(rows, columns)).reshape(shape)
+    states = decided(decide, rectangles(rows, columns)).reshape(shape)
     for i, (start, stop) in enumerate(rows):
         if not np.any(states[i] == DEAD) or (spec.assume_finite and np.any(states[i] == FULL)):
             continue
@@ -96,28 +108,35 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
     return states
 
 
-def picture(spec: AttentionSpec, query_block: int, key_block: int, most: int = 32) -> dict[str, Any]:
-    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL) for each tile, one string per row of tiles.
+def picture(
+    spec: AttentionSpec, query_block: int, key_block: int, most: int = 32, implementation: str | None = None
+) -> dict[str, Any]:
+    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
 
-    Blocks are drawn several together where there would be more than ``most`` along an axis.
+    Blocks are drawn several together where there would be more than ``most`` along an axis.  For an implementation that
+    does not skip hidden tiles there are none.
     """
+
+    from autopallas.kernels.attention.fills import IMPLEMENTATIONS, tile_states
 
     def edges(length: int, block: int) -> Edges:
         step = block * -(-length // (block * most))
         return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
     rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
-    states = ["".join(map(str, row)) for row in tile_map(spec, rows, columns).tolist()]
+    skips = implementation is None or implementation in IMPLEMENTATIONS
+    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
+    states = ["".join(map(str, row)) for row in found.tolist()]
     return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
 
-def _rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
+def rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:
     row_edges = np.repeat(np.array(rows, np.int64).reshape(-1, 2), len(columns), axis=0)
     column_edges = np.tile(np.array(columns, np.int64).reshape(-1, 2), (len(rows), 1))
     return Ranges(row_edges[:, 0], row_edges[:, 1], column_edges[:, 0], column_edges[:, 1])
 
 
-def _states(decide: Callable[[Ranges], Interval], ranges: Ranges) -> Array:
+def decided(decide: Callable[[Ranges], Interval], ranges: Ranges, budget: int = _BUDGET) -> Array:
     """DEAD, FULL or PARTIAL for each rectangle.  Undecided ones are cut in four until both outcomes have been seen."""
     seen_true = np.zeros(len(ranges), bool)
     seen_false = np.zeros(len(ranges), bool)
@@ -134,7 +153,7 @@ def _states(decide: Callable[[Ranges], Interval], ranges: Ranges) -> Array:
         undecided[owner[stuck]] = True
         open_ &= ~stuck & ~(seen_true & seen_false | undecided)[owner]
         ranges, owner = ranges.take(open_), owner[open_]
-        if spent + 4 * len(ranges) > _BUDGET:
+        if spent + 4 * len(ranges) > budget:
             undecided[owner] = True
             break
         ranges, owner = _quarters(ranges, owner)
@@ -158,7 +177,7 @@ def _quarters(ranges: Ranges, owner: Array) -> tuple[Ranges, Array]:
 def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int, key_length: int) -> bool:
     """Whether each row in [start, stop) provably has a live key."""
     count = stop - start
-    ranges = _rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
+    ranges = rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
     owner = np.arange(count)
     alive = np.zeros(count, bool)
     spent = 0
@@ -175,7 +194,8 @@ def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int,
 
 
 def simplified(program: Program, ranges: Ranges) -> Program:
-    """An equal program on the given rectangles: selections whose predicate is known there are resolved."""
+    """An equal program on the given rectangles: selections whose predicate is known there are resolved, numbers that
+    are one number there, such as what a mask adds, are constants, and what these leave as it is goes."""
     bounds = intervals.registers(program, ranges)
 
     def known(register: int) -> bool | None:
@@ -184,17 +204,66 @@ def simplified(program: Program, ranges: Ranges) -> Program:
             return None
         return True if bool(np.all(b.always)) else False if bool(np.all(b.never)) else None
 
-    same: dict[int, int] = {}  # registers that equal an earlier one
+    first = len(program.inputs)
+    constants = _known_numbers(program, bounds)
+    if constants:  # as inputs, after the others
+        added = tuple(constants.values())
+        shift = len(added)
+
+        def moved(register: int) -> int:
+            return register if register < first else register + shift
+
+        instructions = tuple(
+            Instruction(i.primitive, i.params, tuple(map(moved, i.arguments)), i.dtype) for i in program.instructions
+        )
+        program = Program((*program.inputs, *added), instructions, moved(program.result))
+        bounds = [*bounds[:first], *(bounds[r] for r in constants), *bounds[first:]]
+        same = {register + shift: first + n for n, register in enumerate(constants)}  # registers that equal an earlier
+        first += shift
+    else:
+        same = {}
 
     def root(register: int) -> int:
         return same.get(register, register)
 
-    first = len(program.inputs)
+    plain = _ignores_the_sign_of_zeros(program)
     for offset, instruction in enumerate(program.instructions):
         name, arguments = instruction.primitive.name, instruction.arguments
         if name == "select_n" and len(arguments) == 3 and (which := known(arguments[0])) is not None:
             same[first + offset] = root(arguments[2 if which else 1])
+        elif plain and (kept := _unchanged(name, [bounds[a] for a in arguments])) is not None:
+            same[first + offset] = root(arguments[kept])
     return _without_dead_code(program, root) if same else program
+
+
+def _known_numbers(program: Program, bounds: Sequence[Interval]) -> dict[int, Constant]:
+    """The instructions whose result is one number on all rectangles."""
+    found: dict[int, Constant] = {}
+    for register, b in enumerate(bounds[len(program.inputs) :], len(program.inputs)):
+        if b.dtype != np.bool_ and len(b.low) and np.all(b.low == b.low[0]) and np.all(b.high == b.low[0]):
+            number = float(b.low[0])
+            if number.is_integer() and abs(number) < 2**24:
+                found[register] = Constant(int(number) if b.dtype.kind in "iu" else number, b.dtype)
+    return found
+
+
+def _ignores_the_sign_of_zeros(program: Program) -> bool:
+    """Whether another sign of a zero on the way changes nothing but that of a zero."""
+    for instruction in program.instructions:
+        name, divisor = instruction.primitive.name, instruction.arguments[-1]
+        constant = divisor < len(program.inputs) and isinstance(program.inputs[divisor], Constant)
+        if name not in _SIGNLESS and not (name == "div" and constant):
+            return False
+    return True
+
+
+def _unchanged(name: str, arguments: Sequence[Interval]) -> int | None:
+    """Which argument an instruction gives as it is, but for the sign of a zero."""
+    if len(arguments) != 2 or name not in ("add", "sub", "mul", "div"):
+        return None
+    neutral = 0.0 if name in ("add", "sub") else 1.0
+    at = [bool(np.all((x.low == neutral) & (x.high == neutral))) for x in arguments]
+    return 0 if at[1] else 1 if at[0] and name in ("add", "mul") else None
 
 
 def _without_dead_code(program: Program, root: Callable[[int], int]) -> Program:
@@ -268,4 +337,8 @@ def scale_of(program: Program) -> float | None:
     return scale if plain and 2.0**-60 < scale < 2.0**60 else None
 
 
+_SIGNLESS = frozenset(
+    "add sub mul neg abs max min clamp select_n tanh square convert_element_type copy stop_gradient exp "
+    "lt le gt ge eq ne and or not xor".split()
+)
 _INCREASING = frozenset({"convert_element_type", "reduce_precision", "tanh", "copy", "stop_gradient"})

@@ -21,10 +21,12 @@ from jax.experimental.pallas import tpu as pltpu
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.contents import Tile, halves, logits, reciprocal, weighted
+from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tpu_forward import (
     contract,
+    doubtful,
     exponentials,
     kept_rows,
     narrowed,
@@ -43,6 +45,7 @@ from autopallas.kernels.attention.tpu_grid import (
     Place,
     as_operands,
     geometry,
+    revealed,
     states_at_run_time,
 )
 from autopallas.kernels.attention.tpu_operands import (
@@ -88,7 +91,8 @@ def backward(
 ) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
     """Gradients of the forward's first result; see ``pallas_tpu.backward``."""
     shape = geometry(spec, block_sizes)
-    shift, factor = _normalizers(spec, block_sizes, query, key, sides, sink, logsumexp)
+    bounded = usual(spec, query, key, value, sides, dout) if shape.hides else None
+    shift, factor = _normalizers(spec, block_sizes, query, key, sides, sink, logsumexp, bounded)
     # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
     scaled = dout.astype(F32) * factor[..., None]
     delta = jnp.sum(scaled * out.astype(F32), axis=-1)
@@ -99,6 +103,11 @@ def backward(
 
     dq_block = rows_block(shape, spec.head_size, query.dtype)
     states = states_at_run_time(shape, sides)
+    if bounded is not None and not is_simulated():
+        # A weight of 0 gives 0 unless it is multiplied with what is not finite.
+        bounded &= jnp.all(jnp.isfinite(delta)) & jnp.all(jnp.isfinite(factor))
+        states = revealed(shape, doubtful(shape, with_rows(shape, shift, (True,) * 5), bounded))
+        shape = shape.whole
 
     def gradients(name: str, outer: Sequence[Axis], group: Group, outputs: Sequence[_Output]) -> Sequence[Array]:
         return _call(Grid.of(shape, outer, group, states), name, operands, outputs)
@@ -141,6 +150,7 @@ def _normalizers(
     sides: Sequence[Array],
     sink: Array | None,
     logsumexp: Array,
+    bounded: Array | None,
 ) -> tuple[Array, Array]:
     """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
 
@@ -149,7 +159,7 @@ def _normalizers(
     """
 
     def anew() -> tuple[Array, Array]:
-        maximum, total = statistics(spec, block_sizes, query, key, sides, sink)
+        maximum, total = statistics(spec, block_sizes, query, key, sides, sink, bounded)
         return maximum, reciprocal(total)
 
     if spec.inner_weights:

@@ -19,10 +19,19 @@ from jax.experimental.pallas import tpu as pltpu
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.contents import Tile, halves, heights, logits, narrow, row_maximum, weighted
+from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import FULL, PARTIAL, scale_of
-from autopallas.kernels.attention.tpu_grid import Geometry, Grid, Place, as_operands, geometry, states_at_run_time
+from autopallas.kernels.attention.tpu_grid import (
+    Geometry,
+    Grid,
+    Place,
+    as_operands,
+    geometry,
+    revealed,
+    states_at_run_time,
+)
 from autopallas.kernels.attention.tpu_operands import (
     Block,
     as_row,
@@ -41,9 +50,11 @@ from autopallas.kernels.attention.tpu_operands import (
     without_rows,
 )
 from autopallas.kernels.interpret import interpretation
+from autopallas.kernels.tpu_tables import assume, is_simulated
 
 __all__ = [
     "contract",
+    "doubtful",
     "exponentials",
     "forward",
     "kept_rows",
@@ -93,8 +104,15 @@ def forward(
         out[...] = result.astype(out.dtype)
         logsumexp[...] = as_row(running.maximum + jnp.log(running.total), shape.row_lanes)
 
-    out, logsumexp = _call(shape, "autopallas_attention_tpu", blocks, finish, query, key, value, sides, sink)
-    return without_rows(shape, out), without_rows(shape, from_rows(shape, logsumexp))
+    bounded = usual(spec, query, key, value, sides) if shape.hides else None
+
+    def call(shape: Geometry, states: Array | None) -> tuple[Array, ...]:
+        operands = query, key, value, sides, sink
+        out, logsumexp = _call(shape, "autopallas_attention_tpu", blocks, finish, states, *operands)
+        return out, from_rows(shape, logsumexp)
+
+    out, logsumexp = _complete(shape, call, 1, bounded)
+    return without_rows(shape, out), without_rows(shape, logsumexp)
 
 
 def statistics(
@@ -104,8 +122,9 @@ def statistics(
     key: Array,
     sides: Sequence[Array],
     sink: Array | None,
+    bounded: Array | None,
 ) -> tuple[Array, Array]:
-    """(maximum, sum of exponentials) of each row, [B, K, G, T]."""
+    """(maximum, sum of exponentials) of each row, [B, K, G, T]; ``bounded`` is :func:`fills.usual`."""
     shape = geometry(spec, block_sizes)
 
     def finish(running: _Running, maximum: Any, total: Any) -> None:
@@ -113,9 +132,55 @@ def statistics(
         total[...] = as_row(running.total, shape.row_lanes)
 
     blocks = [number_block(shape, F32)] * 2
-    found = _call(shape, "autopallas_attention_tpu_statistics", blocks, finish, query, key, None, sides, sink)
-    maximum, total = (without_rows(shape, from_rows(shape, x)) for x in found)
+
+    def call(shape: Geometry, states: Array | None) -> tuple[Array, ...]:
+        name, operands = "autopallas_attention_tpu_statistics", (query, key, None, sides, sink)
+        return tuple(from_rows(shape, x) for x in _call(shape, name, blocks, finish, states, *operands))
+
+    maximum, total = (without_rows(shape, x) for x in _complete(shape, call, 0, bounded))
     return maximum, total
+
+
+def _complete(
+    shape: Geometry,
+    call: Callable[[Geometry, Array | None], tuple[Array, ...]],
+    decisive: int,
+    bounded: Array | None,
+) -> tuple[Array, ...]:
+    """What a call gives for each row, [B, K, G, rows, ..], hidden tiles included where they count.
+
+    Live tiles are visited first.  Blocks of rows whose greatest scores, or what ``decisive`` of the results bounds them
+    by, do not show that hidden tiles weigh nothing are computed once more, from all tiles.
+    """
+    found = call(shape, None)
+    if not shape.hides:
+        return found
+    if is_simulated():
+        assume("each row has a score far above its mask's fill")
+        return found
+    assert bounded is not None
+    blocks = doubtful(shape, found[decisive], bounded)
+
+    def again() -> tuple[Array, ...]:
+        rows = jnp.repeat(blocks, shape.query_block, axis=1)[:, None, None, : shape.rows]
+        complete = call(shape.whole, revealed(shape, blocks, others=False))
+        return tuple(
+            jnp.where(rows if x.ndim == rows.ndim else rows[..., None], x, before)
+            for x, before in zip(complete, found, strict=True)
+        )
+
+    completed: tuple[Array, ...] = lax.cond(jnp.any(blocks), again, lambda: found)
+    return completed
+
+
+def doubtful(shape: Geometry, maximum: Array, bounded: Array) -> Array:
+    """Of which blocks of rows hidden tiles count, [B, row blocks], by a number for each row [B, K, G, rows] that its
+    greatest score is above, but for some logarithm of the number of keys."""
+    great = maximum >= shape.least
+    missing = shape.row_blocks * shape.query_block - shape.rows
+    great = jnp.pad(great, [(0, 0)] * 3 + [(0, missing)], constant_values=True)
+    great = great.reshape(*great.shape[:3], shape.row_blocks, shape.query_block)
+    return ~(bounded & jnp.all(great, axis=(1, 2, 4)))
 
 
 def _call(
@@ -123,6 +188,7 @@ def _call(
     name: str,
     outputs: Sequence[Block],
     finish: Callable[..., None],
+    states: Array | None,
     query: Array,
     key: Array,
     value: Array | None,
@@ -130,7 +196,8 @@ def _call(
     sink: Array | None,
 ) -> Sequence[Array]:
     spec = shape.spec
-    grid = Grid.of(shape, ("B", "K", "G"), "row", states_at_run_time(shape, sides))
+    states = states_at_run_time(shape, sides) if states is None else states
+    grid = Grid.of(shape, ("B", "K", "G"), "row", states)
     inputs = [
         (rows_block(shape, spec.head_size, query.dtype), with_rows(shape, query, (True,) * 5)),
         (columns_block(shape, spec.head_size, key.dtype), key),

@@ -19,14 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fills import tile_states
 from autopallas.kernels.attention.run_time_tiles import compacted, run_time_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
+from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL
 from autopallas.kernels.tpu import LANES, Semantics, rounded
 from autopallas.kernels.tpu_tables import concrete
 
-__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "is_listed", "states_at_run_time"]
+__all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "is_listed", "revealed"]
+__all__ += ["states_at_run_time"]
 
 Array: TypeAlias = jax.Array
 Axis: TypeAlias = Literal["B", "K", "G"]
@@ -54,6 +56,9 @@ class Geometry:
       query_block, key_block: sizes of a tile.
       states: [row blocks, column blocks] of DEAD, PARTIAL, FULL.
       general, full: the programs of any tile, and of full ones.
+      hidden: which of the tiles that are no steps of the grid are hidden, not dead.  Those of a block of rows count
+        unless each of its rows has a maximum of ``least`` (:mod:`fills`).
+      least: that number.
     """
 
     spec: AttentionSpec
@@ -65,6 +70,18 @@ class Geometry:
     states: np.ndarray[Any, np.dtype[Any]]
     general: TilePrograms
     full: TilePrograms
+    hidden: np.ndarray[Any, np.dtype[Any]]
+    least: float
+
+    @property
+    def hides(self) -> bool:
+        return bool(self.hidden.any())
+
+    @property
+    def whole(self) -> Geometry:
+        """The same where hidden tiles are steps of the grid."""
+        states = np.where(self.hidden, PARTIAL, self.states).astype(self.states.dtype)
+        return replace(self, states=states, hidden=np.zeros_like(self.hidden))
 
     @property
     def row_blocks(self) -> int:
@@ -101,15 +118,20 @@ def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
     key_block = min(rounded(block_sizes.key_block, LANES), rounded(spec.key_length, LANES))
     columns = edges(spec.key_length, key_block)
     of_queries = edges(spec.query_length, spec.query_length if merged else query_block)
-    found = tile_map(spec, of_queries, columns)
+    found, least = tile_states(spec, of_queries, columns)
     general, full = tile_programs(spec, of_queries, columns, found)
     states = np.repeat(found, len(edges(rows, query_block)), axis=0) if merged else found.copy()
+    if (spec.live is not None and spec.live.sides) or 3 * 4 * states.size > _MOST_SCALARS:
+        states[states == HIDDEN] = PARTIAL  # what is skipped is listed by the side inputs, or too long for a list
+    hidden = states == HIDDEN
+    states[hidden] = DEAD
     ragged = np.zeros(states.shape, bool)
     ragged[-1:, :] |= bool(rows % query_block)
     ragged[:, -1:] |= bool(spec.key_length % key_block)
     states[ragged & (states == FULL)] = PARTIAL
     states.setflags(write=False)
-    return Geometry(spec, merged, 1 if merged else spec.groups, rows, query_block, key_block, states, general, full)
+    groups = 1 if merged else spec.groups
+    return Geometry(spec, merged, groups, rows, query_block, key_block, states, general, full, hidden, least)
 
 
 class Place(NamedTuple):
@@ -283,6 +305,15 @@ def states_at_run_time(shape: Geometry, sides: Sequence[Array]) -> Array | None:
     query_block = spec.query_length if shape.merged else shape.query_block
     states = run_time_states(spec, query_block, shape.key_block, sides)
     return jnp.repeat(states, shape.row_blocks, axis=1) if shape.merged and states is not None else states
+
+
+def revealed(shape: Geometry, blocks: Array, others: bool = True) -> Array:
+    """The states of the tiles, [B|1, row blocks, column blocks], where some ``blocks`` of rows, [B, row blocks], need
+    hidden ones too; ``others``: whether the live tiles of other blocks are wanted as well."""
+    if 3 * 4 * shape.spec.batch * shape.states.size > _MOST_SCALARS:
+        blocks = jnp.any(blocks, axis=0, keepdims=True)
+    every = jnp.asarray(np.where(shape.hidden, PARTIAL, shape.states), jnp.int32)
+    return jnp.where(blocks[..., None], every, jnp.asarray(shape.states, jnp.int32) if others else DEAD)
 
 
 def as_operands(tables: Tables | None) -> tuple[Array, ...]:

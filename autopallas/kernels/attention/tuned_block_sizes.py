@@ -21,6 +21,7 @@ from typing import Any
 
 from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.implementation import Device
 from autopallas.kernels.tpu import generation
@@ -872,7 +873,8 @@ def table_key(spec: AttentionSpec, implementation: str, direction: str) -> Key:
     assert bucket is not None, "the last bucket takes everything"
     # A bias or mask that fills the tile has to be read: what was measured without one says nothing of it.
     reads_tiles = any(side.varies[3] and side.varies[4] for side in spec.sides)
-    invariants = f"{spec.mask_class}, T x S input" if reads_tiles else spec.mask_class
+    mask = mask_class(spec, implementation)
+    invariants = f"{mask}, T x S input" if reads_tiles else mask
     return implementation, direction, spec.widest_dtype.name, bucket.name, invariants
 
 

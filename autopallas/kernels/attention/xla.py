@@ -34,6 +34,7 @@ from autopallas.kernels.attention.contents import (
     weighted,
     weighted_vjp,
 )
+from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import (
     Schedule,
     Start,
@@ -93,12 +94,13 @@ def forward(
       The result [B, K, G, T, Dv] and the logsumexp of each row [B, K, G, T], or instead of it the statistics.
     """
     plan = schedule(spec, block_sizes)
+    bounded = usual(spec, query, key, value, sides) if plan.hides else None
     shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
     out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
     statistics = (jnp.zeros(shape, spec.accumulation_dtype),) * spec.row_results
 
     def rows(place: _Rows, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        running = _stream(spec, plan, place, query, key, value, sides, sink)
+        running = _stream(spec, plan, place, query, key, value, sides, sink, bounded)
         if spec.statistics is None:
             result = running.accumulator / running.total
             if running.kept is not None:
@@ -126,8 +128,12 @@ def _stream(
     value: Array | None,
     sides: Sequence[Array],
     sink: Array | None,
+    bounded: Array | None,
 ) -> _Running:
-    """One block of rows over all its live tiles.  Without values: the row statistics alone."""
+    """One block of rows over all tiles that count.  Without values: the row statistics alone.
+
+    ``bounded`` is :func:`fills.usual`, where there are hidden tiles.
+    """
     q = place.rows(query)
     shape = place.shape
     where_weights = spec.keeps and value is not None
@@ -179,7 +185,11 @@ def _stream(
         statistics = tuple(map(statistic, spec.statistics or (), carry.statistics))
         return _Running(maximum, total, accumulator, kept, statistics)
 
-    return plan.over_columns(place.block, tile, start)
+    def reveals(carry: _Running) -> Array:
+        assert bounded is not None
+        return ~(bounded & jnp.all(carry.maximum >= plan.least))
+
+    return plan.over_columns(place.block, tile, start, reveals)
 
 
 def backward(
@@ -206,15 +216,16 @@ def backward(
     """
     plan = schedule(spec, block_sizes)
     gradients = _Gradients.zeros(spec, query, key, value, sides, sink)
+    bounded = usual(spec, query, key, value, sides, dout) if plan.hides else None
 
     def rows(place: _Rows, carry: _Gradients) -> _Gradients:
         operands = (query, key, value, sides, sink)
-        return _backward_rows(spec, plan, place, carry, *operands, out, normalizers, dout, dsums)
+        return _backward_rows(spec, plan, place, carry, *operands, out, normalizers, dout, dsums, bounded)
 
     with jax.named_scope("autopallas_attention_xla_backward"):
         normalizers = jnp.where(logsumexp == -jnp.inf, 0, logsumexp), jnp.ones_like(logsumexp)
         if spec.statistics is None:
-            normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp)
+            normalizers = _normalizers(spec, plan, query, key, sides, sink, logsumexp, bounded)
         found = _over_rows(plan, spec, rows, gradients)
     dsides = iter(found.sides)
     return (
@@ -234,6 +245,7 @@ def _normalizers(
     sides: Sequence[Array],
     sink: Array | None,
     logsumexp: Array,
+    bounded: Array | None,
 ) -> tuple[Array, Array]:
     """(shift, factor) [B, K, G, T] such that the probabilities are exp(x - shift) * factor.
 
@@ -244,7 +256,7 @@ def _normalizers(
 
     def anew() -> tuple[Array, Array]:
         def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            running = _stream(spec, plan, place, query, key, None, sides, sink)
+            running = _stream(spec, plan, place, query, key, None, sides, sink, bounded)
             found = (running.maximum, reciprocal(running.total))
             window = place.window("BKGT")
             shift, factor = (store(c, window, place.restored(f)[..., 0]) for c, f in zip(carry, found, strict=True))
@@ -304,6 +316,7 @@ def _backward_rows(
     normalizers: tuple[Array, Array],
     dout: Array,
     dsums: Sequence[Array] | None,
+    bounded: Array | None,
 ) -> _Gradients:
     """The contributions of one block of rows.
 
@@ -335,8 +348,17 @@ def _backward_rows(
         dp = _rows_by_columns(spec, place, do, place.columns(value, columns))
         return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
 
+    def reveals(_: Any) -> Array:
+        assert unhidden is not None
+        return unhidden
+
+    unhidden = None
+    if bounded is not None:  # a weight of 0 gives 0 unless it is multiplied with what is not finite
+        finite = [jnp.all(jnp.isfinite(x)) for x in (delta, factor, *further)]
+        unhidden = ~(bounded & jnp.all(shift >= plan.least) & jnp.all(jnp.stack(finite)))
+
     if dsums is None and spec.rounding_adds_up:
-        delta = plan.over_columns(place.block, row_sums, jnp.zeros_like(delta)) * place.ungrouped(factor)
+        delta = plan.over_columns(place.block, row_sums, jnp.zeros_like(delta), reveals) * place.ungrouped(factor)
 
     def tile(
         key_start: Start, key_size: int, programs: TilePrograms, carry: tuple[Array, _Gradients]
@@ -374,7 +396,7 @@ def _backward_rows(
         return dq, updates
 
     start = jnp.zeros((*place.shape, spec.head_size), dtype)
-    dq, gradients = plan.over_columns(place.block, tile, (start, gradients))
+    dq, gradients = plan.over_columns(place.block, tile, (start, gradients), reveals)
     gradients = gradients._replace(query=store(gradients.query, place.window("BKGT-"), place.restored(dq)))
     if sink is not None and gradients.sink is not None and spec.sink is not None:
         weight = jnp.exp(place.side(sink, spec.sink, (0, 1)).astype(dtype) - shift)
