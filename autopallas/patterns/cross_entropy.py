@@ -35,6 +35,9 @@ _LAYOUT = frozenset(
 )
 
 
+_LEFT_OUT = "rows of logits that the loss leaves out are finite"
+
+
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Every cross-entropy in a graph, and what nearly was one: one outcome for each product that gives logits."""
     matches: list[Match] = []
@@ -145,6 +148,9 @@ def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
     first, *then = passes(region)
+    nodes = (node for part in (first, *then) for node in part.equations)
+    if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
+        assumptions = (*assumptions, _LEFT_OUT)
     given = {number for p in (first, *then) for number in p.results}
     left = region.inside & surviving(graph, given)
     if left:

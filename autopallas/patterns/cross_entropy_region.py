@@ -289,6 +289,8 @@ class Region:
     def _source(self, node: Node) -> int:
         """The value inside that an end reads."""
         inside = [i for i in node.inputs if i in self.inside]
+        if node.name == "dot_general" and inside:  # a sum of products may be one of two values inside
+            return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
             raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
         return inside[0]

@@ -1,0 +1,394 @@
+"""Losses as public code writes them: on some rows of the logits, in loops, around checkpoints, with other picks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import log_softmax, logsumexp, one_hot, softmax
+from training.checks import check
+
+from recognition.catalogue import array
+from recognition.compare import compare, compiled, optimized_like_a_user
+from recognition.losses import picked
+
+B, T, D, V = 2, 6, 4, 11
+
+
+def arguments(dtype=jnp.float32):
+    """w [D, V], x [B, T, D], y [B, T]."""
+    return array(D, V, dtype=dtype, seed=1), array(B, T, D, dtype=dtype, seed=2), jnp.arange(B * T).reshape(B, T) * 5 % V
+
+
+def registry():
+    entries = {}
+
+    def enter(function):
+        entries[function.__name__] = function
+        return function
+
+    return entries, enter
+
+
+ROWS, rows = registry()
+
+
+@rows
+def all_but_the_last(w, x, y):
+    return -picked(log_softmax((x @ w)[:, :-1]), y[:, 1:]).mean()
+
+
+@rows
+def log_probabilities_but_the_last(w, x, y):
+    return -picked(log_softmax(x @ w)[:, :-1], y[:, 1:]).mean()
+
+
+@rows
+def every_third(w, x, y):
+    return -picked(log_softmax((x @ w)[:, 1::3]), y[:, 1::3]).mean()
+
+
+@rows
+def widened_and_capped_before(w, x, y):
+    z = 30 * jnp.tanh((x @ w).astype(jnp.float32) / 30)
+    return -picked(log_softmax(z[..., :-1, :]), y[:, 1:]).mean()
+
+
+@rows
+def widened_and_capped_behind(w, x, y):
+    z = (x @ w)[:, :-1].astype(jnp.float32)
+    return -picked(log_softmax(30 * jnp.tanh(z / 30)).reshape(-1, V), y[:, 1:].reshape(-1)).mean()
+
+
+@rows
+def of_rows_that_were_merged(w, x, y):
+    return -picked(log_softmax((x.reshape(-1, D) @ w).reshape(B, T, V)[:, :-1]), y[:, 1:]).mean()
+
+
+@rows
+def normaliser_and_pick_apart(w, x, y):
+    z = x @ w
+    return (logsumexp(z, -1)[:, :-1] - picked(z[:, :-1], y[:, 1:])).mean()
+
+
+@rows
+def weighted(w, x, y):
+    z, counts = (x @ w)[:, :-1], y[:, 1:] > 2
+    return -jnp.where(counts, picked(log_softmax(z), y[:, 1:]), 0).sum() / counts.sum()
+
+
+@rows
+def one_hot_labels(w, x, y):
+    return -(one_hot(y[:, 1:], V) * log_softmax((x @ w)[:, :-1])).sum(-1).mean()
+
+
+@rows
+def with_a_bias(w, x, y):
+    return -picked(log_softmax((x @ w[:, :] + w[0])[:, :-1]), y[:, 1:]).mean()
+
+
+@rows
+def a_window_whose_start_is_an_argument(w, x, y):
+    start = y[0, 1] % 3
+    z = lax.dynamic_slice_in_dim(x @ w, start, 3, 1)
+    return -picked(log_softmax(z), lax.dynamic_slice_in_dim(y, start, 3, 1)).mean()
+
+
+@rows
+def rows_by_number(w, x, y):
+    chosen = jnp.array([1, 4, 2])
+    return -picked(log_softmax((x @ w)[:, chosen]), y[:, chosen]).mean()
+
+
+@rows
+def rows_by_number_twice(w, x, y):
+    chosen = jnp.array([1, 4, 4, 1])
+    return -picked(log_softmax((x.reshape(-1, D) @ w)[chosen]), y.reshape(-1)[chosen]).mean()
+
+
+@rows
+def rows_by_a_static_mask(w, x, y):
+    shown = np.arange(T) % 2 == 1
+    return -picked(log_softmax((x @ w)[:, shown]), y[:, shown]).mean()
+
+
+@rows
+def the_last_alone(w, x, y):
+    return -picked(log_softmax((x @ w)[:, -1:]), y[:, -1:]).mean()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_of_some_rows_are_found_forward_and_in_train_steps(name):
+    compared = compare(ROWS[name], arguments())
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    report = check(jax.value_and_grad(ROWS[name], (0, 1)), arguments(), op="cross_entropy")
+    assert report.near_misses == ()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "scan", "checkpoint"])
+def test_losses_of_some_rows_under_transforms(transform):
+    loss = ROWS["all_but_the_last"]
+    w, x, y = arguments()
+
+    def total(w, x, y):
+        if transform == "vmap":
+            return jax.vmap(loss, (None, 0, 0))(w, x[:, None], y[:, None]).mean()
+        if transform == "checkpoint":
+            return jax.checkpoint(loss)(w, x, y)
+        parts = x[:, None], y[:, None]
+        return lax.scan(lambda c, part: (c + loss(w, *part), None), 0.0, parts)[0] / B
+
+    check(jax.value_and_grad(total, (0, 1)), (w, x, y), op="cross_entropy")
+
+
+def test_the_rows_that_are_left_out_are_assumed_finite_where_they_are_multiplied():
+    step = jax.value_and_grad(ROWS["log_probabilities_but_the_last"], (0, 1))
+    optimized = optimized_like_a_user(step, assume_finite=False)
+    jax.jit(optimized).lower(*arguments())
+    assert optimized.report().counts()["cross_entropy"] == 0
+    optimized = optimized_like_a_user(step)
+    jax.jit(optimized).lower(*arguments())
+    (site,) = optimized.report().sites
+    assert any("leaves out" in assumption for assumption in site.assumptions)
+    optimized = optimized_like_a_user(jax.value_and_grad(ROWS["all_but_the_last"], (0, 1)))
+    jax.jit(optimized).lower(*arguments())
+    assert optimized.report().sites[0].assumptions == ()
+
+
+LOOKALIKES, lookalike = registry()
+
+
+@lookalike
+def logits_of_all_rows_are_returned(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z[:, :-1]), y[:, 1:]).mean(), z
+
+
+@lookalike
+def a_part_of_the_vocabulary_as_well(w, x, y):
+    z = x @ w
+    return (logsumexp(z[:, :-1], -1) - picked(z[:, :-1], y[:, 1:])).mean() + jnp.sort(z[..., :5]).sum()
+
+
+@lookalike
+def two_losses_of_different_rows_share_the_logits(w, x, y):
+    z = x @ w
+    first, second = z[:, :3], z[:, 2:]
+    return -picked(log_softmax(first), y[:, :3]).mean() - picked(log_softmax(second), y[:, 2:]).mean(), z[0, 0]
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_nothing_is_computed_twice_for_the_sake_of_a_selection(name):
+    compared = compare(LOOKALIKES[name], arguments())
+    assert compared.counts("cross_entropy") == 0
+    assert compared.complaints == []
+
+
+def test_a_slice_of_the_vocabulary_is_no_slice_of_rows():
+    def loss(w, x, y):
+        return -picked(log_softmax((x @ w)[..., :7]), y % 7).mean()
+
+    compared = compare(loss, arguments())
+    assert compared.complaints == []
+    check(jax.value_and_grad(loss, (0, 1)), arguments(), op="cross_entropy")
+
+
+PICKS, pick = registry()
+
+
+@pick
+def einsum_with_one_hot(w, x, y):
+    return -jnp.einsum("blv,blv->bl", one_hot(y, V), log_softmax(x @ w)).mean()
+
+
+@pick
+def vdot(w, x, y):
+    return -jnp.vdot(one_hot(y, V), log_softmax(x @ w)) / y.size
+
+
+@pick
+def vmapped_dot(w, x, y):
+    return -jax.vmap(jnp.dot)(one_hot(y.reshape(-1), V), log_softmax(x @ w).reshape(-1, V)).mean()
+
+
+@pick
+def contracted_over_rows_too(w, x, y):
+    return -jnp.einsum("blv,blv->b", log_softmax(x @ w), one_hot(y, V)).mean()
+
+
+@pick
+def narrow_one_hot(w, x, y):
+    return -jnp.einsum("blv,blv->bl", one_hot(y, V, dtype=jnp.bfloat16), log_softmax(x @ w)).mean()
+
+
+@pick
+def soft_labels_contracted(w, x, y):
+    return -jnp.einsum("blv,blv->bl", softmax(jnp.sin(y[..., None] + jnp.arange(V))), log_softmax(x @ w)).mean()
+
+
+@pick
+def diagonal(w, x, y):
+    z = (x[0] @ w[:, :T]) * 3
+    return (logsumexp(z, -1) - jnp.diag(z)).mean()
+
+
+@pick
+def entropy_contracted(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z), y).mean() - 0.1 * jnp.einsum("blv,blv->bl", softmax(z), log_softmax(z)).mean()
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_labels_that_a_contraction_picks(name):
+    compared = compare(PICKS[name], arguments(), dtype="float32" if name != "narrow_one_hot" else "bfloat16")
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+
+
+def test_a_contraction_with_a_matrix_is_no_pick():
+    def loss(w, x, y):
+        return (log_softmax(x @ w) @ jnp.ones((V, 3))).sum()
+
+    compared = compare(loss, arguments())
+    assert compared.counts("cross_entropy") == 0
+    assert compared.complaints == []
+
+
+def plain(w, x, y):
+    return -picked(log_softmax(x @ w), y).mean()
+
+
+def stacked_arguments():
+    w, x, y = arguments()
+    return jnp.stack([w, w[::-1], w * 0.5]), jnp.stack([x, x[::-1], x * 2]), jnp.stack([y, y[::-1], y])
+
+
+STACKED = {
+    "losses": lambda w, x, y: jax.vmap(plain)(w, x, y),
+    "gradients": lambda w, x, y: jax.vmap(jax.value_and_grad(plain, (0, 1)))(w, x, y),
+    "gradient of the sum": jax.value_and_grad(lambda w, x, y: jax.vmap(plain)(w, x, y).sum(), (0, 1)),
+    "weights alone": lambda w, x, y: jax.vmap(plain, (0, None, None))(w, x[0], y[0]),
+    "twice": lambda w, x, y: jax.vmap(jax.vmap(plain, (0, 0, None)), (None, None, 0))(w, x, y),
+    "labels as one-hot rows": lambda w, x, y: jax.vmap(PICKS["einsum_with_one_hot"])(w, x, y),
+    "mapped": lambda w, x, y: lax.map(lambda part: plain(*part), (w, x, y)),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_weights_of_their_own(name):
+    compared = compare(STACKED[name], stacked_arguments(), gradients=False)
+    if name == "twice":  # several labels for each row of logits
+        assert compared.counts("cross_entropy") in (0, 1)
+    else:
+        assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+
+
+def test_scores_of_attention_are_no_logits():
+    def attend(q, k, v):
+        s = jnp.einsum("bqd,bkd->bqk", q, k)
+        return jnp.einsum("bqk,bkd->bqd", softmax(s), v)
+
+    compared = compare(attend, tuple(array(2, 6, 4, seed=n) for n in range(3)))
+    assert (compared.counts("attention"), compared.counts("cross_entropy")) == (1, 0)
+    assert compared.reasons() == []
+
+
+def microbatches(w, x, y):
+    def body(total, part):
+        value, gradients = jax.value_and_grad(plain, (0, 1))(w, *part)
+        return total + value, gradients
+
+    return lax.scan(body, 0.0, (x.reshape(3, 4, D), y.reshape(3, 4)))
+
+
+def test_microbatches_are_no_pieces_of_a_loss():
+    check(microbatches, arguments(), op="cross_entropy")
+
+
+def test_pieces_of_the_vocabulary_are():
+    def loss(w, x, y):
+        def body(carry, part):
+            z = x @ part
+            greatest = jnp.maximum(carry[0], z.max(-1))
+            return (greatest, carry[1] * jnp.exp(carry[0] - greatest) + jnp.exp(z - greatest[..., None]).sum(-1)), None
+
+        start = jnp.full((B, T), -jnp.inf), jnp.zeros((B, T))
+        (greatest, total), _ = lax.scan(body, start, w[:, :10].reshape(D, 2, 5).transpose(1, 0, 2))
+        return (greatest + jnp.log(total) - (x * w[:, 0]).sum(-1)).mean()
+
+    compared = compare(loss, arguments())
+    assert compared.counts("cross_entropy") == 0
+    assert compared.complaints == []
+
+
+HEADS, head = registry()
+
+
+@head
+def whole_model(w, x, y):
+    return -picked(log_softmax(jax.checkpoint(lambda w, x: jnp.tanh(x) @ w)(w, x)), y).mean()
+
+
+@head
+def that_saves_products(w, x, y):
+    model = jax.checkpoint(lambda w, x: jnp.tanh(x) @ w, policy=jax.checkpoint_policies.dots_saveable)
+    return -picked(log_softmax(model(w, x)), y).mean()
+
+
+@head
+def some_rows_within(w, x, y):
+    return -picked(log_softmax(jax.checkpoint(lambda w, x: (jnp.tanh(x) @ w)[:, :-1])(w, x)), y[:, 1:]).mean()
+
+
+@head
+def some_rows_outside(w, x, y):
+    z = jax.checkpoint(lambda w, x: jnp.tanh(x) @ w)(w, x).astype(jnp.float32)
+    return (logsumexp(z[:, :-1], -1) - picked(z[:, :-1], y[:, 1:])).mean()
+
+
+@head
+def tied_weight_in_16_bits(w, x, y):
+    def model(w, x):
+        embedding = w.T.astype(jnp.bfloat16)
+        return (jnp.tanh(x).astype(jnp.bfloat16) @ embedding.T).astype(jnp.float32)
+
+    return -picked(log_softmax(jax.checkpoint(model)(w, x)), y).mean()
+
+
+@head
+def a_loop_within(w, x, y):
+    def model(w, x):
+        return lax.scan(lambda h, _: (jnp.sin(h), None), x, None, length=2)[0] @ w
+
+    return -picked(log_softmax(jax.checkpoint(model)(w, x)), y).mean()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_of_a_model_within_a_checkpoint(name):
+    narrow = "16_bits" in name
+    compared = compare(HEADS[name], arguments(), dtype="bfloat16" if narrow else "float32")
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    check(jax.value_and_grad(HEADS[name], (0, 1)), arguments(), op="cross_entropy", dtype="bfloat16" if narrow else "float32")
+
+
+def test_what_a_checkpoint_computes_again_is_computed_again():
+    """The model's own work stays inside of the checkpoint; only the head's products leave it."""
+    step = jax.value_and_grad(HEADS["whole_model"], (0, 1))
+    optimized = optimized_like_a_user(step)
+    text = str(jax.make_jaxpr(optimized)(*arguments()))
+    inner = text[text.index("remat") if "remat" in text else text.index("checkpoint") :]
+    assert "tanh" in inner
+    assert optimized.report().counts()["cross_entropy"] == 1
+
+
+def test_an_optimized_function_with_a_checkpoint_is_differentiated_later():
+    optimized = optimized_like_a_user(HEADS["whole_model"])
+    given, wanted = (compiled(jax.grad(f, (0, 1)))(*arguments()) for f in (optimized, HEADS["whole_model"]))
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for a, b in zip(given, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
