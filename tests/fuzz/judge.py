@@ -182,6 +182,11 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
                 checks[n].sample(moved[n], moved[len(given) + n])
         clock.lap("samples")
     wrong = [n for n in doubtful if checks[n].ratio(gradient) > 1]
+    if wrong and program.gradients:
+        floor = max([_noise(operands) for _, operands, _ in _calls(rewritten, leaves)], default=floor)
+        for n in wrong:
+            checks[n].forgive(floor)
+        wrong = [n for n in wrong if checks[n].ratio(gradient) > 1]
     if wrong and _passes_unrounded(original, leaves, given, kinds, floor, gradient, wrong):
         # What differs are roundings that the program asks for.  A layer after the other makes more of them, so that
         # only each site by itself says whether it leaves out more than it may.
@@ -291,9 +296,13 @@ class _Check:
         self.hidden = ~np.isfinite(self.own) & np.isfinite(self.given)
         kind = jnp.finfo(own.dtype)
         self.size = max(float(np.abs(self.true[finite]).max(initial=0.0)), float(kind.tiny) / float(kind.eps))
-        noise *= float(jnp.finfo(self.rounding).eps)
-        self.error = max(float(np.abs(self.given - self.true)[finite].max(initial=0.0)) - noise, 0.0) / self.size
+        self.forgive(noise)
         self.reference = float(np.abs(self.own - self.true)[finite].max(initial=0.0)) / self.size
+
+    def forgive(self, noise: float) -> None:
+        """Takes off the error what says nothing."""
+        error = float(np.abs(self.given - self.true)[self.finite].max(initial=0.0))
+        self.error = max(error - noise * float(jnp.finfo(self.rounding).eps), 0.0) / self.size
 
     def look_behind(self, true: Any, excused: bool, vanishing: bool) -> None:
         """Counts what is hidden: NaN and infinity that stand in float64, without roundings, too, and those that do not.
