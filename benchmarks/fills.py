@@ -101,7 +101,7 @@ def main(given: Sequence[str]) -> int:
                 median, lower, upper = row["cpu_ratio"] or [float("nan")] * 3
                 print(f"{case}  {row['mask']:28} {median:.2f} [{lower:.2f}, {upper:.2f}] {row['failure'] or ''}")
             if options.output:
-                options.output.write_text(json.dumps(every, indent=1) + "\n")
+                options.output.write_text("[\n" + ",\n".join(map(json.dumps, every)) + "\n]\n")
     return int(not all(row["cpu_ratio"] and row["cpu_ratio"][0] <= MOST for row in every if row["mask"] != UNMASKED))
 
 

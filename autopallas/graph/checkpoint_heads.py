@@ -176,7 +176,9 @@ def _rebuilt(
     for variable in needed:
         outside[variable] = outer = Var(variable.aval)
         results[outer] = variable
-    reads = {a for e in kept for a in e.invars if isinstance(a, Var)} | {a for a in results.values() if isinstance(a, Var)}
+    reads = {a for e in kept for a in e.invars if isinstance(a, Var)} | {
+        a for a in results.values() if isinstance(a, Var)
+    }
     invars = [v for v in (*inner.invars, *(v for e in early for v in e.outvars)) if v in reads]
     operands = [outside[v] for v in invars]
     after = [copied(e) for e in late]

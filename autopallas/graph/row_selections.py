@@ -360,9 +360,7 @@ class _Mover:
             return self._emit(like, rows.select, variable)
         return self._emit(like, rows.select, variable, rows.start)
 
-    def _again(
-        self, equation: JaxprEqn, rows: _Rows, steps: Sequence[tuple[Atom, _Rows | None]], depth: int
-    ) -> Atom:
+    def _again(self, equation: JaxprEqn, rows: _Rows, steps: Sequence[tuple[Atom, _Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
         name, result = equation.primitive.name, equation.outvars[0]
         atoms = [a if own is None else self._select(a, own, equation, depth + 1) for a, own in steps]
@@ -637,9 +635,7 @@ def _picked(
 
 def _groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:
     """Runs of axes that hold one: their sizes, which of them it is, and where they begin; alone first."""
-    found = [
-        (tuple(shape[i:j]), axis - i, i) for i in range(axis + 1) for j in range(axis + 1, len(shape) + 1)
-    ]
+    found = [(tuple(shape[i:j]), axis - i, i) for i in range(axis + 1) for j in range(axis + 1, len(shape) + 1)]
     return sorted(found, key=lambda g: len(g[0]))
 
 
@@ -656,9 +652,7 @@ def _reshaped(before: Sequence[int], after: Sequence[int], rows: _Rows) -> _Rows
     return None
 
 
-def _layout_of(
-    equation: JaxprEqn, own: _Rows | None, shape: tuple[int, ...], rows: _Rows
-) -> Callable[[Any], Any]:
+def _layout_of(equation: JaxprEqn, own: _Rows | None, shape: tuple[int, ...], rows: _Rows) -> Callable[[Any], Any]:
     """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result of ``shape``."""
     name, params = equation.primitive.name, equation.params
     if name in _REDUCTIONS:

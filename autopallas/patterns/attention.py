@@ -28,7 +28,7 @@ from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
 from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.score_terms import Product
-from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, Softmax, Term
+from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, LogSumExp, NoNormaliser, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -412,6 +412,8 @@ class _Attempt:
                 if under or _holds_softmax(node):
                     own = ", which has a derivative of its own" if node.name in _CUSTOM_RULES else ""
                     obstacle = ref.value, f"the scores pass through {node.name}{own}"
+                    if node.name == "concatenate" and self._joins_products(node):
+                        obstacle = ref.value, SEVERAL_BLOCKS
             todo += [(operand, under) for operand in operands or []]
         if not found and obstacle is not None:
             self.scope.score, reason = obstacle
@@ -429,6 +431,10 @@ class _Attempt:
             if other.value != ref.value
         ]
         return space.canonical(ref), query, keys, contracted
+
+    def _joins_products(self, node: Node) -> bool:
+        """Whether scores of several blocks of keys become one array."""
+        return sum(self.reach[number][0] for number in node.inputs) > 1
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:
         """The normaliser, the terms beside it, none of which depends on the scores, and what else multiplies a row."""

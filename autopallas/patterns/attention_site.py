@@ -25,7 +25,7 @@ from autopallas.patterns.expressions import Apply, Expression, Scope, computed_f
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.score_terms import Product, added
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.program import Constant, Program
 
 __all__ = ["ProvedAttention"]
@@ -358,7 +358,7 @@ class ProvedAttention:
             elif term.kind in ("value", "log"):
                 found.append(RowTerm(term.coefficient, term.kind, carrier.source(term.expression)))
             else:
-                raise Mismatch("a second normaliser remains")
+                raise Mismatch(SEVERAL_BLOCKS)
         return tuple(found)
 
     def _live(self, expression: Expression, depth: int = 0) -> list[tuple[Ref, bool]]:

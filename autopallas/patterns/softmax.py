@@ -25,7 +25,17 @@ from autopallas.patterns.expressions import Apply, Expression, Scope, conversion
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
 
-__all__ = ["HIDDEN", "UNSHIFTED", "Exponential", "Factor", "LogSumExp", "NoNormaliser", "Softmax", "Term"]
+__all__ = [
+    "HIDDEN",
+    "SEVERAL_BLOCKS",
+    "UNSHIFTED",
+    "Exponential",
+    "Factor",
+    "LogSumExp",
+    "NoNormaliser",
+    "Softmax",
+    "Term",
+]
 
 Kind = Literal["constant", "value", "log", "logsumexp"]
 T = TypeVar("T")
@@ -43,6 +53,12 @@ UNSHIFTED = "no maximum is subtracted before the exponential, which neither over
 HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
 """What is assumed of scores whose exponentials are masked, and not they: where all that is left vanishes, the program
 gives NaN."""
+
+
+SEVERAL_BLOCKS = (
+    "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values would "
+    "be one attention"
+)
 
 
 class NoNormaliser(Mismatch):
@@ -565,10 +581,7 @@ class Softmax:
             i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
         ]
         if len(normalisers) > 1:
-            raise Mismatch(
-                "the softmax runs over several blocks of scores, each with values of its own: "
-                "concatenated keys and values would be one attention"
-            )
+            raise Mismatch(SEVERAL_BLOCKS)
         if not normalisers:
             raise Mismatch("a sum in the denominator lacks a normaliser")
         terms = summands[normalisers[0]]
@@ -628,6 +641,9 @@ class Softmax:
         else:
             segments = self._segments(source, axes[0]) if len(axes) == 1 else None
             if not segments:
+                others = self.space.inside(ref, sizes)
+                if self._is_another_block(with_axes(others), [a for _, atoms in others for a in atoms]):
+                    raise Mismatch(SEVERAL_BLOCKS)
                 raise Mismatch("the softmax runs over another axis, or over more than the keys")
             pieces, start = [], 0
             for size in segments:
@@ -647,6 +663,17 @@ class Softmax:
                 self.axis = outer
             summands.append([*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))])
         return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
+
+    def _is_another_block(self, ref: Ref, axis: Sequence[Atom]) -> bool:
+        """Whether what is summed over an axis are exponentials of other scores, next to which these ones are."""
+        outer, self.axis = self.axis, tuple(axis)
+        try:
+            found = self.exponential(ref)
+        except Mismatch:
+            return False
+        finally:
+            self.axis = outer
+        return not self.scope.mentions_score(found.argument)
 
     def _column(self, ref: Ref) -> list[Term]:
         """The logarithm of a single column beside the keys (a sink): an exponential without S."""

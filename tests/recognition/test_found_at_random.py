@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopallas
@@ -60,12 +61,14 @@ def test_a_factor_of_the_keys_in_both_branches_of_a_condition():
         return jnp.sin(jax.lax.cond(which, model, model, jnp.arange(5))).sum()
 
     gradient = jax.grad(loss, (0, 1, 2))
-    arguments = weights, factor, table, jnp.array(True)
-    optimized = optimized_like_a_user(gradient)
-    given, expected = (compiled(f)(*arguments) for f in (optimized, gradient))
-    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # sums of a few float32 numbers in another order
-    assert autopallas.explain(optimized, *arguments).failures == ()
+    for which in (True, False):
+        arguments = weights, factor, table, jnp.array(which)
+        optimized = optimized_like_a_user(gradient)
+        given = compiled(optimized)(*arguments)
+        true = evaluate(jax.make_jaxpr(gradient)(*arguments), *jax.tree.leaves(arguments))
+        for error, _ in measured(given, jax.tree.unflatten(jax.tree.structure(given), true)):
+            assert error < 5e-5
+        assert autopallas.explain(optimized, *arguments).failures == ()
 
 
 def test_probabilities_too_small_for_float32_in_a_loss_that_widens_its_logits():
@@ -123,12 +126,3 @@ def test_a_cast_far_from_zero_acts(offset):
     given, expected = float(jax.jit(optimized)(x, w)), float(compiled(loss)(x, w))
     assert optimized.report().counts()["cross_entropy"] == (offset < 100)
     assert abs(given - expected) < 1e-2
-
-    for which in (True, False):
-        arguments = weights, factor, table, jnp.array(which)
-        optimized = optimized_like_a_user(gradient)
-        given = compiled(optimized)(*arguments)
-        true = evaluate(jax.make_jaxpr(gradient)(*arguments), *jax.tree.leaves(arguments))
-        for error, _ in measured(given, jax.tree.unflatten(jax.tree.structure(given), true)):
-            assert error < 5e-5
-        assert autopallas.explain(optimized, *arguments).failures == ()

@@ -43,7 +43,12 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     Products whose programs it lacks are left to XLA, part by part, if there are statistics.
     """
     programs = [s.program for s in spec.statistics] or [p.program for p in spec.products]
-    held = [spec.logit_dtype, spec.accumulation_dtype, *(s.dtype for s in spec.sides), *(p.dtype for p in spec.products)]
+    held = [
+        spec.logit_dtype,
+        spec.accumulation_dtype,
+        *(s.dtype for s in spec.sides),
+        *(p.dtype for p in spec.products),
+    ]
     answer = reason_against(device, [spec.row_dtype, spec.weight_dtype], programs, held)
     if answer is not None:
         return answer
