@@ -137,6 +137,7 @@ class _Pass:
         for number in carrier.operands:
             if region.touches(number) and region.level_of(number) >= (1 if self.one else self.terminals[0].level):
                 raise Mismatch("a pass over the logits would need its own results")
+        self._refuse_circles(carrier.operands)
         nodes, free = nodes_between(self.graph, carrier.operands, self.results)
         for number in free:
             carrier.further(number)
@@ -161,6 +162,14 @@ class _Pass:
             homes=self.homes,
             location=region.location,
         )
+
+    def _refuse_circles(self, operands: Sequence[int]) -> None:
+        """Refuses operands that only come out of a checkpoint into which results of the pass go."""
+        for body in self._bodies():
+            known = self.graph.positions[body]
+            first = min((known[n][0] for n in self.results if n in known), default=0)
+            if any(n in known and known[n][0] > first and known[n][0] in body.children for n in operands):
+                raise Mismatch("the activations are computed again only where the logits' gradient is read")
 
     def _hidden(self, w: Operand) -> tuple[Atom, ...]:
         """The labels of D, in the order in which the weight has them."""

@@ -36,7 +36,15 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, head: str, y: str) ->
     """Writes the losses of named values, and gives the name of the result."""
     c, v = w.choices, size["v"]
     z = _logits(w, at, x, head, v)
+    rows, count = _part(w, at, y, size["t"])
+    late = bool(rows) and c.chance(f"{at}.part of probabilities", 0.3)
+    if rows:
+        y, size = w.set("y", rows.format(y)), {**size, "t": count}
+        z = z if late else w.set("z", rows.format(z))
     normaliser, picked_from = _normaliser(w, at, z)
+    if late:
+        normaliser = normaliser if normaliser == "0.0" else rows.format(normaliser)
+        picked_from, z = w.set("part", rows.format(picked_from)), rows.format(z)
     picked = _picked(w, at, picked_from, y, size)
     losses = w.set("losses", w.cast(f"{at}.losses cast", f"{normaliser} - {picked}", 0.15))
     return _rows(w, at, losses, normaliser, y, z, c)
@@ -50,6 +58,7 @@ def _logits(w: Writer, at: str, x: str, head: str, v: int) -> str:
         "dot": f"jnp.matmul({x}, {head}{asked})",
         "einsum": f'jnp.einsum("td,dv->tv", {x}, {head}{asked})',
         "transposed": f'jnp.einsum("td,vd->tv", {x}, {head}.T{asked})',
+        "checkpointed": f"jax.checkpoint(lambda a, b: jnp.matmul(jnp.sin(a), b{asked}))({x}, {head})",
     }
     z = w.set("z", c.pick(f"{at}.product", forms, 0.4))
     kinds = ["none", "cast", "bias", "subtract", "scale", "vocabulary", "cap", "twice", "cast", "offset", "subtract"]
@@ -88,6 +97,23 @@ def _logits(w: Writer, at: str, x: str, head: str, v: int) -> str:
     return z
 
 
+def _part(w: Writer, at: str, y: str, t: int) -> tuple[str, int]:
+    """Which rows of the logits count, as an expression, and how many; no expression for all of them."""
+    parts = {
+        "all": ("", t),
+        "but the last": ("{}[:-1]", t - 1),
+        "every second": ("{}[1::2]", t // 2),
+        "the last": ("{}[-1:]", 1),
+        "a window": ("lax.dynamic_slice_in_dim({}, " + y + "[0] % 2, 2, 0)", 2),
+        "by number": ("{}[jnp.array([2, 0, 2, 1])]", 4),
+        "by a mask": ("{}[np.arange(" + str(t) + ") != 1]", t - 1),
+    }
+    kind = w.choices.pick(f"{at}.part", {name: name for name in parts}, 0.3)
+    if kind != "all":
+        w.features.add(f"part of the rows: {kind}")
+    return parts[kind]
+
+
 def _normaliser(w: Writer, at: str, z: str) -> tuple[str, str]:
     """(logsumexp of each row, what the label's element is taken from)."""
     c = w.choices
@@ -124,6 +150,7 @@ def _picked(w: Writer, at: str, z: str, y: str, size: dict[str, int]) -> str:
         "narrow one_hot": f"({z} * jax.nn.one_hot({y}, {v}, dtype=jnp.bfloat16)).sum(-1)",
         "where": f"jnp.where(jnp.arange({v}, dtype=jnp.{dtype}) == {y}[:, None], {z}, 0.0).sum(-1)",
         "index": f"{z}[jnp.arange({t}), {y}]",
+        "vmapped dot": f"jax.vmap(jnp.dot)({z}, jax.nn.one_hot({y}, {v}))",
         "einsum": f'jnp.einsum("tv,tv->t", {z}, jax.nn.one_hot({y}, {v}))',
         "smoothed": f"0.9 * jnp.take_along_axis({z}, {y}[:, None], -1)[:, 0] + 0.1 * {z}.mean(-1)",
         "vmapped": f"jax.vmap(lambda row, label: row[label])({z}, {y})",

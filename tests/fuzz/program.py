@@ -47,7 +47,7 @@ class RandomProgram:
         """The program itself."""
         file = f"<random program {self.seed}>"
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
-        names = {"jax": jax, "jnp": jnp, "lax": lax, "wave": arrays.wave}
+        names = {"jax": jax, "jnp": jnp, "np": np, "lax": lax, "wave": arrays.wave}
         exec(compile(self.text, file, "exec"), names)
         return names["program"]  # type: ignore[return-value]
 
