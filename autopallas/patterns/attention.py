@@ -22,6 +22,7 @@ from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
+from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
@@ -212,7 +213,7 @@ class _Proofs:
 
         outcome, _ = self._known.prove(node, side, proof)
         if outcome.draft is not None:
-            outcome.draft.scope.go_on(self.graph)
+            outcome.draft.go_on(self.graph)
         return outcome
 
     def anew(self, graph: Graph, node: Node, side: int, settled: Set[int]) -> _Outcome:
@@ -255,6 +256,9 @@ class _Attempt:
             return self._with_division(node, side)
         except Mismatch as mismatch:
             first = self.scope
+            if mismatch.reason == SEVERAL_BLOCKS or isinstance(mismatch, NoNormaliser):
+                with contextlib.suppress(Mismatch):
+                    return self._in_blocks(node)
             for other in self._others:
                 self._chosen = other
                 self.scope = Scope(self.graph)
@@ -296,12 +300,46 @@ class _Attempt:
                 return None
         return None
 
+    def _in_blocks(self, node: Node) -> AttentionDraft | None:
+        """One softmax over several blocks of keys, whose products with values are added up."""
+        root = sum_with(self.graph, self.reach, node.outputs[0])
+        divided = self._division_after(root)
+        drafts: list[AttentionDraft] | None = None
+        for top in (root, *(() if divided is None else (divided[0],))):
+            with contextlib.suppress(NoNormaliser):
+                drafts = self._block_proofs(top)
+                break
+        if drafts is None:
+            raise Mismatch(SEVERAL_BLOCKS)
+        if any(draft.score.value in self.settled for draft in drafts):
+            return None
+        draft = BlockDraft.of(drafts)
+        draft.settle()
+        self.scope.score = draft.score.value
+        return draft
+
+    def _block_proofs(self, root: int) -> list[AttentionDraft]:
+        scope = Scope(self.graph)
+        top = scope.space.full(root)
+        drafts = []
+        found = blocks(scope, self.reach, top)
+        if len(found) < 2:
+            raise Mismatch(SEVERAL_BLOCKS)
+        for block in found:
+            attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
+            attempt.scope = Scope(self.graph, space=scope.space)
+            draft = attempt.proof(block.node, block.side, root, top, block.contraction, block.outside)
+            if draft is None:
+                raise Mismatch(SEVERAL_BLOCKS)
+            drafts.append(draft)
+        return drafts
+
     # ------------------------------------------------------------------ the proof
 
     def _match(
         self, node: Node, side: int, root: int, steps: Sequence[tuple[int, int | None]]
     ) -> AttentionDraft | None:
-        scope, space, graph = self.scope, self.scope.space, self.graph
+        space = self.scope.space
         top = space.full(root)
         outside: list[tuple[int, Ref]] = []
         at = top
@@ -317,8 +355,23 @@ class _Attempt:
         if at.value != node.outputs[0]:
             return None
         contraction = space.contraction(at)
-        if contraction is None:
-            return None
+        draft = None if contraction is None else self.proof(node, side, root, top, contraction, outside)
+        if draft is not None:
+            draft.settle()
+        return draft
+
+    def proof(
+        self,
+        node: Node,
+        side: int,
+        root: int,
+        top: Ref,
+        contraction: tuple[Ref, Ref, list[Dimension]],
+        outside: Sequence[tuple[int, Ref]],
+    ) -> AttentionDraft | None:
+        """The proof that one operand of a contraction is a softmax, given what else multiplies (1) or divides (-1) the
+        product; None where there are no scores."""
+        scope, space, graph = self.scope, self.scope.space, self.graph
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
         weights = space.canonical(weights)
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
@@ -345,7 +398,7 @@ class _Attempt:
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)
-        draft = AttentionDraft(
+        return AttentionDraft(
             softmax=softmax,
             second=node,
             side=side,
@@ -366,8 +419,6 @@ class _Attempt:
             row=row,
             assume_finite=self.assume_finite,
         )
-        draft.settle()
-        return draft
 
     def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:
         """Whether every contracted dimension is an axis of the scores."""

@@ -18,7 +18,7 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, at_hand, leanest
-from autopallas.patterns.expressions import Scope, computed_from
+from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.score_terms import Product
 
@@ -38,6 +38,7 @@ class Proved:
       operands: numbers of the values that the site reads.
       root: the number of its result.
       score: the number of its scores.
+      further: the numbers of those of further blocks of keys.
       keys: how many there are.
       assumptions: what the proof takes for granted of the scores.
     """
@@ -48,11 +49,13 @@ class Proved:
     score: int
     keys: int
     assumptions: tuple[str, ...] = ()
+    further: tuple[int, ...] = ()
 
     def at(self, image: Mapping[int, int]) -> Proved:
         """The same, said of corresponding values."""
         operands = tuple(image[number] for number in self.operands)
-        return replace(self, operands=operands, root=image[self.root], score=image[self.score])
+        further = tuple(image[number] for number in self.further)
+        return replace(self, operands=operands, root=image[self.root], score=image[self.score], further=further)
 
 
 def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Match:
@@ -94,11 +97,12 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
     """Refuses a site of which an intermediate value is used elsewhere."""
     inside = {id(n) for n in nodes}
     rows = math.prod(graph.shape(proved.score)) // proved.keys
-    scope = Scope(graph)
-    scope.score = proved.score
+    scores = dict.fromkeys((proved.score, *proved.further), True)
     for n in nodes:
         for number in n.outputs:
-            if number == proved.root or number not in alive or not scope.depends(number):
+            if number == proved.root or number not in alive:
+                continue
+            if not computed_from(graph, number, scores, min(proved.score, *proved.further, proved.score)):
                 continue
             what = "row statistics" if math.prod(graph.shape(number)) <= rows else "scores or probabilities"
             if number in graph.returned:
@@ -118,6 +122,14 @@ class AttentionDraft(ProvedAttention):
         site, carrier = self.assembled
         keys = self.space.extent(self.key_axis)
         return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys, self.assumptions)
+
+    def go_on(self, graph: Graph) -> None:
+        """Asks the graph itself from now on, where it was one that notes what is asked."""
+        self.scope.go_on(graph)
+
+    def place(self, role: int) -> int:
+        """The position among the operands of that of a role."""
+        return role
 
     # ------------------------------------------------------------------ the backward
 
@@ -238,8 +250,8 @@ class AttentionDraft(ProvedAttention):
     def _joined(self, search: Search, across: bool) -> Match:
         """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
         graph, forward = self.graph, search.forward
-        roles = self._uses(forward)
-        assert roles is not None
+        roles = self._role_uses(forward)
+        every = [use for uses in roles for use in uses]
         pairs = [(backward, body) for backward in search.found for body in _homes(graph, backward)]
         levels: dict[int, int] = {}  # per use, how far back its operand lies
         for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
@@ -258,20 +270,24 @@ class AttentionDraft(ProvedAttention):
                 if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
                     raise Mismatch("two backwards of the site give the cotangents of different operands")
         self.terms = self._terms_of(forward)
-        sides = [pin for use, pin in pins.items() if use not in roles]
+        sides = [pin for use, pin in pins.items() if use not in every]
+        pinned_roles: dict[int, int | None] = {}
+        for role, uses in enumerate(roles):
+            found = [pins[use] for use in uses if use in pins]
+            if len(found) > 1:
+                raise Mismatch("the gradients of what several blocks of keys read are not added up", found[0])
+            pinned_roles[role] = found[0] if found else None
         for number in sides:
             if sides.count(number) > 1:
                 raise Mismatch("a side input with a gradient is read in two places", number)
-        site, carrier = self.assemble(
-            {r: pins.get(u) for r, u in enumerate(roles)}, frozenset(sides), tuple(body for _, body in pairs), across
-        )
+        site, carrier = self.assemble(pinned_roles, frozenset(sides), tuple(body for _, body in pairs), across)
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
         for number in sides:
             if number not in carried:
                 reason = "a side input with a gradient is not read by the site as it is read by the backward"
                 raise Mismatch(reason, number)
-        positions = {use: carried[pins[use]] for use in pins if use not in roles}
-        positions |= {use: role for role, use in enumerate(roles) if use in pins}
+        positions = {use: carried[pins[use]] for use in pins if use not in every}
+        positions |= {use: self.place(role) for role, uses in enumerate(roles) for use in uses if use in pins}
         original = self._original(forward, roles, carrier)
         operands = tuple(carrier.operands)
         return Match(
@@ -303,10 +319,17 @@ class AttentionDraft(ProvedAttention):
         read = level.operand in self.graph.positions[self.body]
         return computed and read and at_hand(self.graph, level.operand, self.homes, body, across)
 
-    def _original(self, forward: Forward, roles: tuple[int, ...], carrier: Carrier) -> Any:
+    def _role_uses(self, forward: Forward) -> list[list[int]]:
+        """Per role, the positions among the uses of the forward that read its operand."""
+        roles = self._uses(forward)
+        assert roles is not None
+        return [[use] for use in roles]
+
+    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> Any:
         """The forward's equations from the site's operands, each of which is one input, to the result."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
-        others = [use for i, use in enumerate(forward.uses) if i not in roles]
+        every = [use for uses in roles for use in uses]
+        others = [use for i, use in enumerate(forward.uses) if i not in every]
         nodes, free = nodes_between(graph, carrier.operands[carrier.roles :], [use.number for use in others])
         for number in free:
             carrier.further(number)
@@ -319,11 +342,14 @@ class AttentionDraft(ProvedAttention):
             else variables.get(use.number)
             for use in forward.uses
         ]
-        for role, use in enumerate(roles):
-            variable: Any = inputs[role]
+        for role, use in ((role, use) for role, uses in enumerate(roles) for use in uses):
+            variable: Any = inputs[self.place(role)]
+            operand = carrier.operands[self.place(role)]
             steps = list(forward.steps_back(forward.uses[use]))
             reached = [forward.uses[use].number, *(numbers[e.invars[0]] for e in steps)]
-            for equation in reversed(steps[: reached.index(carrier.operands[role])]):
+            if operand not in reached:
+                raise Mismatch("several blocks of keys read an operand in different ways", operand)
+            for equation in reversed(steps[: reached.index(operand)]):
                 result = Var(equation.outvars[0].aval)
                 equations.append(equation.replace(invars=[variable], outvars=[result]))
                 variable = result

@@ -437,12 +437,13 @@ class ProvedAttention:
 class Labels:
     """Renumbers atoms densely, in order of appearance, so that equal sites have equal descriptions."""
 
-    def __init__(self, space: Any):
-        self._space = space
+    def __init__(self, space: Any, same: Mapping[Atom, Atom] = MappingProxyType({})):
+        self._space, self._same = space, same
         self._number: dict[Atom, int] = {}
 
     def atoms(self, atoms: Sequence[Atom]) -> tuple[int, ...]:
-        return tuple(self._number.setdefault(a, len(self._number)) for a in self._space.resolve(atoms))
+        found = (self._same.get(a, a) for a in self._space.resolve(atoms))
+        return tuple(self._number.setdefault(a, len(self._number)) for a in found)
 
     def view(self, view: Any) -> View:
         return tuple((offset, self.atoms(atoms)) for offset, atoms in view)

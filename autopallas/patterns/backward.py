@@ -411,6 +411,8 @@ class Search:
     others: Sequence[int]
     found: list[Backward] = field(default_factory=list)
     instead: Search | None = None
+    summed: Sequence[int] = ()
+    """Among ``roles``, uses of one value whose cotangents the program may add up."""
 
     def give_way(self) -> bool:
         """Asks what is to be asked instead, if anything is."""
@@ -418,6 +420,7 @@ class Search:
         if other is None:
             return False
         self.forward, self.roles, self.others, self.instead = other.forward, other.roles, other.others, other.instead
+        self.summed = other.summed
         return True
 
     @property
@@ -446,7 +449,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         with contained(graph.definitions[search.root]), suppress(OutOfSteps), graph.steps.one_try():
             search.found = lookup.backwards(search.forward, wanted)
             for backward in search.found:
-                lookup.add_up(search.forward, backward, search.others)
+                lookup.add_up(search.forward, backward, [*search.others, *search.summed])
 
     for search in searches:
         look(search, search.roles)

@@ -44,7 +44,8 @@ def leanest(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Matc
     """
 
     def size(match: Match) -> int:
-        sides = {side.position for side in match.site.sides if isinstance(side, Operand)}
+        parts = (part for side in match.site.sides for part in getattr(side, "parts", (side,)))
+        sides = {side.position for side in parts if isinstance(side, Operand)}
         return sum(math.prod(graph.shape(match.operands[position])) for position in sides)
 
     found: list[Match] = []

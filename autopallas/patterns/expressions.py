@@ -63,9 +63,9 @@ class Scope:
       score: the number of the value that holds the scores, once known.
     """
 
-    def __init__(self, graph: Graph, through: bool = False):
+    def __init__(self, graph: Graph, through: bool = False, space: Space | None = None):
         self.graph = graph
-        self.space = Space(graph, through)
+        self.space = Space(graph, through) if space is None else space
         self.score: int | None = None
         self._depends: dict[int, bool] = {}
         self._keys: dict[int, tuple[Apply, int, Any]] = {}
@@ -98,6 +98,28 @@ class Scope:
             isinstance(part, Computed) or isinstance(part, Ref) and self.depends(part.value)
             for part in parts_of(expression)
         )
+
+    def reads_score(self, expression: Expression) -> bool:
+        """The same, said of the elements that are read: of scores side by side with others, the others are none."""
+        return any(
+            isinstance(part, Computed) or isinstance(part, Ref) and self._element_depends(part)
+            for part in parts_of(expression)
+        )
+
+    def _element_depends(self, ref: Ref) -> bool:
+        seen: set[tuple[int, Any]] = set()
+        todo = [ref]
+        while todo:
+            at = self.space.canonical(todo.pop())
+            key = at.value, self.space.view(at.view)
+            if key in seen or not self.depends(at.value):
+                continue
+            seen.add(key)
+            operands = None if at.value == self.score else self.space.operands(at)
+            if operands is None:
+                return True
+            todo += operands
+        return False
 
     def key(self, expression: Expression) -> Any:
         """Equal for expressions that compute the same.  Valid until a label is refined."""

@@ -499,6 +499,9 @@ class Softmax:
                 return terms if len(terms) <= _MOST_TERMS else itself
             if name == "integer_pow":
                 return [t.scaled(node.params["y"]) for t in self.log(operands[0], depth)]
+            if name in ("add", "add_any") and any(self.scope.number(operand) == 0 for operand in operands):
+                (other,) = [o for o in operands if self.scope.number(o) != 0]  # both would be a number
+                return self.log(other, depth)
             if name in ("add", "add_any", "max"):
                 if (found := self._unchanged(name, operands, depth)) is not None:
                     return found
@@ -582,6 +585,8 @@ class Softmax:
         ]
         if len(normalisers) > 1:
             raise Mismatch(SEVERAL_BLOCKS)
+        if not normalisers:  # those of other blocks of keys
+            normalisers = [i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" for t in terms)][:1]
         if not normalisers:
             raise Mismatch("a sum in the denominator lacks a normaliser")
         terms = summands[normalisers[0]]
@@ -639,12 +644,13 @@ class Softmax:
             left = iter(groups)
             pieces = [(with_axes((0, ()) if n == 1 else next(left) for n in sizes), self.axis)]
         else:
-            segments = self._segments(source, axes[0]) if len(axes) == 1 else None
+            segments = self.segments(source, axes[0]) if len(axes) == 1 else None
             if not segments:
                 others = self.space.inside(ref, sizes)
-                if self._is_another_block(with_axes(others), [a for _, atoms in others for a in atoms]):
-                    raise Mismatch(SEVERAL_BLOCKS)
-                raise Mismatch("the softmax runs over another axis, or over more than the keys")
+                terms = self._another_block(with_axes(others), [a for _, atoms in others for a in atoms])
+                if terms is None:
+                    raise Mismatch("the softmax runs over another axis, or over more than the keys")
+                return terms
             pieces, start = [], 0
             for size in segments:
                 mine = size == self.space.extent(labels) and start == self.offset
@@ -664,16 +670,18 @@ class Softmax:
             summands.append([*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))])
         return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
 
-    def _is_another_block(self, ref: Ref, axis: Sequence[Atom]) -> bool:
-        """Whether what is summed over an axis are exponentials of other scores, next to which these ones are."""
+    def _another_block(self, ref: Ref, axis: Sequence[Atom]) -> list[Term] | None:
+        """The logarithm of a sum over an axis, of exponentials of other scores; None where it is another sum."""
         outer, self.axis = self.axis, tuple(axis)
         try:
             found = self.exponential(ref)
         except Mismatch:
-            return False
+            return None
         finally:
             self.axis = outer
-        return not self.scope.mentions_score(found.argument)
+        if self.scope.reads_score(found.argument):
+            return None
+        return [*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))]
 
     def _column(self, ref: Ref) -> list[Term]:
         """The logarithm of a single column beside the keys (a sink): an exponential without S."""
@@ -697,24 +705,26 @@ class Softmax:
                 raise Mismatch(f"a column beside the keys passes through {self.scope.name(at)}")
         return [*rows, *self.linear(at)]
 
-    def _segments(self, value: int, axis: int) -> list[int] | None:
+    def segments(self, value: int, axis: int) -> list[int] | None:
         """Sizes of the pieces if the axis of a value comes from a concatenation."""
         graph = self.scope.graph
         size = graph.shape(value)[axis]
-        for _ in range(60):
+        todo, seen = [value], set[int]()
+        while todo and len(seen) < 60:
+            value = todo.pop()
             node = graph.definitions.get(value)
-            if node is None:
-                return None
+            if node is None or value in seen:
+                continue
+            seen.add(value)
+            if node.name == "stack" and node.params["axis"] == axis:
+                return [1] * len(node.inputs)
             if node.name == "concatenate":
                 if node.params["dimension"] == axis:
                     return [graph.shape(i)[axis] for i in node.inputs]
             elif self.space.operands(self.space.full(value)) is None:
-                return None
-            same = (i for i in node.inputs if len(graph.shape(i)) > axis and graph.shape(i)[axis] == size)
-            following = next(same, None)
-            if following is None:
-                return None
-            value = following
+                continue
+            shapes = ((i, graph.shape(i)) for i in node.inputs[::-1])
+            todo += [i for i, shape in shapes if len(shape) > axis and shape[axis] == size]
         return None
 
     def _log_of_dot(self, ref: Ref) -> list[Term] | None:
@@ -769,7 +779,7 @@ class Softmax:
         if term.kind == "constant":
             return False
         expression = term.expression
-        return self.scope.mentions_score(expression.argument if isinstance(expression, LogSumExp) else expression)
+        return self.scope.reads_score(expression.argument if isinstance(expression, LogSumExp) else expression)
 
     def depends(self, term: Term) -> bool:
         """Whether a term is computed from the scores."""

@@ -516,3 +516,151 @@ def second_product_times_the_first(q, k, q_turned, k_turned, v):
 def second_product_with_keys_for_each_query(q, k, q_turned, k_turned, v):
     keys = jnp.sin(jnp.arange(T)[:, None, None] + k_turned[0])
     return mixed(softmax(scores(q, k) + jnp.einsum("btnr,tsr->bnts", q_turned, keys)), v)
+
+
+# --- One softmax over several blocks of keys -------------------------------------------------------------------------
+
+
+def in_blocks(second=5) -> list[Any]:
+    """Queries, keys and values, and further keys and values."""
+    shapes = (B, T, N, D), (B, T, N, D), (B, T, N, 3), (B, second, N, D), (B, second, N, 3)
+    return [array(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def triangle(s, fill=-1e30):
+    return jnp.where(jnp.arange(s.shape[-2])[:, None] >= jnp.arange(s.shape[-1]), s, fill)
+
+
+def shared_statistics(parts):
+    m = lax.stop_gradient(functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in parts]))
+    exponentials = [jnp.exp(s - m) for s in parts]
+    return exponentials, sum(e.sum(-1, keepdims=True) for e in exponentials)
+
+
+@entered(in_blocks)
+def blocks_side_by_side(q, k, v, k_further, v_further):
+    p = softmax(jnp.concatenate([scores(q, k), scores(q, k_further)], -1))
+    return mixed(p, jnp.concatenate([v, v_further], 1))
+
+
+@entered(in_blocks)
+def blocks_side_by_side_and_apart_again(q, k, v, k_further, v_further):
+    p = softmax(jnp.concatenate([scores(q, k_further), triangle(scores(q, k), -jnp.inf)], -1))
+    return mixed(p[..., :5], v_further) + mixed(p[..., 5:], v)
+
+
+@entered(in_blocks)
+def blocks_with_shared_statistics(q, k, v, k_further, v_further):
+    (e, e_further), total = shared_statistics([triangle(scores(q, k)) / 2, scores(q, k_further) / 2])
+    return mixed(e / total, v) + mixed(e_further / total, v_further)
+
+
+@entered(lambda: in_blocks(T))
+def blocks_of_one_size_with_the_division_at_the_end(q, k, v, k_further, v_further):
+    (e, e_further), total = shared_statistics([scores(q, k), triangle(scores(q, k_further))])
+    return (mixed(e, v) + mixed(e_further, v_further)) / jnp.moveaxis(total, 1, 2)
+
+
+@entered(lambda: [x.astype(jnp.bfloat16) for x in in_blocks()])
+def blocks_in_narrow_numbers(q, k, v, k_further, v_further):
+    s = jnp.concatenate([triangle(scores(q, k)), scores(q, k_further)], -1)
+    p = softmax(s.astype(jnp.float32)).astype(q.dtype)
+    return mixed(p, jnp.concatenate([v, v_further], 1))
+
+
+@entered(lambda: [*in_blocks(), jnp.asarray(np.arange(T * (T + 5)).reshape(T, -1) % 3 < 2)])
+def blocks_with_one_mask_and_scale_for_all(q, k, v, k_further, v_further, mask):
+    s = jnp.concatenate([scores(q, k), scores(q, k_further)], -1)
+    p = softmax(jnp.where(mask, s / 2, jnp.finfo(s.dtype).min))
+    return mixed(p[..., :T], v) + mixed(p[..., T:], v_further)
+
+
+@entered(lambda: [*in_blocks(), *(array(N, T, n, seed=n) for n in (T, 5)), array(N, seed=9)])
+def blocks_with_biases_and_a_sink(q, k, v, k_further, v_further, bias, bias_further, sink):
+    columns = jnp.broadcast_to(sink[:, None, None], (B, N, T, 1))
+    p = softmax(jnp.concatenate([scores(q, k) + bias, scores(q, k_further) + bias_further, columns], -1))
+    return mixed(p[..., :T], v) + mixed(p[..., T:-1], v_further)
+
+
+@entered(lambda: [*in_blocks(), *(jnp.asarray(np.arange(T * n).reshape(T, n) % 3 < 2) for n in (T, 5))])
+def blocks_with_masks_in_a_checkpointed_loop(q, k, v, k_further, v_further, mask, mask_further):
+    def step(x, w):
+        turned = q * w
+        parts = jnp.where(mask, scores(turned, k), -1e9), jnp.where(mask_further, scores(turned, k_further), -1e9)
+        p = softmax(jnp.concatenate(parts, -1))
+        return x + (mixed(p[..., :T], v) + mixed(p[..., T:], v_further)), None
+
+    return lax.scan(jax.checkpoint(step), jnp.zeros((B, T, N, 3)), jnp.array([1.0, 0.5]))[0]
+
+
+def bands() -> list[Any]:
+    """Queries, keys and values in three blocks of four, and a mask for each with itself, the next and the last."""
+    mask = np.random.default_rng(0).random((2, 3, 3, 1, 4, 4)) < 0.7
+    return [*(array(2, 3, 4, N, D, seed=seed) for seed in range(3)), jnp.asarray(mask | np.eye(4, dtype=bool))]
+
+
+@entered(bands)
+def three_bands(q, k, v, mask):
+    k, v = (jnp.pad(x, ((0, 0), (1, 1), *((0, 0),) * 3)) for x in (k, v))
+    neighbours = slice(1, -1), slice(2, None), slice(0, -2)
+    parts = [jnp.einsum("bcqnd,bcknd->bcnqk", q, k[:, part]) / 2 for part in neighbours]
+    parts = [jnp.where(mask[:, i], s, -1e30) for i, s in enumerate(parts)]
+    m = jnp.max(jnp.stack([lax.stop_gradient(s.max(-1, keepdims=True)) for s in parts]), 0)
+    exponentials = [jnp.exp(s - m) for s in parts]
+    total = sum(e.sum(-1, keepdims=True) for e in exponentials)
+    products = [
+        jnp.einsum("bcnqk,bcknd->bcqnd", e / total, v[:, part])
+        for e, part in zip(exponentials, neighbours, strict=True)
+    ]
+    return products[0] + products[1] + products[2]
+
+
+def _blocks_look_alike(function):
+    LOOK_ALIKES[function.__name__] = Written(function, lambda: in_blocks(T), 0, "")
+    return function
+
+
+@_blocks_look_alike
+def blocks_whose_difference_is_taken(q, k, v, k_further, v_further):
+    (e, e_further), total = shared_statistics([scores(q, k), scores(q, k_further)])
+    return mixed(e / total, v) - mixed(e_further / total, v_further)
+
+
+@_blocks_look_alike
+def blocks_of_which_one_counts_twice_in_the_sum(q, k, v, k_further, v_further):
+    (e, e_further), total = shared_statistics([scores(q, k), scores(q, k_further)])
+    total = total + e.sum(-1, keepdims=True)
+    return mixed(e / total, v) + mixed(e_further / total, v_further)
+
+
+@_blocks_look_alike
+def blocks_of_which_the_sum_lacks_one(q, k, v, k_further, v_further):
+    (e, e_further), _ = shared_statistics([scores(q, k), scores(q, k_further)])
+    total = e.sum(-1, keepdims=True)
+    return mixed(e / total, v) + mixed(e_further / total, v_further)
+
+
+@look_alike(lambda: in_blocks(T), "", sites=2)
+def blocks_with_a_maximum_each(q, k, v, k_further, v_further):
+    parts = scores(q, k), scores(q, k_further)
+    exponentials = [jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True))) for s in parts]
+    total = sum(e.sum(-1, keepdims=True) for e in exponentials)
+    return mixed(exponentials[0] / total, v) + mixed(exponentials[1] / total, v_further)
+
+
+@_blocks_look_alike
+def blocks_of_other_queries(q, k, v, k_further, v_further):
+    p = softmax(jnp.concatenate([scores(q, k), scores(jnp.sin(q), k_further)], -1))
+    return mixed(p[..., :T], v) + mixed(p[..., T:], v_further)
+
+
+@_blocks_look_alike
+def blocks_that_overlap(q, k, v, k_further, v_further):
+    p = softmax(jnp.concatenate([scores(q, k), scores(q, k_further)], -1))
+    return mixed(p[..., :T], v) + mixed(p[..., 1 : T + 1], v_further)
+
+
+@_blocks_look_alike
+def blocks_with_weights_behind_the_softmax(q, k, v, k_further, v_further):
+    p = softmax(jnp.concatenate([scores(q, k), scores(q, k_further)], -1))
+    return mixed(p[..., :T], v) + mixed(p[..., T:] * jnp.arange(T), v_further)

@@ -63,7 +63,14 @@ def test_found_in_a_train_step_and_exact(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["mask_as_an_argument", "repeated_and_turned", "sink_in_the_maximum", "contents_and_positions", "cast_with_a_rule"],
+    [
+        "mask_as_an_argument",
+        "repeated_and_turned",
+        "sink_in_the_maximum",
+        "contents_and_positions",
+        "cast_with_a_rule",
+        "blocks_with_shared_statistics",
+    ],
 )
 def test_found_under_vmap_and_exact(name):
     program = PROGRAMS[name]
@@ -96,6 +103,13 @@ def test_look_alike_is_left_as_it_is_or_exact(name):
     else:
         assert any(program.kept in reason for reason in compared.reasons()) or not program.kept
     assert train_step(program.function, arguments).complaints == []
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name.startswith(("blocks", "three"))])
+def test_blocks_whose_maximum_is_subtracted_assume_nothing(name):
+    program = PROGRAMS[name]
+    (site,) = autopallas.explain(optimized_like_a_user(program.function), *program.arguments()).sites
+    assert not any("maximum" in said for said in site.assumptions)
 
 
 def test_a_near_miss_names_the_operand_and_its_line():

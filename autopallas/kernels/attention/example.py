@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopallas.kernels.attention.site import AttentionSite
+from autopallas.kernels.attention.site import AttentionSite, Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.kernels.layout import Operand, fill
@@ -70,9 +70,21 @@ def operands(site: AttentionSite, types: Sequence[Any], key: int = 0) -> list[Ar
         d = product.head_labels
         end = start + math.prod(site.sizes[label] for label in d)
         fill(product.query, query[..., start:end], filled, site.sizes, (b, k, g, t, d))
-        fill(product.key, keys[..., start:end], filled, site.sizes, (b, k, s, d))
+        first = keys[:, :, : math.prod(site.sizes[label] for label in s), start:end]
+        fill(product.key, first, filled, site.sizes, (b, k, s, d))
         start = end
-    fill(site.value, value, filled, site.sizes, (b, k, s, site.value_labels))
+    start = 0
+    for i, block in enumerate(site.key_blocks):
+        labels = block.key_labels
+        own = slice(start, start + math.prod(site.sizes[label] for label in labels))
+        if i:
+            fill(block.key, keys[:, :, own], filled, site.sizes, (b, k, labels, site.head_labels))
+        fill(block.value, value[:, :, own], filled, site.sizes, (b, k, labels, site.value_labels))
+        for source, side in zip(site.sides, sides, strict=True):
+            part = source.parts[i] if isinstance(source, Joined) else None
+            if isinstance(part, Operand):
+                fill(part, side[..., own], filled, site.sizes, (*site.axes[:4], labels))
+        start = own.stop
     for source, side in zip(site.sides, sides, strict=True):
         if isinstance(source, Operand):
             fill(source, side, filled, site.sizes, site.axes)

@@ -58,6 +58,37 @@ class ScoreTerm:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """Keys and values that stand behind one another along the key axis, with labels of their own for their part."""
+
+    key: Operand
+    value: Operand
+    key_labels: tuple[Label, ...]
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> KeyBlock:
+        return replace(self, key=self.key.batched(axes, label), value=self.value.batched(axes, label))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A side input that varies over the keys, of which each block of keys has a part; None where one reads nothing."""
+
+    parts: tuple[Operand | Positions | None, ...]
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return tuple(dict.fromkeys(label for part in self.parts if part is not None for label in part.labels))
+
+    @property
+    def first(self) -> Operand | Positions:
+        """One of the parts, which all have the same dtype."""
+        return next(part for part in self.parts if part is not None)
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Joined:
+        return Joined(tuple(None if part is None else part.batched(axes, label) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
 class RowStatistic:
     """What the kernel finds out about each row, as an input of a row program.
 
@@ -116,6 +147,7 @@ class AttentionSite:
       key_labels, head_labels, value_labels: those of S, D and Dv.  Every other label is a batch label (if k or v has
         it, or neither q nor k nor v) or a group label (if of the three only q has it).
       terms: further products that are added to the scores.
+      blocks: further keys and values; the first block are ``key`` and ``value``.
       sides: the side inputs of the programs, in order.
       sinks: further terms of the normaliser, each the logarithm of a term, as a sum of row terms.
       factors: the result is multiplied by ``exp`` of the sum of these row terms.
@@ -141,7 +173,8 @@ class AttentionSite:
     result_dtype: Dtype
     score: Program
     terms: tuple[ScoreTerm, ...] = ()
-    sides: tuple[Operand | Positions, ...] = ()
+    blocks: tuple[KeyBlock, ...] = ()
+    sides: tuple[Operand | Positions | Joined, ...] = ()
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
     sinks: tuple[tuple[RowTerm, ...], ...] = ()
@@ -171,14 +204,21 @@ class AttentionSite:
         """The products whose sum the scores are."""
         return (ScoreTerm(self.query, self.key, self.head_labels), *self.terms)
 
+    @property
+    def key_blocks(self) -> tuple[KeyBlock, ...]:
+        """All keys and values, in order."""
+        return (KeyBlock(self.key, self.value, self.key_labels), *self.blocks)
+
     # ------------------------------------------------------------------ canonical axes
 
     @cached_property
     def axes(self) -> tuple[tuple[Label, ...], ...]:
         """The labels that make up each of the canonical axes (B, K, G, T, S)."""
-        special = {*self.query_labels, *self.key_labels, *self.value_labels}
+        special = {*self.query_labels, *self.value_labels}
         special.update(label for product in self.products for label in product.head_labels)
-        shared = {*self.value.labels, *(label for product in self.products for label in product.key.labels)}
+        special.update(label for block in self.key_blocks for label in block.key_labels)
+        shared = {label for product in self.products for label in product.key.labels}
+        shared.update(label for block in self.key_blocks for label in (*block.key.labels, *block.value.labels))
         outer = [a for _, labels in self.result for a in labels if a not in special]
         queries = {label for product in self.products for label in product.query.labels}
         group = tuple(a for a in outer if a in queries and a not in shared)
@@ -196,9 +236,9 @@ class AttentionSite:
             first, second = batch[:-1], batch[-1:]
         return tuple(first), tuple(second), group, self.query_labels, self.key_labels
 
-    def _varies(self, source: Operand | Positions) -> tuple[bool, bool, bool, bool, bool]:
+    def _varies(self, source: Operand | Positions | Joined) -> tuple[bool, bool, bool, bool, bool]:
         b, k, g, t, s = (any(a in source.labels for a in group) for group in self.axes)
-        return b, k, g, t, s
+        return b, k, g, t, s or isinstance(source, Joined)
 
     @cached_property
     def spec(self) -> AttentionSpec:
@@ -207,11 +247,15 @@ class AttentionSite:
         def extent(labels: Iterable[Label]) -> int:
             return math.prod(self.sizes[a] for a in labels)
 
-        batch, heads, groups, query, key = (extent(group) for group in self.axes)
-        sides = tuple(
-            SideSpec(s.dtype if isinstance(s, Positions) else self.types[s.position], self._varies(s))
-            for s in self.sides
-        )
+        batch, heads, groups, query, _ = (extent(group) for group in self.axes)
+        key = sum(extent(block.key_labels) for block in self.key_blocks)
+
+        def dtype(source: Operand | Positions | Joined) -> Dtype:
+            if isinstance(source, Joined):
+                return dtype(source.first)
+            return source.dtype if isinstance(source, Positions) else self.types[source.position]
+
+        sides = tuple(SideSpec(dtype(s), self._varies(s)) for s in self.sides)
         sink = None
         if self.sinks:
             rows = [self._varies(t.source) for terms in self.sinks for t in terms if t.source is not None]
@@ -261,16 +305,50 @@ class AttentionSite:
             size = math.prod(self.sizes[a] for a in d)
             part = whole(product.query, (b, k_, g, t, d), (*batch, spec.groups, spec.query_length, size))
             queries.append(part if product.scale == 1 else part * jnp.asarray(product.scale, part.dtype))
-            keys.append(whole(product.key, (b, k_, s, d), (*batch, spec.key_length, size)))
+            length = math.prod(self.sizes[a] for a in s)
+            keys.append(whole(product.key, (b, k_, s, d), (*batch, length, size)))
         q, k = (x[0] if len(x) == 1 else jnp.concatenate(x, -1) for x in (queries, keys))
-        v = whole(self.value, (b, k_, s, self.value_labels), (*batch, spec.key_length, spec.value_head_size))
-        sides = tuple(read(side, operands, self.sizes, self.axes) for side in self.sides)
+        values = []
+        for block in self.key_blocks:
+            s, length = block.key_labels, math.prod(self.sizes[a] for a in block.key_labels)
+            values.append(whole(block.value, (b, k_, s, self.value_labels), (*batch, length, spec.value_head_size)))
+        v = values[0] if len(values) == 1 else jnp.concatenate(values, 2)
+        if self.blocks:
+            d = self.head_labels
+            further = [
+                whole(
+                    x.key,
+                    (b, k_, x.key_labels, d),
+                    (*batch, math.prod(self.sizes[a] for a in x.key_labels), q.shape[-1]),
+                )
+                for x in self.blocks
+            ]
+            k = jnp.concatenate([k, *further], 2)
+        sides = tuple(self._side(side, operands) for side in self.sides)
         sink = None
         if self.sinks:
             sink = self._rows(self.sinks[0], operands)
             for terms in self.sinks[1:]:
                 sink = jnp.logaddexp(sink, self._rows(terms, operands))
         return q, k, v, sides, sink
+
+    def _side(self, side: Operand | Positions | Joined, operands: Sequence[jax.Array]) -> jax.Array:
+        """A side input, [B|1, K|1, G|1, T|1, S|1]."""
+        if not isinstance(side, Joined):
+            return read(side, operands, self.sizes, self.axes)
+        parts: list[jax.Array | None] = []
+        lengths = []
+        for block, part in zip(self.key_blocks, side.parts, strict=True):
+            axes = (*self.axes[:4], block.key_labels)
+            parts.append(None if part is None else read(part, operands, self.sizes, axes))
+            lengths.append(math.prod(self.sizes[a] for a in block.key_labels))
+        known = [part for part in parts if part is not None]
+        outer = jnp.broadcast_shapes(*(part.shape[:4] for part in known))
+        full = [
+            jnp.zeros((*outer, n), known[0].dtype) if part is None else jnp.broadcast_to(part, (*outer, n))
+            for part, n in zip(parts, lengths, strict=True)
+        ]
+        return jnp.concatenate(full, -1)
 
     def _rows(self, terms: Sequence[RowTerm], operands: Sequence[jax.Array]) -> jax.Array:
         """A sum of row terms, [B|1, K|1, G|1, T|1, 1]."""
@@ -403,7 +481,9 @@ class AttentionSite:
     def parts(self) -> Parts:
         """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
         terms = (x for term in self.terms for x in (term.query, term.key))
-        sources = [self.query, self.key, self.value, *terms, *self.sides]
+        sides = (x for side in self.sides for x in (side.parts if isinstance(side, Joined) else (side,)))
+        further = (x for block in self.blocks for x in (block.key, block.value))
+        sources = [self.query, self.key, self.value, *terms, *further, *sides]
         sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
         sources += [] if self.row_program is None else self.row_program.sources
         residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
@@ -414,7 +494,13 @@ class AttentionSite:
     def divided(self, division: Division) -> tuple[AttentionSite, tuple[Counted, ...]]:
         """What each device computes."""
         extras = Extras(len(self.types))
-        sides = [extras.source(side, division) for side in self.sides]
+
+        def placed_side(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
+            if not isinstance(side, Joined):
+                return extras.source(side, division)
+            return Joined(tuple(None if part is None else extras.source(part, division) for part in side.parts))
+
+        sides = [placed_side(side) for side in self.sides]
         rows = division.divides(self.query_labels)
 
         def placed(i: Input) -> Input:
@@ -471,7 +557,9 @@ class AttentionSite:
         key, value = self.key.batched(axes, label), self.value.batched(axes, label)
         terms = tuple(term.batched(axes, label) for term in self.terms)
         queries = (*query.labels, *(a for term in terms for a in term.query.labels))
+        blocks = tuple(block.batched(axes, label) for block in self.blocks)
         others = (*key.labels, *value.labels, *(a for term in terms for a in term.key.labels))
+        others += tuple(a for block in blocks for a in (*block.key.labels, *block.value.labels))
         only_query = bool(label) and label[0] in queries and label[0] not in others
         return replace(
             self,
@@ -480,6 +568,7 @@ class AttentionSite:
             key=key,
             value=value,
             terms=terms,
+            blocks=blocks,
             # one query under vmap: the mapped axis is the query axis
             query_labels=label if only_query and not self.query_labels else self.query_labels,
             sides=tuple(s.batched(axes, label) for s in self.sides),

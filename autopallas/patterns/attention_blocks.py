@@ -1,0 +1,552 @@
+"""One softmax over several blocks of keys: scores side by side in one array, or blocks that share maximum and sum.
+
+Each block's product with its values is an attention whose normaliser sums over the other blocks too.  Where the blocks
+agree on that, they are one attention over concatenated keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.casts import rounds
+from autopallas.graph import Body, Graph, Node, Ref
+from autopallas.graph.labels import Atom, Dimension
+from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
+from autopallas.kernels.layout import Operand, Positions
+from autopallas.patterns.attention_draft import AttentionDraft, Proved
+from autopallas.patterns.attention_site import Labels
+from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
+from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.softmax import SEVERAL_BLOCKS, LogSumExp, Softmax, Term
+from autopallas.program import Constant, Index, Input, Instruction, Program, Side
+
+__all__ = ["Block", "BlockDraft", "blocks", "sum_with"]
+
+_MOST = 16
+"""Blocks of one softmax."""
+_FURTHEST = 64
+"""Equations between a product with values and the sum of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A product of probabilities and values, or the part of one that belongs to a block of keys.
+
+    Attributes:
+      node: the contraction.
+      side: which of its operands the probabilities are.
+      contraction: both operands and the dimensions that are contracted.
+      outside: what multiplies (1) or divides (-1) it afterwards.
+    """
+
+    node: Node
+    side: int
+    contraction: tuple[Ref, Ref, list[Dimension]]
+    outside: tuple[tuple[int, Ref], ...]
+
+
+def sum_with(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> int:
+    """The last sum of products of probabilities and values that a product is a part of; by default itself."""
+    found = value
+    for _ in range(_FURTHEST):
+        users = graph.users[value]
+        if not users:
+            break
+        user = users[0]
+        if user.name in ("add", "add_any"):
+            others = [number for number in user.inputs if number != value and number not in graph.literals]
+            if not all(_of_products(graph, reach, number) for number in others):
+                break
+            value = user.outputs[0]
+            found = value if others else found
+        elif user.name in LAYOUT or user.name in ("convert_element_type", "div", "mul"):
+            value = user.outputs[0]
+        else:
+            break
+    return found
+
+
+def _of_products(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> bool:
+    """Whether a value is a product of probabilities and values, or the sum of one and something else."""
+    for _ in range(_FURTHEST):
+        node = graph.definitions.get(value)
+        if node is None:
+            return False
+        if node.name == "dot_general":
+            return any(reach[number][1] for number in node.inputs)
+        if node.name not in LAYOUT and node.name not in ("convert_element_type", "div", "mul", "add", "add_any"):
+            return False
+        value = node.inputs[0]
+    return False
+
+
+def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[Block]:
+    """The products of which a value is the sum.
+
+    Raises:
+      Mismatch: it is something else.
+    """
+    space, graph = scope.space, scope.graph
+    found: list[Block] = []
+
+    def add(ref: Ref, outside: tuple[tuple[int, Ref], ...], depth: int) -> None:
+        ref = space.canonical(ref)
+        if depth > _FURTHEST or len(found) > _MOST:
+            raise Mismatch(SEVERAL_BLOCKS)
+        contraction = space.contraction(ref)
+        if contraction is not None and graph.name(ref.value) == "dot_general":
+            side = 0 if reach[contraction[0].value][1] else 1
+            node = graph.definitions[ref.value]
+            found.extend(Block(node, side, part, outside) for part in _parts(scope, ref, contraction, side))
+            return
+        name, operands = scope.name(ref), space.operands(ref)
+        if operands is None:
+            raise Mismatch(SEVERAL_BLOCKS)
+        if name in ("add", "add_any"):
+            for operand in operands:
+                if scope.number(operand) != 0:  # with which a sum in Python begins
+                    add(operand, outside, depth + 1)
+        elif name == "convert_element_type" and rounds(graph.dtype(operands[0].value), graph.dtype(ref.value)):
+            add(operands[0], outside, depth + 1)
+        elif name == "div":
+            add(operands[0], (*outside, (-1, operands[1])), depth + 1)
+        elif name == "mul":
+            i = next((i for i, operand in enumerate(operands) if _of_products(graph, reach, operand.value)), 0)
+            add(operands[i], (*outside, (1, operands[1 - i])), depth + 1)
+        else:
+            raise Mismatch(SEVERAL_BLOCKS)
+
+    add(top, (), 0)
+    return found
+
+
+def _parts(
+    scope: Scope, ref: Ref, contraction: tuple[Ref, Ref, list[Dimension]], side: int
+) -> Iterator[tuple[Ref, Ref, list[Dimension]]]:
+    """A contraction, or one for each piece of which its probabilities are concatenated along the contracted axis."""
+    space = scope.space
+    dimensions = contraction[2]
+    if len(dimensions) == 1 and len(key := space.resolve(dimensions[0][1])) == 1:
+        weights = space.canonical(contraction[0] if side == 0 else contraction[1])
+        axes = [i for i, (_, atoms) in enumerate(weights.view) if space.resolve(atoms) == key]
+        first, end, inside = 0, 0, []
+        if axes:
+            first = weights.view[axes[0]][0]
+            end = first + space.extent(key)
+            start = 0
+            for size in Softmax(scope, (), 0).segments(weights.value, axes[0]) or ():
+                if first <= start and start + size <= end:
+                    inside.append((start - first, size))
+                start += size
+        if 1 < len(inside) <= _MOST and sum(size for _, size in inside) == end - first:
+            labels = space.inside(Ref(ref.value, (*ref.view, dimensions[0])), [size for _, size in inside])
+            for (start, _), (_, atoms) in zip(inside, labels, strict=True):
+                yield space.dot(ref, [(start, atoms)])
+            return
+    yield contraction
+
+
+class BlockDraft(AttentionDraft):
+    """Attentions over blocks of keys, each with a normaliser that sums over the others, as one."""
+
+    parts: list[AttentionDraft]
+    _places: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[AttentionDraft]) -> BlockDraft:
+        """The draft of all blocks; it has the first one's place."""
+        draft = cls(**{field.name: getattr(parts[0], field.name) for field in fields(AttentionDraft)})
+        draft.parts = list(parts)
+        return draft
+
+    @property
+    def proved(self) -> Proved:
+        further = tuple(part.score.value for part in self.parts[1:])
+        return replace(super().proved, further=further)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        if self._shifted():
+            for part in self.parts:
+                part.softmax.unshifted = False
+        return tuple(
+            dict.fromkeys(
+                said
+                for part in self.parts
+                for said in part.softmax.assumed(part.normaliser.argument, part.normaliser.weights)
+            )
+        )
+
+    def go_on(self, graph: Graph) -> None:
+        for part in self.parts:
+            part.go_on(graph)
+
+    def place(self, role: int) -> int:
+        return self._places[role]
+
+    # ------------------------------------------------------------------ the proof
+
+    def _agree(self) -> tuple[tuple[Term, ...], ...]:
+        """The sinks of all blocks, once it is shown that each one's normaliser sums over all of them.
+
+        Raises:
+          Mismatch: it does not.
+        """
+        first = self.parts[0]
+        precision = precision_of(self.graph, self.graph.definitions[first.score.value])
+        own = [_named(part, part.found.argument) for part in self.parts]
+        sinks: list[tuple[tuple[Term, ...], ...]] = []
+        for i, part in enumerate(self.parts):
+            same = (
+                _queries(part) == _queries(first)
+                and self.graph.dtype(part.score.value) == self.graph.dtype(first.score.value)
+                and self.graph.dtype(part.key.value) == self.graph.dtype(first.key.value)
+                and self.graph.dtype(part.value.value) == self.graph.dtype(first.value.value)
+                and precision_of(self.graph, self.graph.definitions[part.score.value]) == precision
+                and precision_of(self.graph, part.second) == precision_of(self.graph, first.second)
+                and part.weights_dtype == first.weights_dtype
+                and part.row is None
+                and _keys(part, part.rest) == _keys(first, first.rest)
+            )
+            others, rest, todo = [], [], list(part.normaliser.extras)
+            while todo:
+                extra = todo.pop(0)
+                if len(extra) == 1 and extra[0].kind == "logsumexp" and extra[0].coefficient == 1:
+                    inner: LogSumExp = extra[0].expression
+                    if inner.weights:
+                        raise Mismatch(SEVERAL_BLOCKS)
+                    others.append(_named(part, inner.argument))
+                    todo += inner.extras
+                else:
+                    rest.append(extra)
+            wanted = own[:i] + own[i + 1 :]
+            if not same or sorted(map(repr, others)) != sorted(map(repr, wanted)):
+                raise Mismatch(SEVERAL_BLOCKS)
+            if any(term.kind == "logsumexp" for extra in rest for term in extra):
+                raise Mismatch(SEVERAL_BLOCKS)
+            sinks.append(tuple(rest))
+        named = [[_keys(part, extra) for extra in rest] for part, rest in zip(self.parts, sinks, strict=True)]
+        if any(sorted(map(repr, x)) != sorted(map(repr, named[0])) for x in named):
+            raise Mismatch(SEVERAL_BLOCKS)
+        if len({repr(name) for name in own}) < len(own):
+            raise Mismatch(SEVERAL_BLOCKS)
+        return sinks[0]
+
+    def _shifted(self) -> bool:
+        """Whether each block's exponentials are taken of scores less something that is as great as those of all."""
+        own = {repr(_named(part, part.found.argument)) for part in self.parts}
+        for part in self.parts:
+            shifts = [t.expression for t in part.found.rows if t.kind == "value" and t.coefficient == -1]
+            if not any(own <= self._bounded(shift) for shift in shifts):
+                return False
+        return True
+
+    def _bounded(self, ref: Ref, depth: int = 0) -> set[str]:
+        """Of what a number of the row is the maximum, but for rounding."""
+        space, part = self.space, self.parts[0]
+        ref = space.canonical(ref)
+        name, operands = part.scope.name(ref), space.operands(ref) or []
+        if depth > _FURTHEST:
+            return set()
+        if name == "reduce_max":
+            operand, _ = space.reduced(ref)
+            (axis, *others) = self.graph.definitions[ref.value].params["axes"]
+            sizes = None if others else part.softmax.segments(operand.value, axis)
+            if not sizes:
+                return {repr(_named(part, operand))}
+            found: set[str] = set()
+            for i, size in enumerate(sizes):
+                own = (sum(sizes[:i]), space.fresh(size))
+                piece = Ref(operand.value, tuple(own if d == axis else x for d, x in enumerate(operand.view)))
+                found |= self._bounded(piece, depth + 1) if size == 1 else {repr(_named(part, piece))}
+            return found
+        if name == "select_n" and len(operands) == 3 and part.scope.name(operands[0]) == "is_finite":
+            return self._bounded(operands[2], depth + 1)
+        if name in ("stop_gradient", "max") or (
+            name == "convert_element_type" and rounds(part.scope.dtype(operands[0]), part.scope.dtype(ref))
+        ):
+            return set().union(*(self._bounded(operand, depth + 1) for operand in operands))
+        return set()
+
+    def _add_terms(self) -> None:
+        """Blocks have one product each."""
+
+    def assemble(
+        self,
+        pinned_roles: Mapping[int, int | None] = MappingProxyType({}),
+        pinned_sides: frozenset[int] = frozenset(),
+        further: tuple[Body, ...] = (),
+        across: bool = False,
+    ) -> tuple[AttentionSite, Carrier]:
+        graph, space, first = self.graph, self.space, self.parts[0]
+        before = -1
+        while space.refinements != before:
+            before = space.refinements
+            roles = [part._roles() for part in self.parts]
+        sinks = self._agree()
+        if any(role != roles[0] for role in roles):
+            raise Mismatch(SEVERAL_BLOCKS)
+        query_axis, value_axis = roles[0]
+        heads = [space.resolve(part.head_axis) for part in self.parts]
+        uses = [first.query, *(ref for part in self.parts for ref in (part.key, part.value))]
+        operands: list[int] = []
+        carriers = []
+        for part in self.parts:
+            axes = query_axis, space.resolve(part.key_axis)
+            bodies = (self.body, *further)
+            carrier = Carrier(part.scope, bodies, axes, part.score, pinned_sides, across, self.homes, len(uses))
+            carrier.operands = operands
+            carriers.append(carrier)
+        names = ("queries", *("keys", "values") * len(self.parts))
+        self._places = []
+        read: list[Operand] = []
+        for role, (ref, name) in enumerate(zip(uses, names, strict=True)):
+            pinned = pinned_roles.get(role)
+            found = carriers[0].role(ref, pinned, name)
+            earlier = [i for i in range(role) if pinned is not None and pinned_roles.get(i) == pinned]
+            if earlier:  # its cotangent is that of what all of them read
+                operands.pop()
+                found = Operand(self._places[earlier[0]], found.view)
+            self._places.append(found.position)
+            read.append(found)
+        query, *read = read
+        for carrier in carriers:
+            carrier.roles = len(operands)
+        programs = []
+        for part, carrier in zip(self.parts, carriers, strict=True):
+            argument, outer, inner = part._masks()
+            if outer or inner:
+                raise Mismatch(SEVERAL_BLOCKS)
+            programs.append(ProgramBuilder(carrier).build(argument))
+        dtype = programs[0].dtype
+        if dtype.kind == "c" or not jnp.issubdtype(dtype, jnp.floating) or any(p.dtype != dtype for p in programs):
+            raise Mismatch(f"the argument of the exponential has dtype {dtype}")
+        keys = [space.resolve(part.key_axis) for part in self.parts]
+        row_sinks = tuple(first._terms(carriers[0], extra) for extra in sinks)
+        factors = first._terms(carriers[0], first.rest)
+        if any(term.kind == "log" and term.coefficient != int(term.coefficient) for term in factors):
+            raise Mismatch("a factor of the result enters with a fractional power")
+        lengths = [space.extent(axis) for axis in keys]
+        if sum(space.extent(axis) for axis in heads) != len(heads) * space.extent(heads[0]):
+            raise Mismatch(SEVERAL_BLOCKS)
+        score, sides = _combined(graph, operands, programs, [c.sides for c in carriers], keys, lengths)
+        labels = Labels(space, {a: b for other in heads for a, b in zip(other, heads[0], strict=True)})
+
+        def written(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
+            if not isinstance(side, Joined):
+                return labels.source(side)
+            return Joined(tuple(None if part is None else labels.source(part) for part in side.parts))
+
+        site = AttentionSite(
+            sizes=(),
+            query=labels.operand(query),
+            key=labels.operand(read[0]),
+            value=labels.operand(read[1]),
+            query_labels=labels.atoms(query_axis),
+            key_labels=labels.atoms(keys[0]),
+            head_labels=labels.atoms(heads[0]),
+            value_labels=labels.atoms(value_axis),
+            result=labels.view(space.view(self.top.view)),
+            rows=tuple(
+                (0, labels.atoms((a,)))
+                for _, atoms in self.top.view
+                for a in space.resolve(atoms)
+                if a not in value_axis
+            ),
+            types=(),
+            score_dtype=graph.dtype(first.score.value),
+            result_dtype=graph.dtype(self.root),
+            score=score,
+            blocks=tuple(
+                KeyBlock(labels.operand(k), labels.operand(v), labels.atoms(axis))
+                for k, v, axis in zip(read[2::2], read[3::2], keys[1:], strict=True)
+            ),
+            sides=tuple(map(written, sides)),
+            sinks=tuple(tuple(labels.term(t) for t in terms) for terms in row_sinks),
+            factors=tuple(labels.term(t) for t in factors),
+            score_precision=precision_of(graph, graph.definitions[first.score.value]),
+            value_precision=precision_of(graph, first.second),
+            weights_dtype=first.weights_dtype,
+            assume_finite=self.assume_finite,
+        )
+        return replace(site, sizes=labels.sizes()), carriers[0]
+
+    # ------------------------------------------------------------------ the backward
+
+    def search(self) -> Search | None:
+        products = {number for part in self.parts for number in part._products(())}
+
+        def within(number: int) -> bool:
+            return number in products or any(part.scope.depends(number) for part in self.parts)
+
+        forward = Forward(self.graph, self.body, self.root, within)
+        if not forward.complete or self._uses(forward) is None:
+            return None
+        roles = self._role_uses(forward)
+        wanted = [i for uses in roles for i in uses if differentiable(forward.uses[i])]
+        every = {i for uses in roles for i in uses}
+        others = [i for i, use in enumerate(forward.uses) if i not in every and differentiable(use)]
+        several = [i for uses in roles if len(uses) > 1 for i in uses]
+        return Search(forward, list(dict.fromkeys(wanted)), others, summed=several)
+
+    def _terms_of(self, forward: Forward) -> tuple[Any, ...]:
+        return ()
+
+    def _uses(self, forward: Forward) -> tuple[int, ...] | None:
+        """The positions of queries, keys and values, block by block."""
+        found = [AttentionDraft._uses(part, forward) for part in self.parts]
+        return None if None in found else tuple(use for uses in found if uses is not None for use in uses)
+
+    def _role_uses(self, forward: Forward) -> list[list[int]]:
+        uses = self._uses(forward)
+        assert uses is not None
+        query = list(dict.fromkeys(uses[::3]))
+        others = [(uses[i + 1], uses[i + 2]) for i in range(0, len(uses), 3)]
+        return [query, *([use] for pair in others for use in pair)]
+
+
+def _queries(part: AttentionDraft) -> Any:
+    """The queries of a block, to be compared, whatever the labels of the axis are called that is contracted."""
+    space = part.space
+    heads = {a: ("head", i, space.sizes[a]) for i, a in enumerate(space.resolve(part.head_axis))}
+    ref = space.canonical(part.query)
+    return ref.value, tuple((o, tuple(heads.get(a, a) for a in space.resolve(atoms))) for o, atoms in ref.view)
+
+
+def _keys(part: AttentionDraft, terms: Sequence[Term]) -> list[Any]:
+    """Terms, to be compared."""
+    return sorted(((t.coefficient, t.kind, repr(part.softmax.term_key(t))) for t in terms), key=repr)
+
+
+def _named(part: AttentionDraft, expression: Expression) -> Any:
+    """Equal for expressions that compute the same, whatever the labels are called that the result does not have."""
+    scope, space = part.scope, part.space
+    rows = {a for _, atoms in part.top.view for a in space.resolve(atoms)}
+    names: dict[Atom, Any] = {}
+
+    def named(expression: Expression, depth: int) -> Any:
+        if depth > _FURTHEST:
+            raise Mismatch(SEVERAL_BLOCKS)
+        match expression:
+            case Ref():
+                ref = space.canonical(expression)
+                view = []
+                for offset, atoms in ref.view:
+                    own = [
+                        a if a in rows else names.setdefault(a, ("key", len(names), space.sizes[a]))
+                        for a in space.resolve(atoms)
+                    ]
+                    view.append((offset, tuple(own)))
+                return ref.value, tuple(view)
+            case Apply():
+                params = repr(sorted(expression.params.items(), key=lambda item: item[0]))
+                arguments = [named(argument, depth + 1) for argument in expression.arguments]
+                return expression.primitive.name, params, str(expression.dtype), tuple(arguments)
+            case Constant():
+                return "constant", repr(expression.value), str(expression.dtype)
+        raise Mismatch(SEVERAL_BLOCKS)
+
+    return scope.score is not None and named(expression, 0)
+
+
+# ---------------------------------------------------------------------- one program for all blocks
+
+
+def _combined(
+    graph: Graph,
+    operands: Sequence[int],
+    programs: Sequence[Program],
+    sides: Sequence[Sequence[Operand | Positions]],
+    keys: Sequence[Sequence[Atom]],
+    lengths: Sequence[int],
+) -> tuple[Program, list[Operand | Positions | Joined]]:
+    """A program of positions in the concatenated keys, and its side inputs."""
+    count = len(programs)
+    joined: list[list[Operand | Positions | None]] = []
+    plain: list[Operand | Positions] = []
+    places: list[list[tuple[bool, int]]] = []
+
+    def kind(side: Operand | Positions, axis: Sequence[Atom]) -> Any:
+        dtype = side.dtype if isinstance(side, Positions) else graph.dtype(operands[side.position])
+        return dtype, frozenset(side.labels) - set(axis)
+
+    for i, (own, axis) in enumerate(zip(sides, keys, strict=True)):
+        found = []
+        for side in own:
+            if not set(side.labels) & set(axis):
+                if side not in plain:
+                    plain.append(side)
+                found.append((False, plain.index(side)))
+                continue
+            fitting = [
+                j
+                for j, slots in enumerate(joined)
+                if slots[i] is None
+                and all(kind(s, keys[k]) == kind(side, axis) for k, s in enumerate(slots) if s is not None)
+            ]
+            if not fitting:
+                joined.append([None] * count)
+                fitting = [len(joined) - 1]
+            joined[fitting[0]][i] = side
+            found.append((True, fitting[0]))
+        places.append(found)
+    numbers = [[n if is_joined else len(joined) + n for is_joined, n in found] for found in places]
+    start, moved = 0, []
+    for program, own_numbers, length in zip(programs, numbers, lengths, strict=True):
+        moved.append(replace(program, inputs=tuple(_moved(x, own_numbers, start) for x in program.inputs)))
+        start += length
+    every: list[Operand | Positions | Joined] = [*(Joined(tuple(slots)) for slots in joined), *plain]
+    return _selected(moved, lengths), every
+
+
+def _moved(given: Input, numbers: Sequence[int], start: int) -> Input:
+    """An input of a block's program as one of the program of all blocks."""
+    if isinstance(given, Side):
+        return Side(numbers[given.position], given.dtype)
+    if isinstance(given, Index) and given.axis == "key" and start:
+        if given.stride != 1 or given.extent != 2**31 - 1 or given.dtype.kind != "i":
+            raise Mismatch(SEVERAL_BLOCKS)
+        return replace(given, offset=given.offset - start)
+    return given
+
+
+def _selected(programs: Sequence[Program], lengths: Sequence[int]) -> Program:
+    """The program of the block in which a key is."""
+    if all(program == programs[0] for program in programs):
+        return programs[0]
+    inputs: dict[Input, int] = {}
+    lines: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]] = []
+
+    def load(given: Input) -> Any:
+        return "input", inputs.setdefault(given, len(inputs))
+
+    def emit(primitive: Any, params: tuple[Any, ...], arguments: tuple[Any, ...], dtype: Any) -> Any:
+        lines.append((primitive, params, arguments, dtype))
+        return "line", len(lines) - 1
+
+    results = [
+        program.run(load, lambda line, arguments: emit(line.primitive, line.params, tuple(arguments), line.dtype))
+        for program in programs
+    ]
+    whole = np.dtype(np.int32)
+    chosen, end = results[-1], sum(lengths) - lengths[-1]
+    for result, length in zip(results[-2::-1], lengths[-2::-1], strict=True):
+        before = emit(lax.lt_p, (), (load(Index("key", whole)), load(Constant(end, whole))), np.dtype(bool))
+        chosen = emit(lax.select_n_p, (), (before, chosen, result), programs[0].dtype)
+        end -= length
+
+    def number(register: Any) -> int:
+        where, position = register
+        return int(position if where == "input" else len(inputs) + position)
+
+    instructions = tuple(Instruction(p, params, tuple(map(number, a)), d) for p, params, a, d in lines)
+    return Program(tuple(inputs), instructions, number(chosen))
