@@ -234,6 +234,11 @@ class AttentionSite:
             first, second = kinds.values()
         else:
             first, second = batch[:-1], batch[-1:]
+            # Groups of heads that keys or values lack stay with the heads that they are groups of.
+            both = set(self.key.labels) & set(self.value.labels)
+            for _, labels in self.result:
+                while first and second[0] not in both and {first[-1], second[0]} <= set(labels):
+                    first, second = first[:-1], [first[-1], *second]
         return tuple(first), tuple(second), group, self.query_labels, self.key_labels
 
     def _varies(self, source: Operand | Positions | Joined) -> tuple[bool, bool, bool, bool, bool]:
