@@ -110,8 +110,7 @@ def fill_of(spec: AttentionSpec) -> Fill | None:
     rows, columns = (_parts(length, _COARSE) for length in (spec.query_length, spec.key_length))
     for magnitude in _MAGNITUDES:
         bounds = _Bounds(spec, magnitude)
-        found = decided(bounds, rectangles(rows, columns), bounds.budget(len(rows) * len(columns)))
-        if np.any(found == DEAD):
+        if np.any(bounds(rectangles(rows, columns)).never):
             mask = of_positions(bounds, spec.query_length, spec.key_length) if bounds.of_positions else None
             assert mask != "full"
             return Fill(bounds.usual, magnitude, mask)
