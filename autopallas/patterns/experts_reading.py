@@ -43,6 +43,7 @@ class Reading:
       scope: the labels in which everything is said.
       result: the sum.
       tokens, expert: labels.
+      examples: of the tokens' labels, those of examples that have experts of their own; they come first.
       choices: where the experts of the tokens are, and the further labels of each such array.
       steps: what is computed for each row; arrays are numbered as in ``arrays``.
       arrays: values that the steps read.
@@ -57,6 +58,7 @@ class Reading:
     result: Ref
     tokens: tuple[Atom, ...] = ()
     expert: tuple[Atom, ...] = ()
+    examples: tuple[Atom, ...] = ()
     choices: list[tuple[Operand, tuple[Atom, ...]]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     arrays: list[int] = field(default_factory=list)
@@ -136,6 +138,7 @@ class _Reader:
         self.expert: frozenset[Atom] = frozenset()
         self.tokens: frozenset[Atom] = frozenset()
         self.choosing: frozenset[Atom] = frozenset()
+        self._examples: frozenset[Atom] = frozenset()
         self._known: dict[Any, int] = {}
         self._holds: dict[Any, bool] = {}
         self._inside = 0
@@ -180,6 +183,8 @@ class _Reader:
         if wanted != self.tokens | (set(last) - slots):
             raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
         result.seeds |= result.products
+        result.examples = tuple(x for x in result.tokens if x in self._examples)
+        result.tokens = (*result.examples, *(x for x in result.tokens if x not in self._examples))
         return result
 
     # ------------------------------------------------------------------ tokens
@@ -194,7 +199,9 @@ class _Reader:
         self.choosing = frozenset(own)
         for factor in self.factors:
             for rows, matrices, inner in self._contractions(factor):
-                if self.expert <= matrices and not matrices & (own | self.rows):
+                # What rows and matrices share are examples that have experts of their own.
+                shared = matrices & (own | self.rows)
+                if self.expert <= matrices and shared <= rows - inner and (not shared or own - matrices):
                     own |= (rows - inner - self.expert - matrices) & set(order)
         self.tokens = frozenset(own)
         self.rows |= self.tokens
@@ -239,13 +246,18 @@ class _Reader:
         inner = space.resolve([x for _, atoms in contraction[2] for x in atoms])
         for rows, matrices in (contraction[:2], contraction[1::-1]):
             other, own = (space.atoms(space.canonical(r)) for r in (rows, matrices))
-            outer = own - set(inner) - self.expert
-            if not self.expert <= own or own & self.rows or not outer or not inner:
+            shared = own & self.rows
+            outer = own - set(inner) - self.expert - shared
+            if not self.expert <= own or not self._are_examples(shared, other, inner) or not outer or not inner:
                 continue
             if set(inner) <= own & other and not other - set(inner) - self.expert - self.rows:
                 order = [x for _, atoms in space.view(ref.view) for x in atoms if x in outer]
                 return rows, matrices, inner, tuple(order)
         return None
+
+    def _are_examples(self, shared: frozenset[Atom], rows: frozenset[Atom], inner: Sequence[Atom]) -> bool:
+        """Whether what matrices ``share`` with the rows that they are multiplied with are examples, of several tokens."""
+        return not shared or shared <= self.tokens & rows - set(inner) and bool(rows & self.rows - shared)
 
     def holds_product(self, ref: Ref, depth: int = 0) -> bool:
         """Whether a value is computed from a product of tokens with a matrix of each expert."""
@@ -306,8 +318,10 @@ class _Reader:
         if len(self.factors) == 2:
             for rows, matrices in (self.factors, self.factors[::-1]):
                 own = self.space.atoms(self.space.canonical(matrices))
-                outer = own - set(rest) - self.expert
-                if own & self.tokens or not self.expert | set(rest) <= own or not outer:
+                shared = own & self.tokens
+                outer = own - set(rest) - self.expert - shared
+                other = self.space.atoms(self.space.canonical(rows))
+                if not self._are_examples(shared, other, rest) or not self.expert | set(rest) <= own or not outer:
                     continue
                 order = [x for _, atoms in self.space.view(self.top.view) for x in atoms if x in outer]
                 node = self.graph.definitions[self.top.value]
@@ -418,6 +432,7 @@ class _Reader:
         if set(self._labels(value)) != set(inner):
             raise Mismatch(f"{DENSE}, and a product has an axis of its own")
         self.result.products.add(node.outputs[0])
+        self._examples |= self.space.atoms(self.space.canonical(matrices)) & self.tokens
         return self._add(Product(value, self._operand(matrices), inner, outer, np.dtype(dtype), precision(node)))
 
     def _operand(self, ref: Ref) -> Operand:

@@ -139,6 +139,7 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         result=result,
         result_dtype=graph.dtype(reading.result.value),
         types=tuple(graph.dtype(number) for number in reading.arrays),
+        batch_labels=named(reading.examples),
         slots=slots,
         products=tuple(map(written, reading.between.values())) if seen else (),
     )
