@@ -86,10 +86,12 @@ class Region:
 
     @property
     def labelled(self) -> bool:
-        """Whether labels pick from the logits: then whoever wrote this meant a loss."""
+        """Whether labels pick from the logits: then whoever wrote this meant a loss.  A router's choice is no label: it
+        is computed from the logits themselves."""
+        inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
         return (
-            any(n.name in ("gather", "scatter-add", "scatter") for n in self.ends)
-            or any(self.graph.name(number) == "scatter-add" for number in self.inside)
+            any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
+            or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
         )
 
@@ -103,7 +105,7 @@ class Region:
                 if inner is None:
                     break
                 if inner.name == "eq" and operand not in self.inside:
-                    return True
+                    return not self.touches(operand)
                 if len(inner.inputs) != 1:
                     break
                 operand = inner.inputs[0]
