@@ -415,9 +415,7 @@ class Lookup:
             numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
         return numbers
 
-    def _results(
-        self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]
-    ) -> Sequence[int | None] | None:
+    def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
         """The numbers of an equation's results, if the program has them; of a loop, as far as it has them."""
         children = self._children.get(id(equation))
         if children is None or equation.primitive.name != "scan":
@@ -479,7 +477,6 @@ class Lookup:
                     if len(values) == 1:
                         found[values.pop()] = None
         return list(found)
-
 
     def _started(self, equation: JaxprEqn, unknown: Sequence[bool]) -> list[int]:
         """The values of a kind that such loops of the program read."""

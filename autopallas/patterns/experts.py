@@ -373,7 +373,7 @@ class Draft:
                 continue
             if self.inside(number):
                 node = graph.definitions[number]
-                found.update(dict.fromkeys(node.outputs, node))
+                found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
                 todo += node.inputs
             else:
                 operands[number] = None
