@@ -204,6 +204,12 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
                     readers += [compat.reader(equation, read, variable)] if read else []
                 edits[body].replaced[position] = [*without_results(equation, gone), *readers]
+            elif equation.primitive.name == "scan":  # what it gives is read from elsewhere
+                places = graph.positions[body]
+                for variable in (v for v in equation.outvars if numbers[v] in given):
+                    other = edits[body].renamed[variable] = Var(variable.aval)
+                    read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
+                    edits[body].added += [compat.reader(equation, read, other)] if read else []
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
     todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]

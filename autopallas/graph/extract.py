@@ -29,8 +29,8 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
         if node is None:
             free[number] = None
             continue
-        for output in node.outputs:
-            found[output] = node
+        # Of several results of a loop, an earlier one may give some: those do not say where this one stands.
+        found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
         todo += node.inputs
     graph.steps.spend(len(found))
     ordered = {id(node): node for _, node in sorted(found.items())}
@@ -59,9 +59,10 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> li
             Literal(graph.literals[number], graph.avals[number]) if number in graph.literals else variables[number]
             for number in node.inputs
         ]
-        for number in node.outputs:
-            variables.setdefault(number, Var(graph.avals[number]))
-        equations.append(node.equation.replace(invars=inputs, outvars=[variables[number] for number in node.outputs]))
+        outputs = [Var(graph.avals[number]) for number in node.outputs]
+        for number, variable in zip(node.outputs, outputs, strict=True):
+            variables.setdefault(number, variable)
+        equations.append(node.equation.replace(invars=inputs, outvars=outputs))
     return equations
 
 

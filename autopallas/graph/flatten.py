@@ -77,9 +77,12 @@ class Body:
                 yield from child.body.walk()
 
 
-def flatten(jaxpr: Any) -> Body:
-    """The tree of bodies of a jaxpr, open or closed.  Each variable belongs to one body."""
-    return _flatten(jaxpr, (), set())
+def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
+    """The tree of bodies of a jaxpr, open or closed, as it would be at a ``path`` of another one.
+
+    Each variable belongs to one body.
+    """
+    return _flatten(jaxpr, path, set())
 
 
 def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:

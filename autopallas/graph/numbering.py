@@ -36,6 +36,8 @@ from autopallas.graph.steps import Steps
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
+_UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+"""Scatters whose names say how they update: their jaxprs of that are traced anew in each context, and say no more."""
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
@@ -241,6 +243,12 @@ class Graph:
         number = self.find_literal(atom)
         return None if number is None else [number]
 
+    def held(
+        self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
+    ) -> Sequence[int | None] | None:
+        """The numbers of the results of an equation that holds bodies, as far as the program has them."""
+        return self._held(equation, children, operands, frame)
+
     def _held(
         self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
     ) -> Sequence[int | None] | None:
@@ -311,6 +319,8 @@ class Graph:
             params = called_program(equation)
         else:
             given = equation.params
+            if name in _UPDATES:
+                given = {key: value for key, value in given.items() if key not in ("update_jaxpr", "update_consts")}
             params = tuple([(name, given[name]) for name in sorted(given) if name not in _IGNORED]) if given else ()
             try:
                 hash(params)

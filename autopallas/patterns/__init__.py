@@ -10,6 +10,7 @@ from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.own import declared
 from autopallas.patterns.match import Match, NearMiss
+from autopallas.patterns.routers import without_routers
 
 __all__ = ["Match", "NearMiss", "find"]
 
@@ -44,7 +45,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
         reads = {number: read for match in matches for number, read in match.reads.items()}
         still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value in still]
-    return matches, misses
+    return matches, without_routers(graph, matches, misses)
 
 
 def _once(matches: list[Match]) -> list[Match]:

@@ -23,15 +23,32 @@ from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
+from autopallas.graph.flatten import Child
 from autopallas.graph.numbering import is_identity
 from autopallas.graph.steps import OutOfSteps
 
-__all__ = ["LAYOUT", "Backward", "Forward", "Level", "Lookup", "Merged", "Search", "Use", "differentiable", "settle"]
+__all__ = [
+    "LAYOUT",
+    "Backward",
+    "Dissolved",
+    "Forward",
+    "Level",
+    "Lookup",
+    "Merged",
+    "Rectified",
+    "Search",
+    "Use",
+    "differentiable",
+    "settle",
+]
 
 _ANY = -1
 """In the place of a value that nodes read: all nodes."""
 _ROUNDS = 20
 """How often sites may be found to be incomplete without others that are."""
+
+_STARTS = 8
+"""Values that may be the cotangent with which a loop backwards starts."""
 
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
@@ -76,6 +93,9 @@ class Forward:
     Of equations with bodies, those of the primitives ``calls`` may be among them, each as a whole.
     """
 
+    dissolved = False
+    """Whether functions with a derivative of their own are looked up as what they compute: as in a loop."""
+
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
     ):
@@ -104,6 +124,7 @@ class Forward:
                 if isinstance(atom, Var) and inside(numbers[atom]):
                     todo.append(atom)
         self.equations = [wanted[place] for place in sorted(wanted)]
+        self.positions = [position for position, _ in sorted(wanted)]
         own = {v for e in self.equations for v in e.outvars}
         self.uses = [
             Use(i, k, atom, numbers[atom])
@@ -158,8 +179,10 @@ class Forward:
 class Merged(Forward):
     """The same with one use for all places that read a value: its cotangent is the sum of theirs."""
 
-    def __init__(self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool]):
-        super().__init__(graph, body, root, inside)
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
         if self.complete:
             self._places = self.uses
             firsts: dict[int, Use] = {}
@@ -177,6 +200,44 @@ class Merged(Forward):
         return self._replaced(given)
 
 
+class Rectified(Merged):
+    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``.
+
+    JAX leaves of a function with a derivative of its own, in a loop that is differentiated, what it computes; its
+    derivative is by its rule, there or where a checkpoint computes it again.
+    """
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        if self.complete:
+            self.equations = [_rectified(e) for e in self.equations]
+
+    @property
+    def differs(self) -> bool:
+        """Whether it has functions with a derivative of their own."""
+        return self.complete and any(is_elementwise_call(e) for e in self.equations)
+
+
+class Dissolved(Rectified):
+    """The same where the derivative, too, reads what such functions compute, and not what calls of them give."""
+
+    dissolved = True
+
+
+def _rectified(equation: JaxprEqn) -> JaxprEqn:
+    """``max(x, 0)`` as the rectifier that it may have been."""
+    if equation.primitive.name != "max" or len(equation.invars) != 2:
+        return equation
+    x, zero = equation.invars
+    if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
+        return equation
+    program, _ = compat.opened(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    calls = [e for e in program.eqns if is_elementwise_call(e)]
+    return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
+
+
 class Lookup:
     """Looks equations up in a graph.  Made once per graph: it holds an index of the nodes by what they do."""
 
@@ -185,6 +246,8 @@ class Lookup:
         self._index: dict[Hashable, dict[int, list[Node]]] = {}
         self._sizes: dict[Hashable, dict[int, None]] = {}
         self._derivatives: dict[Hashable, Body] = {}
+        self._children: dict[int, list[Child]] = {}
+        """The bodies that equations of derivatives hold, by the identity of the equation."""
         self._transposes: dict[Hashable, Body] = {}
         for node in graph.nodes:
             key = graph.key(node.equation, (), graph.frames[node.body])
@@ -226,7 +289,7 @@ class Lookup:
             candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
             for candidate in dict.fromkeys(candidates):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
-                if numbers is not None:
+                if numbers is not None and result in numbers:
                     backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
         for backward in found.values():
@@ -237,9 +300,11 @@ class Lookup:
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
         """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
         cotangents as ``mapped`` says."""
-        key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval))
+        key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval), forward.dissolved)
         if key not in self._derivatives:
             program = forward.jaxpr()
+            if any(position in forward.body.children for position in forward.positions):
+                program = compat.without_dead_code(program)  # of loops, what they stack for their own derivative
 
             def pulled(cotangent: Any, *inputs: Any) -> Any:
                 def function(*chosen: Any) -> Any:
@@ -256,7 +321,11 @@ class Lookup:
                 pulled = jax.vmap(pulled, in_axes=(0, *(None for _ in forward.uses)))
                 shapes[0] = jax.ShapeDtypeStruct((mapped, *shapes[0].shape), shapes[0].dtype)
             with compat.on_mesh_of(avals):
-                self._derivatives[key] = flatten(compat.make_jaxpr(pulled, *shapes))
+                derivative = compat.make_jaxpr(pulled, *shapes)
+                if forward.dissolved:
+                    derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
+                pattern = self._derivatives[key] = flatten(derivative, forward.body.path)
+                self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
         return self._derivatives[key]
 
     def _extend(
@@ -276,7 +345,7 @@ class Lookup:
             pattern = self._transposed(equation, mapped)
             found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
             result = pattern.outvars[0]
-            if found is None or not isinstance(result, Var):
+            if found is None or not isinstance(result, Var) or result not in found:
                 return
             levels.append(Level(numbers[before], found[result]))
 
@@ -340,11 +409,18 @@ class Lookup:
             if operands is None:
                 return None
             self.graph.steps.spend()
-            results = self.graph.find(equation, operands, frame)
+            results = self._results(equation, operands, frame)
             if results is None:
                 return None
-            numbers.update(zip(equation.outvars, results, strict=True))
+            numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
         return numbers
+
+    def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
+        """The numbers of an equation's results, if the program has them; of a loop, as far as it has them."""
+        children = self._children.get(id(equation))
+        if children is None or equation.primitive.name != "scan":
+            return self.graph.find(equation, operands, frame)
+        return self.graph.held(equation, children, operands, frame)
 
     def _read(self, equation: JaxprEqn, numbers: dict[Var, int]) -> list[int] | None:
         operands: list[int] = []
@@ -369,15 +445,17 @@ class Lookup:
                     continue
                 return self._candidates(equation, reads, numbers, frame)
             operands = self._read(equation, numbers)
-            results = None if operands is None else self.graph.find(equation, operands, frame)
+            results = None if operands is None else self._results(equation, operands, frame)
             if results is None:
                 return []
-            numbers.update(zip(equation.outvars, results, strict=True))
+            numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
         return []
 
     def _candidates(
         self, equation: JaxprEqn, unknown: Sequence[bool], numbers: dict[Var, int], frame: tuple[int, ...]
     ) -> list[int]:
+        if equation.primitive.name == "scan":
+            return self._started(equation, unknown)
         wanted: list[int | None] = []
         for atom, missing in zip(equation.invars, unknown, strict=True):
             number = None
@@ -399,6 +477,18 @@ class Lookup:
                     if len(values) == 1:
                         found[values.pop()] = None
         return list(found)
+
+    def _started(self, equation: JaxprEqn, unknown: Sequence[bool]) -> list[int]:
+        """The values of a kind that such loops of the program read."""
+        place = unknown.index(True)
+        aval, kind = equation.invars[place].aval, (equation.params["length"], equation.params["reverse"])
+        found: dict[int, None] = {}
+        for node in self.graph.nodes:
+            if node.name == "scan" and (node.params["length"], node.params["reverse"]) == kind:
+                self.graph.steps.spend()
+                same = (i for i in node.inputs if self.graph.avals[i].shape == aval.shape)
+                found |= dict.fromkeys(i for i in same if self.graph.dtype(i) == aval.dtype)
+        return list(found)[:_STARTS]
 
 
 @dataclass(slots=True)
@@ -485,6 +575,28 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
             kept.append(equation)
             needed.update(a for a in equation.invars if isinstance(a, Var))
     return kept[::-1]
+
+
+def _without_rules(program: Any) -> Callable[..., Any]:
+    """What a program computes, without the derivatives of their own that some elementwise functions have."""
+    jaxpr, constants = compat.opened(program)
+
+    def run(*args: Any) -> Any:
+        values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            if is_elementwise_call(equation):
+                results = compat.jaxpr_as_fun(equation.params["call_jaxpr"])(*map(read, equation.invars))
+            else:
+                inputs = list(dict.fromkeys(a for a in equation.invars if isinstance(a, Var)))
+                results = compat.jaxpr_as_fun(closed(inputs, equation.outvars, [equation]))(*map(read, inputs))
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    return run
 
 
 def differentiable(use: Use) -> bool:

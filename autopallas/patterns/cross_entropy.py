@@ -23,6 +23,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
@@ -45,10 +46,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     exponents = _exponents(graph)
     alive = surviving(graph)
     scatters = _Scatters(graph, alive)
-    taken: set[int] = set()
+    flows = Flows(graph)
+    regions: list[Region] = []
     for node in graph.nodes:
         with contained(node):
-            if not _may_give_logits(graph, node) or node.outputs[0] in taken or node.outputs[0] not in exponents:
+            if not _may_give_logits(graph, node) or node.outputs[0] not in exponents:
                 continue
             if node.outputs[0] not in alive:
                 continue
@@ -56,13 +58,19 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if not any(graph.name(number) in ("exp", "exp2") for number in inside):
                 continue
             scatters.join(inside, ends)
-            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]))
-            if not region.anchored:
+            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]), flows)
+            if region.anchored:
+                regions.append(region)
+    taken: set[int] = set()
+    for region in regions:
+        node = region.dot
+        with contained(node):
+            if region.logits in taken:
                 continue
             try:
                 with bounded(graph):
                     matches.append(_match(graph, region, assume_finite))
-                taken |= inside
+                taken |= region.inside
             except Mismatch as mismatch:
                 if region.labelled:
                     where = compat.location(node.equation)

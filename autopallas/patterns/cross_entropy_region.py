@@ -14,13 +14,13 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.graph.loops import loops
+from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
     Dtype,
     Expression,
     Scope,
-    computed_from,
     operation,
     parts_of,
     precision_of,
@@ -66,14 +66,15 @@ class Region:
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
     """
 
-    def __init__(self, graph: Graph, dot: Node, inside: set[int], ends: Sequence[Node]):
+    def __init__(self, graph: Graph, dot: Node, inside: set[int], ends: Sequence[Node], flows: Flows):
         self.graph, self.dot, self.inside, self.ends = graph, dot, inside, ends
         self.logits = dot.outputs[0]
-        self._first = min(inside)  # numbers grow from operands to results
         self.terminals: list[Terminal] = []
-        self._touching = dict.fromkeys(inside, True)
         self._levels: dict[int, int] = {}
         self.anchored = any(self._anchor(node) for node in ends)
+        if self.anchored:
+            self._flow = flows.add(self.logits, inside, ends)
+            self.scope.follows = self._flow.follows
 
     @property
     def location(self) -> str:
@@ -85,10 +86,12 @@ class Region:
 
     @property
     def labelled(self) -> bool:
-        """Whether labels pick from the logits: then whoever wrote this meant a loss."""
+        """Whether labels pick from the logits: then whoever wrote this meant a loss.  A router's choice is no label: it
+        is computed from the logits themselves."""
+        inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
         return (
-            any(n.name in ("gather", "scatter-add", "scatter") for n in self.ends)
-            or any(self.graph.name(number) == "scatter-add" for number in self.inside)
+            any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
+            or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
         )
 
@@ -102,7 +105,7 @@ class Region:
                 if inner is None:
                     break
                 if inner.name == "eq" and operand not in self.inside:
-                    return True
+                    return not self.touches(operand)
                 if len(inner.inputs) != 1:
                     break
                 operand = inner.inputs[0]
@@ -222,7 +225,7 @@ class Region:
         before = -1
         while self.space.refinements != before:
             before = self.space.refinements
-            self.terminals, self._touching, self._levels = [], dict.fromkeys(self.inside, True), {}
+            self.terminals, self._levels = [], {}
             self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide)
             self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
             for node in self.ends:  # what can be aligned by the logits tells how to align scatters
@@ -384,24 +387,16 @@ class Region:
 
     def touches(self, value: int) -> bool:
         """Whether a value is computed from the logits or from a scatter inside."""
-        return computed_from(self.graph, value, self._touching, self._first)
+        return bool(self._flow.sources(value))
 
     def level_of(self, value: int) -> int:
         """The last pass on whose results a number per row depends; 0 if on none."""
-        levels, todo = self._levels, [value]
-        while todo:
-            number = todo[-1]
-            if number in levels:
-                todo.pop()
-                continue
-            if number in self.inside:
+        levels = self._levels
+        if value not in levels:
+            sources = [-1 if number is None else number for number in self._flow.sources(value)]
+            if any(number not in levels for number in sources):
                 raise Mismatch("numbers per row are computed from the logits in a way that is not understood")
-            node = self.graph.definitions.get(number) if number > self._first else None
-            inputs = node.inputs if node is not None else ()
-            left = [i for i in inputs if i not in levels]
-            todo += left
-            if not left:
-                levels[number] = max((levels[i] for i in inputs), default=0)
+            levels[value] = max((levels[number] for number in sources), default=0)
         return levels[value]
 
     def _level(self, terminal: Terminal) -> int:

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from autopallas import compat
 from autopallas.compat import Literal, Var
 from autopallas.faults import contained
@@ -23,10 +25,21 @@ from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
-from autopallas.patterns.backward import Backward, Forward, Lookup, Merged, Search, differentiable, settle
+from autopallas.patterns.backward import (
+    Backward,
+    Dissolved,
+    Forward,
+    Lookup,
+    Merged,
+    Rectified,
+    Search,
+    differentiable,
+    settle,
+)
 from autopallas.patterns.carry import at_hand
 from autopallas.patterns.experts_axes import choice_axes, passed_on
-from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at
+from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
+from autopallas.patterns.experts_picks import GATHERED, PICKED
 from autopallas.patterns.experts_reading import read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, Sites
@@ -52,33 +65,37 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     covered: set[int] = set()
     others: Forms[_Found | str | None] = Forms(graph, choice_axes(graph))
     sites = Sites(graph)
+    within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         with contained(node):
-            if node.outputs[0] in covered:
+            root, location = _result(graph, node, alive), compat.location(node.equation)
+            if root in covered or node.name == "select_n" and root in within:
                 continue
             if node.name == "add":
                 even, first = sums[node.outputs[0]]
                 tried[first] += even is not None
                 if even is None or tried[first] > _PARTS:
                     continue
-            root, location = node.outputs[0], compat.location(node.equation)
             try:
                 with bounded(graph):
-                    found = _found(graph, node, others)
+                    found = _found(graph, node, root, others)
                     if found is None:
                         continue
                     covered.update(added_on_the_way(graph, root))
+                    within.update(selected_on_the_way(graph, root))
                     if not assume_finite:
-                        what, dense = found.what, found.what == DENSE
+                        what, dense = found.what, found.what != DISPATCHED
                         held = "an expert computes for a token that it is not given" if dense else "a token holds"
                         other = "the result" if dense else "the others"
                         raise Mismatch(
                             f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}"
                         )
-                    draft = Draft(graph, sites, node, *found)
+                    draft = Draft(graph, sites, node, root, *found)
                     match = draft.match()
                     draft.settle(alive)
+                if found.what in (GATHERED, PICKED):
+                    covered.update(found.products)
                 if not draft.escaped:
                     matches[root] = match
                 else:
@@ -112,15 +129,22 @@ class _Found(NamedTuple):
         return _Found(seeds, products, kept, self.loops, self.what)
 
 
-def _found(graph: Graph, node: Node, others: Forms[_Found | str | None]) -> _Found | None:
+def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
+    """The result of a sum; of a loop, what it adds up, and not what it counts."""
+    floating = [n for n in node.outputs if n in alive and jnp.issubdtype(graph.dtype(n), jnp.floating)]
+    return floating[0] if floating else next(iter(node.outputs), -1)
+
+
+def _found(graph: Graph, node: Node, root: int, others: Forms[_Found | str | None]) -> _Found | None:
     """A sum over experts, or None of another sum."""
-    root = node.outputs[0]
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
+        if node.name == "gather":
+            return _Found(loop.visited, loop.products, set(), True, PICKED)
         if choices or loop.compares:
             return _Found(loop.visited | choices, loop.products, set(), True, DENSE)
-    if node.name == "add":
+    if node.name in ("add", "select_n"):
         return None
     outcome, image = next(others.like(node, None), (None, None))
     if image is None:
@@ -140,7 +164,7 @@ def _read(graph: Graph, root: int) -> _Found | str | None:
         return mismatch.reason
     if reading is None:
         return None
-    what = DENSE if reading.slots is None else DISPATCHED
+    what = reading.what if reading.slots is None else DISPATCHED
     return _Found(reading.seeds, reading.products, reading.kept, False, what)
 
 
@@ -153,7 +177,7 @@ def _with_backward(
     case something else is added in between, each by itself.
     """
     lookup = Lookup(graph) if drafts else None
-    for kind in (Merged, Forward):
+    for kind in (Merged, Forward, Dissolved, Rectified):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
@@ -179,6 +203,8 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
     """The sums that may be over experts: of products, and of what was compared, scattered or normalised."""
     weighs = bytearray(len(graph.avals))
     product = bytearray(len(graph.avals))
+    gathered = bytearray(len(graph.avals))
+    """Whether a value is gathered, but for layout and casts."""
     along = [0] * len(graph.avals)
     """Per value, a bit for each axis along which it may differ by what was compared, scattered or normalised."""
     found: list[Node] = []
@@ -192,7 +218,14 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
             chosen = not alive.isdisjoint(node.outputs)
         else:
             chosen = weighed and multiplied and name in _SUMS and node.outputs[0] in alive
-            chosen = chosen and (name == "add" or _sums_along(node, [along[i] for i in inputs]))
+            several = name == "select_n" and len(inputs) > 3 and node.outputs[0] in alive
+            chosen = (
+                multiplied
+                and several
+                or chosen
+                and (name in ("add", "select_n") or _sums_along(node, [along[i] for i in inputs]))
+            )
+            chosen = chosen or _may_pick(graph, node, product, gathered) and node.outputs[0] in alive
         if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
             found.append(node)
         starts = name in _STARTS
@@ -200,14 +233,27 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
         multiplied = multiplied or name == "scan" or name == "dot_general" and not is_product(node)
         for output in node.outputs:
             weighs[output], product[output] = through, multiplied
+            gathered[output] = name == "gather" or name in _MOVES and gathered[inputs[0]]
             if through:
                 whole = starts or name == "scan" or name == "custom_jvp_call" and not is_elementwise_call(node.equation)
                 along[output] = -1 if whole else passed_on(graph, node, output, [along[i] for i in inputs])
     return found
 
 
-_SUMS = frozenset({"dot_general", "reduce_sum", "add"})
-_STARTS = frozenset({"eq", "scatter", "scatter-add", "exp", "logistic"})
+def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
+    """Whether a node may pick what experts compute, or multiply with matrices of experts that were gathered."""
+    if not node.outputs or not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
+        return False
+    if node.name == "gather":
+        return bool(product[node.inputs[0]])
+    if node.name != "dot_general" or is_product(node):
+        return False
+    return any(gathered[i] and len(graph.shape(i)) > 2 for i in node.inputs)
+
+
+_MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy".split())
+_SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
+_STARTS = frozenset({"eq", "and", "scatter", "scatter-add", "exp", "logistic"})
 
 
 def _sums_along(node: Node, axes: Sequence[int]) -> bool:
@@ -251,6 +297,8 @@ class Draft:
     graph: Graph
     sites: Sites
     root: Node
+    number: int
+    """The value that it is."""
     seeds: set[int]
     products: set[int]
     kept: set[int]
@@ -260,11 +308,9 @@ class Draft:
     what: str = DENSE
     """What the program does, in words."""
     escaped: str = ""
+    handed: bool = False
+    """Whether it reads what its body is handed, and not what that is computed from elsewhere."""
     _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
-
-    @property
-    def number(self) -> int:
-        return self.root.outputs[0]
 
     @property
     def body(self) -> Body:
@@ -295,9 +341,11 @@ class Draft:
     def inside(self, number: int) -> bool:
         """Whether a value on the way to the sum belongs to it: what depends on the choices, is made of nothing, or only
         repeats something smaller."""
+        graph = self.graph
+        if self.handed and graph.positions[self.body].get(number, (0,))[0] < 0 and not self._constant(number):
+            return False
         if number == self.number or number in self.kept or self.depends(number):
             return True
-        graph = self.graph
         node = graph.definitions.get(number)
         if node is None or node.equation.effects:
             return False
@@ -325,7 +373,7 @@ class Draft:
                 continue
             if self.inside(number):
                 node = graph.definitions[number]
-                found.update(dict.fromkeys(node.outputs, node))
+                found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
                 todo += node.inputs
             else:
                 operands[number] = None
@@ -366,9 +414,12 @@ class Draft:
     def match(self) -> Match:
         """The site, of which nothing is used elsewhere."""
         graph = self.graph
-        nodes, operands = self._parts()
         known = graph.positions[self.body]
-        if any(n not in known or known[n][0] >= known[self.number][0] for n in operands):
+        for self.handed in (False, True):
+            nodes, operands = self._parts()
+            if all(n in known and known[n][0] < known[self.number][0] for n in operands):
+                break
+        else:
             raise Mismatch(f"{self.what}, and an operand is not at hand where they are summed")
         original = jaxpr_of(graph, nodes, operands, [self.number])
         return self._match(operands, original, original, nodes)
@@ -402,8 +453,9 @@ class Draft:
             """Positions may have been moved out of a loop."""
             return self.inside(number) and not (self._constant(number) and known.get(number, (-1,))[0] < 0)
 
-        forward = kind(self.graph, self.body, self.number, inside)
-        if not forward.complete:
+        calls = frozenset({"scan"}) if self.loops else frozenset()
+        forward = kind(self.graph, self.body, self.number, inside, calls)
+        if not forward.complete or isinstance(forward, Rectified) and not forward.differs:
             return None
         wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and not self._constant(u.number)]
         search = _Search(forward, wanted[::-1], [])

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from autopallas.casts import counts_exactly
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
-from autopallas.graph.labels import Atom
+from autopallas.graph.labels import Atom, Dimension
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["choice_axes", "passed_on", "positions_along"]
+__all__ = ["choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]
 
 _COPIES = frozenset(
     """copy copy_p name sharding_constraint optimization_barrier pvary pcast layout_constraint reshard""".split()
@@ -23,6 +23,7 @@ _COPIES = frozenset(
 _CASTS = frozenset({"convert_element_type", "reduce_precision"})
 _KEEPS_AXES = frozenset({"slice", "concatenate", "split", "tile"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod"})
+_ORDERED = frozenset({"lt", "le", "gt", "ge"})
 _FIXED = (
     ELEMENTWISE | _COPIES | _KEEPS_AXES | {"iota", "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 )
@@ -31,7 +32,8 @@ _EVERYTHING = -1
 
 def choice_axes(graph: Graph) -> Sequence[int]:
     """Per value, the axes along which it may be that of one expert among all: from a comparison with positions along
-    them, or from what is scattered to places along them, through what a walk over labels reads through.
+    them, or from what is scattered to places along them, or from bounds that differ along them and that positions are
+    compared with, through what a walk over labels reads through.
 
     Positions that are compared with positions, or scattered to, are no choice: a program's tokens have such.
     """
@@ -53,10 +55,17 @@ def choice_axes(graph: Graph) -> Sequence[int]:
                 elif any(counted) and (name in _CASTS or name not in ELEMENTWISE):
                     positions[output] = passed_on(graph, node, output, counted)
                 bits = passed_on(graph, node, output, own) if any(own) else 0
+                if name == "gather" and own[0] and fixed[inputs[1]]:  # a slice for each position is layout
+                    bits = _EVERYTHING
                 if name == "eq" and any(counted) and not all(counted):
                     bits |= passed_on(graph, node, output, counted)
                 elif name in ("scatter", "scatter-add"):
                     bits = _scattered(graph, node, fixed)
+                elif name in _ORDERED and any(counted) and not all(counted) and graph.dtype(inputs[0]).kind in "iu":
+                    # Rows in an interval of each expert, perhaps: along what bounds differ.
+                    bound = inputs[counted.index(0)]
+                    differs = 0 if fixed[bound] else (1 << len(graph.shape(bound))) - 1
+                    bits |= passed_on(graph, node, output, [differs if i == bound else 0 for i in inputs])
                 found[output] = bits
         graph.notes["choices"] = found
     return graph.notes["choices"]  # type: ignore[return-value]
@@ -64,24 +73,51 @@ def choice_axes(graph: Graph) -> Sequence[int]:
 
 def positions_along(scope: Scope, ref: Ref) -> tuple[int, tuple[Atom, ...], int] | None:
     """(first, labels, size of the axis) if a value counts up along an axis, in types that hold each of the numbers."""
+    found, narrow = _counted(scope, ref)
+    return found if narrow is None else None
+
+
+def narrow_positions(scope: Scope, ref: Ref) -> tuple[tuple[Atom, ...], str] | None:
+    """(labels, type) if a value counts up along an axis in a type that does not hold each of the numbers."""
+    found, narrow = _counted(scope, ref)
+    return None if found is None or narrow is None else (found[1], narrow)
+
+
+def _counted(scope: Scope, ref: Ref) -> tuple[tuple[int, tuple[Atom, ...], int] | None, str | None]:
+    """What counts up along an axis, as far as that is so, and the first type that does not hold each of the numbers."""
     space, graph = scope.space, scope.graph
     ref = space.canonical(ref)
     dtypes = [graph.dtype(ref.value)]
     while scope.name(ref) == "convert_element_type":
         (inner,) = space.operands(ref) or (ref,)
         if inner.value == ref.value:
-            return None
+            return None, None
         ref = inner
         dtypes.append(graph.dtype(ref.value))
     node = scope.node(ref)
     if node is None or node.name != "iota":
-        return None
+        return None, None
     axis = node.params["dimension"]
     size = graph.shape(ref.value)[axis]
-    if not all(counts_exactly(dtype, size - 1) for dtype in dtypes):
-        return None
+    narrow = next((dtype.name for dtype in dtypes if not counts_exactly(dtype, size - 1)), None)
     offset, atoms = ref.view[axis]
-    return offset, space.resolve(atoms), size
+    return (offset, space.resolve(atoms), size), narrow
+
+
+def position_of(scope: Scope, ref: Ref) -> Dimension | None:
+    """The dimension of a view along which a value counts, if it is the position along one."""
+    node = scope.node(ref)
+    if node is not None and node.name == "select_n":  # of negative indices, which positions are not
+        operands = scope.space.operands(ref) or []
+        if len(operands) == 3 and scope.name(operands[0]) == "lt":
+            compared, zero = scope.space.operands(operands[0]) or (None, None)
+            if compared is not None and zero is not None and scope.number(zero) == 0:
+                if scope.space.same(compared, operands[1]):
+                    return position_of(scope, operands[1])
+        return None
+    if node is None or node.name != "iota" or positions_along(scope, ref) is None:
+        return None
+    return ref.view[node.params["dimension"]]
 
 
 def _scattered(graph: Graph, node: Node, fixed: Sequence[int]) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,8 @@ from jax.lax import GatherScatterMode
 from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension, is_product
-from autopallas.patterns.experts_axes import choice_axes, positions_along
+from autopallas.patterns.experts_axes import choice_axes, narrow_positions, position_of, positions_along
+from autopallas.patterns.experts_intervals import Interval, interval
 from autopallas.patterns.experts_quotients import Quotients
 from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
@@ -36,17 +37,21 @@ class Choice:
       number: of the value.
       index: the chosen expert, an integer.
       several: labels of ``index`` that the value lacks or that are summed later: a token has as many choices.
+      within: the intervals of rows that belong to the experts; rows are the ``index`` until their experts are known.
     """
 
     number: int
     index: Ref
     several: tuple[Atom, ...]
+    within: Interval | None = None
 
 
 class Choices:
     """All choices among the experts over which a sum runs."""
 
-    def __init__(self, scope: Scope, summed: Sequence[Atom]):
+    def __init__(self, scope: Scope, summed: Sequence[Atom], experts_of: Mapping[int, int] | None = None):
+        self.experts_of = experts_of or {}
+        """Per number of where intervals end, that of the experts of the rows."""
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.summed = frozenset(summed)
         self.axes = choice_axes(self.graph)
@@ -54,6 +59,8 @@ class Choices:
         self.found: list[Choice] = []
         self.others: list[tuple[Atom, ...]] = []
         """Labels along which something else is chosen, such as a place among an expert's tokens."""
+        self.narrow: tuple[tuple[Atom, ...], str] | None = None
+        """Labels along which a program counts in a type that does not hold each of the numbers, and that type."""
         self.note = ""
         """Why something is not known to be zero, to be added to a reason."""
         self._asked: Quotients | None = None
@@ -83,6 +90,7 @@ class Choices:
                 continue
             seen.add(key if every else place)
             choice = self._one_hot(ref, node, several) or self._scattered(ref, node, several)
+            choice = choice or self._within(ref, node, several)
             if choice is not None:
                 self._at[key] = choice
                 self.found.append(choice)
@@ -131,12 +139,26 @@ class Choices:
         operands = self.space.operands(ref)
         for positions, index in (operands, operands[::-1]) if operands else ():
             counted = positions_along(self.scope, positions)
+            if counted is None and self.narrow is None:
+                self.narrow = narrow_positions(self.scope, positions)
             if counted is None or self.graph.dtype(index.value).kind not in "iu":
                 continue
             first, atoms, size = counted
             if first == 0 and self._is_expert(atoms, size, index):
                 return self._choice(ref, index, several)
         return None
+
+    def _within(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
+        """``(start <= rows) & (rows < end)``."""
+        found = interval(self.scope, ref, node)
+        if found is None or not self._is_expert(found.expert, self.space.extent(found.expert), found.rows):
+            return None
+        self.proved |= found.kept
+        choice = self._choice(ref, found.rows, several)
+        known = self.experts_of.get(found.ends.value)
+        if known is not None:
+            return replace(choice, index=found.index(self.space, self.graph, known))
+        return replace(choice, within=found)
 
     def _scattered(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
         """``zeros.at[tokens, expert].set(weights)``."""
@@ -155,7 +177,7 @@ class Choices:
         expert: int | None = None
         for part, dimension in enumerate(numbers.scatter_dims_to_operand_dims):
             piece = space.canonical(Ref(indices, (*view, (part, ()))))
-            along = self._position_along(piece)
+            along = position_of(self.scope, piece)
             if along is not None and along in view:
                 place = view.index(along)
                 if ref.view[dimension][0] or space.extent(ref.view[dimension][1]) != shape[place]:
@@ -174,21 +196,6 @@ class Choices:
             return None
         several = (*several, *(x for x in space.resolve(list(fresh)) if x in space.atoms(index)))
         return self._choice(ref, index, several)
-
-    def _position_along(self, ref: Ref) -> tuple[int, tuple[Atom, ...]] | None:
-        """The dimension of a view along which a value counts, if it is the position along one."""
-        node = self.scope.node(ref)
-        if node is not None and node.name == "select_n":  # of negative indices, which positions are not
-            operands = self.space.operands(ref) or []
-            if len(operands) == 3 and self.scope.name(operands[0]) == "lt":
-                compared, zero = self.space.operands(operands[0]) or (None, None)
-                if compared is not None and zero is not None and self.scope.number(zero) == 0:
-                    if self.space.same(compared, operands[1]):
-                        return self._position_along(operands[1])
-            return None
-        if node is None or node.name != "iota" or positions_along(self.scope, ref) is None:
-            return None
-        return ref.view[node.params["dimension"]]
 
     def _is_expert(self, atoms: tuple[Atom, ...], size: int, index: Ref) -> bool:
         """Whether labels are those of all experts, the same as of the choices found before."""
@@ -238,7 +245,7 @@ class Choices:
             return None
         choice = self._at.get(self._key(ref))
         if choice is not None:
-            if node.name == "eq":
+            if node.name in ("eq", "and"):
                 return 0.0
             if self.scope.node(Ref(node.inputs[0], ref.view)) is not None:
                 self.proved.add(node.inputs[0])

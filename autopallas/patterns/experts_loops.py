@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,16 +18,19 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.casts import counts_exactly
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
+from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.experts_choice import Choices
+from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
-__all__ = ["Loop", "added_on_the_way", "even_sums", "loop_at", "rolled"]
+__all__ = ["Loop", "added_on_the_way", "even_sums", "loop_at", "rolled", "selected_on_the_way"]
 
 _STEPS_TO_STACK = 16
 _MOST = 4096
@@ -74,7 +78,13 @@ class Loop:
         scope = Scope(graph)
         space = scope.space
         sliced = [(leaf.numbers[0], leaf.axis) for leaf in self.leaves if leaf.axis is not None]
-        numbers: set[int] = set()
+        if self.compares:  # what all of them read, they may read at their numbers
+            shared = [leaf.numbers[0] for leaf in self.leaves if leaf.mapped is None and leaf.numbers]
+            bits = choice_axes(graph)
+            sliced += [(n, d) for n in shared for d, size in enumerate(graph.shape(n))
+                       if size == self.count and bits[n] >> d & 1]  # fmt: skip
+        # Where the rows of experts end is part of the site: their counts are read too.
+        numbers = {leaf.numbers[0] for leaf in self.leaves if leaf.numbers and graph.name(leaf.numbers[0]) == "cumsum"}
         for number, axis in sliced:
             ref = space.full(number)
             found = Choices(scope, space.resolve(ref.view[axis][1]))
@@ -100,6 +110,9 @@ def loop_at(graph: Graph, root: int) -> Loop | None:
     if node.name == "add":
         terms = _added(graph, root)
         return None if terms is None else _loop(graph, Loop(root, None, False, len(terms)), terms)
+    if node.name == "select_n":
+        cases = _cases(graph, node) if len(node.inputs) > 3 else _selected(graph, root)
+        return None if cases is None else _loop(graph, Loop(root, None, False, len(cases.values)), cases.values, cases)
     for stack, value in _stacks(graph, root):
         if stack.name == "scan":
             scan = _scan(graph, stack, value)
@@ -130,6 +143,87 @@ def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
             value = ends[0] if len(ends) == 1 else value
         terms.append(value)
     return tuple(terms[::-1]) if len(terms) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Cases:
+    """Experts of which one is selected, by a number: its own and ``first`` more.
+
+    Attributes:
+      values: what they compute.
+      number: of the value that selects.
+      tests: the comparisons with that number that the program has, and the selections.
+      repeated: the first of these comparisons, and the same with the axes along which it is repeated.
+    """
+
+    values: tuple[int, ...]
+    number: int
+    first: int
+    tests: frozenset[int] = frozenset()
+    repeated: tuple[int, int] | None = None
+
+
+def _cases(graph: Graph, node: Node) -> _Cases | None:
+    """A selection among several, of which the first and the last ones may be zero."""
+    number, *cases = node.inputs
+    if graph.dtype(number).kind != "i" or not Signs(graph).counts_below(number, len(cases)):
+        return None
+    wanted = [i for i, case in enumerate(cases) if not _is_zero(graph, case)]
+    if len(wanted) < 2 or wanted != list(range(wanted[0], wanted[-1] + 1)):
+        return None
+    return _Cases(tuple(cases[i] for i in wanted), number, wanted[0])
+
+
+def _selected(graph: Graph, root: int) -> _Cases | None:
+    """``where(chosen == e, y[e], where(...))``: one number is compared with 0, 1, ..., so one comparison holds at most;
+    where none does, zero is selected."""
+    found: dict[int, int] = {}
+    compared: set[int] = set()
+    tests: set[int] = set()
+    ways: set[Any] = set()
+    repeated: tuple[int, int] | None = None
+    value = root
+    while graph.name(value) == "select_n" and len(found) < _MOST:
+        graph.steps.spend()
+        which, *cases = graph.definitions[value].inputs
+        test = graph.definitions.get(_without_repeats(graph, which))
+        if len(cases) != 2 or test is None or test.name != "eq":
+            return None
+        numbers = [(n, _literal(graph, other)) for n, other in (test.inputs, test.inputs[::-1])]
+        number, own = next(((n, e) for n, e in numbers if e is not None), (-1, None))
+        if own is None or own in found or graph.dtype(number).kind not in "iu":
+            return None
+        compared.add(number)
+        way, between = [], which
+        while between != test.outputs[0]:
+            node = graph.definitions[between]
+            way.append((graph.key(node.equation, (), ()), graph.shape(between)))
+            tests.add(between)
+            between = node.inputs[0]
+        ways.add(tuple(way))
+        tests |= {value, test.outputs[0]}
+        found[own] = cases[1]
+        if own == 0:
+            repeated = test.outputs[0], which
+        value = cases[0]
+    if len(compared) != 1 or len(ways) != 1 or any(key is None for way in ways for key, _ in way):
+        return None
+    if sorted(found) != list(range(len(found))) or len(found) < 2 or not _is_zero(graph, value):
+        return None
+    return _Cases(tuple(found[e] for e in range(len(found))), compared.pop(), 0, frozenset(tests), repeated)
+
+
+def _without_repeats(graph: Graph, number: int) -> int:
+    """A value without the axes along which it is repeated."""
+    while graph.name(number) in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+        number = graph.definitions[number].inputs[0]
+    return number
+
+
+def _literal(graph: Graph, number: int) -> int | None:
+    """The whole number that a value is everywhere, if that is known."""
+    literal = graph.literals.get(_without_repeats(graph, number))
+    return int(literal) if literal is not None and literal.dtype.kind in "iu" and literal.ndim == 0 else None
 
 
 def even_sums(graph: Graph) -> dict[int, tuple[str | None, int]]:
@@ -188,17 +282,53 @@ def _stacks(graph: Graph, root: int) -> Iterator[tuple[Node, int]]:
             todo += [(i, steps + 1) for i in node.inputs]
 
 
-def _loop(graph: Graph, loop: Loop, values: Sequence[int]) -> Loop | None:
+def _loop(graph: Graph, loop: Loop, values: Sequence[int], cases: _Cases | None = None) -> Loop | None:
+    """A loop of which the results are ``values``, added up; those of ``cases`` count where they are selected alone."""
     if len({graph.name(v) for v in values}) != 1 or len(set(values)) != len(values) or len(values) < 2:
         return None
-    walk = _Walk(graph, loop)
+    walk = _Walk(graph, loop, cases)
     result = walk.atom(tuple(values))
     if not loop.products or isinstance(result, Literal):
         return None
     loop.visited.add(loop.target)
     loop.compares = walk.compares
     loop.term = closed(walk.inputs, [result], walk.equations)
+    if cases is not None:
+        _select(graph, loop, cases, walk.inputs)
     return loop
+
+
+def _select(graph: Graph, loop: Loop, cases: _Cases, inputs: Sequence[Var]) -> None:
+    """Makes the term of a loop zero where its expert is not selected."""
+    loop.compares = True
+    loop.visited |= cases.tests
+    first = _without_repeats(graph, cases.number) if cases.repeated is None else cases.number
+    start, end = cases.repeated or (first, cases.number)
+    nodes, _ = nodes_between(graph, [start], [end])
+    loop.visited.update(n for node in nodes for n in node.outputs)
+    repeat = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [start], [end]))
+    value, number = compat.jaxpr_as_fun(loop.term), graph.avals[first]
+    loop.leaves.append(_Leaf((first,)))
+    loop.leaves.append(_Leaf((), lambda _: jnp.arange(loop.count, dtype=number.dtype)))
+
+    def term(*given: Any) -> Any:
+        *own, which, expert = given
+        (found,) = value(*own)
+        if cases.repeated is not None:
+            (holds,) = repeat(which == expert)
+        else:
+            holds = repeat(which - cases.first if cases.first else which)[0] == expert
+        return jnp.where(holds, found, jnp.zeros((), found.dtype))
+
+    types = [v.aval for v in inputs] + [number, jax.ShapeDtypeStruct((), number.dtype)]
+    loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in types))
+
+
+def selected_on_the_way(graph: Graph, root: int) -> Iterator[int]:
+    """The selections of fewer experts of which one is made."""
+    while graph.name(root) == "select_n":
+        yield root
+        root = graph.definitions[root].inputs[1]
 
 
 def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
@@ -207,27 +337,51 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     consts, carried = compat.scan_parts(equation)
     place = node.outputs.index(value)
     body, _ = compat.opened(equation.params["jaxpr"])
-    accumulators = body.invars[consts : consts + carried]
-    stacked = place >= carried
-    if stacked and carried or not stacked and (carried != 1 or not _accumulates(body, accumulators[0])):
+    carries = body.invars[consts : consts + carried]
+    stacked, length = place >= carried, equation.params["length"]
+    counters = [i for i in range(carried) if _counts(graph, node, body, consts, i)]
+    others = [i for i in range(carried) if i not in counters]
+    if equation.effects or equation.params["reverse"] and counters or others != ([] if stacked else [place]):
         return None
-    if not stacked and not _is_zero(graph, node.inputs[consts]) or equation.effects:
+    if not stacked and not (_accumulates(body, consts, place) and _is_zero(graph, node.inputs[consts + place])):
         return None
     axis = 0 if stacked else None
-    loop = Loop(value, axis, False, equation.params["length"], set(node.outputs), set(node.outputs))
+    loop = Loop(value, axis, False, length, set(node.outputs), set(node.outputs))
     given = [*node.inputs[:consts], *node.inputs[consts + carried :]]
     variables = [*body.invars[:consts], *body.invars[consts + carried :]]
     for i, number in enumerate(given):
         loop.leaves.append(_Leaf((number,)) if i < consts else _Leaf((number,), lambda arrays: arrays[0], 0))
+    for i in counters:
+        loop.leaves.append(_Leaf((), partial(_positions, length, carries[i].aval.dtype)))
+        variables.append(carries[i])
     run = compat.jaxpr_as_fun(equation.params["jaxpr"])
+    last = len(given)
 
     def term(*own: Any) -> Any:
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in accumulators]
-        return run(*own[:consts], *zeros, *own[consts:])[place]
+        counted = dict(zip(counters, own[last:], strict=True))
+        carry = [counted.get(i, jnp.zeros(v.aval.shape, v.aval.dtype)) for i, v in enumerate(carries)]
+        return run(*own[:consts], *carry, *own[consts:last])[place]
 
     loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
-    loop.compares = any(_compared(graph, number) for number in _slices(graph, node, consts + carried))
+    loop.compares = bool(counters or _slices(graph, node, consts + carried))
     return loop
+
+
+def _positions(count: int, dtype: Any, _: Sequence[jax.Array]) -> jax.Array:
+    return jnp.arange(count, dtype=dtype)
+
+
+def _counts(graph: Graph, node: Node, body: Any, consts: int, place: int) -> bool:
+    """Whether a scan counts its steps, from zero on, in what it carries at a place."""
+    carry, after = body.invars[consts + place], body.outvars[place]
+    if _literal(graph, node.inputs[consts + place]) != 0 or carry.aval.shape or carry.aval.dtype.kind not in "iu":
+        return False
+    equation = next((e for e in body.eqns if after in e.outvars), None)
+    if equation is None or equation.primitive.name != "add":
+        return False
+    steps = [a for a in equation.invars if a is not carry]
+    by_one = len(steps) == 1 and isinstance(steps[0], Literal) and int(steps[0].val) == 1
+    return by_one and counts_exactly(carry.aval.dtype, int(node.params["length"]))
 
 
 def _slices(graph: Graph, node: Node, first: int) -> list[int]:
@@ -238,24 +392,13 @@ def _slices(graph: Graph, node: Node, first: int) -> list[int]:
     return [numbers[v] for v in child.body.invars[first:] if v.aval.shape == () and v.aval.dtype.kind in "iu"]
 
 
-def _compared(graph: Graph, number: int) -> bool:
-    """Whether a value, perhaps cast or repeated, is asked to be equal to something."""
-    seen, todo = {number}, [number]
-    while todo:
-        for user in graph.users[todo.pop()]:
-            graph.steps.spend()
-            if user.name == "eq":
-                return True
-            if user.name in _REPEATS:
-                todo += [n for n in user.outputs if n not in seen]
-                seen.update(user.outputs)
-    return False
-
-
-def _accumulates(body: Any, carry: Var) -> bool:
-    """Whether a loop's body adds something to what it carries, and does nothing else with it."""
+def _accumulates(body: Any, consts: int, place: int) -> bool:
+    """Whether a loop's body adds something to what it carries at a place, and does nothing else with it."""
+    carry = body.invars[consts + place]
     readers = [e for e in body.eqns if any(a is carry for a in e.invars)]
-    if len(readers) != 1 or readers[0].primitive.name != "add" or body.outvars[0] is not readers[0].outvars[0]:
+    if len(readers) != 1 or readers[0].primitive.name != "add" or body.outvars[place] is not readers[0].outvars[0]:
+        return False
+    if sum(a is carry or a is readers[0].outvars[0] for a in body.outvars) != 1:
         return False
     return all(a is carry or getattr(a, "aval", None) == carry.aval for a in readers[0].invars)
 
@@ -263,8 +406,8 @@ def _accumulates(body: Any, carry: Var) -> bool:
 class _Walk:
     """Walks through equal computations together and writes one of them down."""
 
-    def __init__(self, graph: Graph, loop: Loop):
-        self.graph, self.loop = graph, loop
+    def __init__(self, graph: Graph, loop: Loop, cases: _Cases | None = None):
+        self.graph, self.loop, self._cases = graph, loop, cases
         self.inputs: list[Var] = []
         self.equations: list[JaxprEqn] = []
         self.compares = False
@@ -274,6 +417,7 @@ class _Walk:
 
     def atom(self, values: tuple[int, ...]) -> Any:
         """What stands for these values, one of each computation."""
+        values = self._plain(values)
         todo = [values]
         while todo:
             current = todo[-1]
@@ -282,7 +426,8 @@ class _Walk:
                 self._known[current] = self._same(current)
                 if self._known[current] is None:
                     nodes = self._equal(current)
-                    operands = [] if nodes is None else list(zip(*(node.inputs for node in nodes), strict=True))
+                    inputs = [] if nodes is None else list(zip(*(node.inputs for node in nodes), strict=True))
+                    operands = [self._plain(own) for own in inputs]
                     waiting = [own for own in operands if own not in self._known]
                     if waiting:
                         del self._known[current]
@@ -293,6 +438,57 @@ class _Walk:
                     )
             todo.pop()
         return self._known[values]
+
+    def _plain(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The values without selections between a value and itself with a derivative of zero, where the selected expert
+        is another one: JAX's map of a switch makes them.  They are part of what is walked through."""
+        if self._cases is None or len(values) != self.loop.count:
+            return values
+        graph, found = self.graph, []
+        for expert, value in enumerate(values):
+            node = graph.definitions.get(value)
+            if node is not None and node.name == "select_n" and len(node.inputs) == 3:
+                if not self._selects(node.inputs[0], expert):
+                    return values
+                stopped, kept = node.inputs[1:]
+                way = self._stops(stopped, kept)
+                if way:
+                    self.loop.visited |= {value, *way}
+                    value = kept
+            found.append(value)
+        return tuple(found)
+
+    def _selects(self, number: int, expert: int) -> bool:
+        """Whether a value says that an expert is the selected one; if so, it is part of what is walked through."""
+        graph, cases = self.graph, self._cases
+        compared = _without_repeats(graph, number)
+        test = graph.definitions.get(compared)
+        if test is None or test.name != "eq" or cases is None:
+            return False
+        selecting = _without_repeats(graph, cases.number)
+        for n, other in (test.inputs, test.inputs[::-1]):
+            if _without_repeats(graph, n) == selecting and _literal(graph, other) == expert + cases.first:
+                nodes, _ = nodes_between(graph, [selecting], [number])
+                self.loop.visited.update(output for node in nodes for output in node.outputs)
+                return True
+        return False
+
+    def _stops(self, stopped: int, kept: int) -> list[int]:
+        """The values between one whose derivative is stopped and the same one without that, if they are that."""
+        graph, way = self.graph, []
+        while stopped != kept:
+            first, second = graph.definitions.get(stopped), graph.definitions.get(kept)
+            if first is None:
+                return []
+            graph.steps.spend()
+            way.append(stopped)
+            if first.name == "stop_gradient":
+                stopped = first.inputs[0]
+            elif second is not None and first.name in _REPEATS and self._key(first) == self._key(second):
+                stopped, kept = first.inputs[0], second.inputs[0]
+            else:
+                return []
+        return way
 
     def _same(self, values: tuple[int, ...]) -> Any:
         graph = self.graph
@@ -367,7 +563,7 @@ class _Walk:
         if any(node is None or node.name != "slice" for node in nodes):
             return None
         given = [node for node in nodes if node is not None]
-        (source, *others) = {node.inputs[0] for node in given}
+        (source, *others) = set(self._plain(tuple(node.inputs[0] for node in given)))
         starts = np.array([node.params["start_indices"] for node in given])
         moving = [axis for axis in range(starts.shape[1]) if len(set(starts[:, axis].tolist())) > 1]
         if others or len(moving) != 1 or any(s != 1 for node in given for s in node.params["strides"] or ()):

@@ -6,7 +6,7 @@ expert the chosen one" taken as false: if zero comes out, whatever everything el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,10 @@ from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.experts_intervals import Interval
+from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, pick_at, slots_picked
 from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
+from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
 from autopallas.patterns.expressions import Scope, conversion_params, operation
 from autopallas.patterns.match import Mismatch
@@ -43,6 +46,7 @@ class Reading:
       scope: the labels in which everything is said.
       result: the sum.
       tokens, expert: labels.
+      examples: of the tokens' labels, those of examples that have experts of their own; they come first.
       choices: where the experts of the tokens are, and the further labels of each such array.
       steps: what is computed for each row; arrays are numbered as in ``arrays``.
       arrays: values that the steps read.
@@ -50,6 +54,9 @@ class Reading:
       kept: what belongs to it besides, though others may read it too: the zeros that weights are scattered into.
       products: of the seeds, the products.
       between: the products and how they are read; one that is the sum itself too.
+      summed: of the tokens' labels, those of the rows of a token, whose results are added up; they come last.
+      within: the intervals of rows whose experts are still to be counted.
+      what: what the program does, in words.
       slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
     """
 
@@ -57,6 +64,7 @@ class Reading:
     result: Ref
     tokens: tuple[Atom, ...] = ()
     expert: tuple[Atom, ...] = ()
+    examples: tuple[Atom, ...] = ()
     choices: list[tuple[Operand, tuple[Atom, ...]]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     arrays: list[int] = field(default_factory=list)
@@ -64,33 +72,68 @@ class Reading:
     kept: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
     between: dict[int, View] = field(default_factory=dict)
+    summed: tuple[Atom, ...] = ()
+    within: list[Interval] = field(default_factory=list)
+    what: str = DENSE
     slots: Slots | None = None
 
 
-def read(graph: Graph, root: int, weights: int | None = None) -> Reading | None:
+def read(
+    graph: Graph, root: int, weights: int | None = None, experts_of: Mapping[int, int] | None = None
+) -> Reading | None:
     """The sum over experts that gives the value ``root``, or None where it does not look like one.
 
-    Where tokens are dispatched to slots, ``weights`` is the sum over slots of what they are combined with.
+    Where tokens are dispatched to slots, ``weights`` is the sum over slots of what they are combined with.  Where an
+    expert has an interval of rows, ``experts_of`` says, per number of the intervals' ends, which are the rows' experts.
 
     Raises:
       Mismatch: it does, and cannot be taken apart.
     """
-    scope = Scope(graph)
-    space = scope.space
-    top = space.full(root)
-    terms = _terms(scope, top)
-    if terms is None:
-        return None
-    for _ in range(_ROUNDS):  # until no label is refined any more
+    if slots_picked(graph, root):
+        raise Mismatch(f"{DISPATCHED}, by a scatter and a gather")
+    for reader in (_picked(graph, root), _summed(graph, root, weights, experts_of or {})):
+        if reader is not None:
+            return _settled(reader)
+    return None
+
+
+def _settled(reader: Callable[[], _Reader]) -> Reading | None:
+    """What a reader reads when no label is refined any more."""
+    for _ in range(_ROUNDS):
+        now = reader()
+        space = now.space
         before = space.refinements
         try:
-            found = _Reader(scope, top, *terms, weights).read()
+            found = now.read()
             if found is None or space.refinements == before:
                 return found
         except Mismatch:
             if space.refinements == before:
                 raise
     raise Mismatch(f"{DENSE}, and its axes are cut into parts in more than {_ROUNDS} ways")
+
+
+def _summed(
+    graph: Graph, root: int, weights: int | None, experts_of: Mapping[int, int]
+) -> Callable[[], _Reader] | None:
+    """How to read a sum over experts."""
+    scope = Scope(graph)
+    scope.space = Picking(graph)
+    top = scope.space.full(root)
+    terms = _terms(scope, top)
+    return None if terms is None else lambda: _Reader(scope, top, *terms, weights, experts_of)
+
+
+def _picked(graph: Graph, root: int) -> Callable[[], _Reader] | None:
+    """How to read what is computed by experts that are chosen by gathers."""
+    scope = Scope(graph)
+    scope.space = space = Picking(graph)
+    top = space.full(root)
+    pick = pick_at(space, top)
+    if pick is None:
+        return None
+    space.choose(pick)
+    return lambda: _PickReader(scope, top, space)
 
 
 def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
@@ -111,8 +154,15 @@ def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
 
 class _Reader:
     def __init__(
-        self, scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[Atom], weights: int | None = None
+        self,
+        scope: Scope,
+        top: Ref,
+        factors: Sequence[Ref],
+        summed: Sequence[Atom],
+        weights: int | None = None,
+        experts_of: Mapping[int, int] | None = None,
     ):
+        self.experts_of = experts_of or {}
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.top, self.factors = top, factors
         slots = slots_of(scope, top, factors, summed)
@@ -136,13 +186,19 @@ class _Reader:
         self.expert: frozenset[Atom] = frozenset()
         self.tokens: frozenset[Atom] = frozenset()
         self.choosing: frozenset[Atom] = frozenset()
+        self._examples: frozenset[Atom] = frozenset()
         self._known: dict[Any, int] = {}
         self._holds: dict[Any, bool] = {}
         self._inside = 0
 
     def read(self) -> Reading | None:
+        """What there is; None if this is no sum over experts.
+
+        Raises:
+          Mismatch: it looks like one, and cannot be taken apart.
+        """
         self._refuse_slots()
-        choices = Choices(self.scope, self.summed)
+        choices = Choices(self.scope, self.summed, self.experts_of)
         if self.slots is not None:
             choices.search(self.factors[0], every=True)
             choices.keep_needed(self.factors[0])
@@ -150,6 +206,7 @@ class _Reader:
             for factor in self.factors:
                 choices.search(factor)
         if not choices.found:
+            self._refuse_narrow(choices)
             self._refuse_weighted()
             return None
         self.expert = frozenset(choices.expert)
@@ -173,28 +230,43 @@ class _Reader:
             if (source, several) not in result.choices:
                 result.choices.append((source, several))
             result.seeds.add(choice.number)
+            if choice.within is not None:
+                result.within.append(choice.within)
         result.kept |= choices.proved
         last = self._contribution()
         wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
         slots = self.rows - self.tokens if result.slots is not None else frozenset()  # still to be added up
         if wanted != self.tokens | (set(last) - slots):
             raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+        return self._finished()
+
+    def _finished(self) -> Reading:
+        result = self.result
         result.seeds |= result.products
+        result.examples = tuple(x for x in result.tokens if x in self._examples)
+        others = tuple(x for x in result.tokens if x not in self._examples and x not in result.summed)
+        result.tokens = (*result.examples, *others, *result.summed)
         return result
 
     # ------------------------------------------------------------------ tokens
 
     def _find_tokens(self, choices: Sequence[Choice]) -> bool:
         """Labels of tokens are those of the choices, and what else the rows of products run over."""
-        order = [x for _, atoms in self.space.view(self.top.view) for x in atoms]
         chosen = {x for choice in choices for x in self.space.atoms(choice.index)}
         own = chosen - {x for choice in choices for x in self.space.resolve(choice.several)}
+        return self._add_tokens(own, [x for _, atoms in self.space.view(self.top.view) for x in atoms])
+
+    def _add_tokens(self, own: set[Atom], order: Sequence[Atom]) -> bool:
+        """Takes labels of choices, and those of the rows of products, among those in ``order``, as labels of tokens."""
         if not own <= set(order):
             return False
         self.choosing = frozenset(own)
         for factor in self.factors:
             for rows, matrices, inner in self._contractions(factor):
-                if self.expert <= matrices and not matrices & (own | self.rows):
+                # What rows and matrices share are examples that have experts of their own.
+                shared = matrices & (own | self.rows)
+                outer = matrices - inner - self.expert - shared
+                if self.expert <= matrices and (not shared or shared <= rows - inner and outer and own - matrices):
                     own |= (rows - inner - self.expert - matrices) & set(order)
         self.tokens = frozenset(own)
         self.rows |= self.tokens
@@ -215,7 +287,7 @@ class _Reader:
         while todo:
             ref = space.canonical(todo.pop())
             key = space.pattern(ref, named)
-            if key in seen or not self.expert & space.atoms(ref):
+            if key in seen or not self._concerns(ref):
                 continue
             seen.add(key)
             found = space.contraction(ref)
@@ -228,6 +300,10 @@ class _Reader:
             else:
                 todo += space.uses(ref) or []
 
+    def _concerns(self, ref: Ref) -> bool:
+        """Whether a value may be computed from products with a matrix of each expert."""
+        return not self.expert.isdisjoint(self.space.atoms(ref))
+
     # ------------------------------------------------------------------ products
 
     def _product(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...], tuple[Atom, ...]] | None:
@@ -239,13 +315,18 @@ class _Reader:
         inner = space.resolve([x for _, atoms in contraction[2] for x in atoms])
         for rows, matrices in (contraction[:2], contraction[1::-1]):
             other, own = (space.atoms(space.canonical(r)) for r in (rows, matrices))
-            outer = own - set(inner) - self.expert
-            if not self.expert <= own or own & self.rows or not outer or not inner:
+            shared = own & self.rows
+            outer = own - set(inner) - self.expert - shared
+            if not self.expert <= own or not self._are_examples(shared, other, inner) or not outer or not inner:
                 continue
             if set(inner) <= own & other and not other - set(inner) - self.expert - self.rows:
                 order = [x for _, atoms in space.view(ref.view) for x in atoms if x in outer]
                 return rows, matrices, inner, tuple(order)
         return None
+
+    def _are_examples(self, shared: frozenset[Atom], rows: frozenset[Atom], inner: Sequence[Atom]) -> bool:
+        """Whether labels that matrices share with the rows that they are multiplied with are those of examples."""
+        return not shared or shared <= self.tokens & rows - set(inner) and bool(rows & self.rows - shared)
 
     def holds_product(self, ref: Ref, depth: int = 0) -> bool:
         """Whether a value is computed from a product of tokens with a matrix of each expert."""
@@ -253,7 +334,7 @@ class _Reader:
         key = self.space.pattern(ref, self.expert | self.rows)
         if key not in self._holds:
             self._holds[key] = False
-            if depth <= _DEPTH and self.expert & self.space.atoms(ref):
+            if depth <= _DEPTH and self._concerns(ref):
                 product = self._product(ref)
                 if product is not None:
                     self._holds[key] = bool(self.space.atoms(ref) & self.rows)
@@ -277,6 +358,23 @@ class _Reader:
             choices.search(self.refused.combine)
             if choices.found:
                 raise Mismatch(f"{DISPATCHED}, and {self.refused.reason}")
+            tokens = [x for _, atoms in self.space.view(self.top.view) for x in atoms]
+            chosen = Choices(self.scope, tokens)
+            chosen.search(self.refused.combine)
+            own = {x for choice in chosen.found for x in self.space.atoms(choice.index)}
+            if own and own <= set(self.space.resolve(self.summed)):
+                raise Mismatch("experts choose their tokens, by products with one-hot vectors")
+
+    def _refuse_narrow(self, choices: Choices) -> None:
+        """Refuses experts that are counted in a type too narrow for their numbers."""
+        if choices.narrow is None:
+            return
+        atoms, name = choices.narrow
+        self.expert = frozenset(atoms) & frozenset(self.summed)
+        self.rows = self.tokens = self.space.atoms(self.top)
+        self._holds = {}
+        if self.expert and any(map(self.holds_product, self.factors)):
+            raise Mismatch(f"{DENSE}, and their numbers are counted in {name}, which does not hold all of them")
 
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
@@ -306,8 +404,10 @@ class _Reader:
         if len(self.factors) == 2:
             for rows, matrices in (self.factors, self.factors[::-1]):
                 own = self.space.atoms(self.space.canonical(matrices))
-                outer = own - set(rest) - self.expert
-                if own & self.tokens or not self.expert | set(rest) <= own or not outer:
+                shared = own & self.tokens
+                outer = own - set(rest) - self.expert - shared
+                other = self.space.atoms(self.space.canonical(rows))
+                if not self._are_examples(shared, other, rest) or not self.expert | set(rest) <= own or not outer:
                     continue
                 order = [x for _, atoms in self.space.view(self.top.view) for x in atoms if x in outer]
                 node = self.graph.definitions[self.top.value]
@@ -418,6 +518,7 @@ class _Reader:
         if set(self._labels(value)) != set(inner):
             raise Mismatch(f"{DENSE}, and a product has an axis of its own")
         self.result.products.add(node.outputs[0])
+        self._examples |= self.space.atoms(self.space.canonical(matrices)) & self.tokens
         return self._add(Product(value, self._operand(matrices), inner, outer, np.dtype(dtype), precision(node)))
 
     def _operand(self, ref: Ref) -> Operand:
@@ -452,3 +553,89 @@ class _Reader:
         return (
             self.graph.dtype(self.result.arrays[found.source.position]) if isinstance(found, Gathered) else found.dtype
         )
+
+
+class _PickReader(_Reader):
+    """Reads what is computed by experts that are chosen by gathers: one for each row."""
+
+    def __init__(self, scope: Scope, top: Ref, space: Picking):
+        assert space.pick is not None
+        super().__init__(scope, top, [top], ())
+        self.pick, self.picking = space.pick, space
+        self.contraction = None if scope.name(top) == "gather" else space.contraction(top)
+
+    def _concerns(self, ref: Ref) -> bool:
+        atoms = self.space.atoms(ref)
+        # Without a label of experts, what was computed before the choice is of no interest: nothing is gathered there.
+        return (
+            not self.expert.isdisjoint(atoms) or ref.value > self.pick.index.value and not self.rows.isdisjoint(atoms)
+        )
+
+    def read(self) -> Reading | None:
+        space, pick = self.space, self.pick
+        self.expert = frozenset(space.resolve(pick.expert))
+        index = space.canonical(pick.index)
+        own = set(space.atoms(index))
+        order = [x for _, atoms in space.view(self.top.view) for x in atoms]
+        added: tuple[Atom, ...] = ()
+        if self.contraction is not None:
+            inner = space.resolve([x for _, atoms in self.contraction[2] for x in atoms])
+            added = tuple(x for x in inner if x in own)
+        self.rows = frozenset(own)
+        if not self._add_tokens(own, [*order, *added]) or set(added) & self._shared():
+            return None
+        self.result.summed, self.result.expert = added, space.resolve(pick.expert)
+        if not (self._sum_of_rows() if added else self.holds_product(self.top)):
+            return None
+        rows = space.extent(self.result.tokens)
+        dense = self.contraction is None
+        self.result.what = PICKED if dense else GATHERED
+        try:
+            if not dense and rows <= space.extent((*pick.expert, *self._shared())):
+                return None  # each matrix is read about once
+            if not Signs(self.graph).counts_below(index.value, pick.size):
+                raise Mismatch(f"{DENSE}, and it is not known that the numbers of experts are in range")
+            self.result.choices.append((self._operand(index), ()))
+            last = self._row_sum() if added else self._contribution()
+            if set(order) != (self.tokens | set(last)) - set(added):
+                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+        except Mismatch as mismatch:
+            raise Mismatch(mismatch.reason.replace(DENSE, self.result.what, 1)) from None
+        self.result.seeds |= self.picking.gathers
+        return self._finished()
+
+    def _shared(self) -> frozenset[Atom]:
+        """Labels that matrices share with rows."""
+        found: frozenset[Atom] = frozenset()
+        for side in self.contraction[:2] if self.contraction is not None else ():
+            atoms = self.space.atoms(self.space.canonical(side))
+            if self.expert <= atoms:
+                found |= atoms & self.tokens
+        return found
+
+    def _sides(self) -> tuple[Ref, Ref, tuple[Atom, ...], tuple[Atom, ...]] | None:
+        """(rows, matrices, inner labels, outer labels) of a product whose rows are added up."""
+        assert self.contraction is not None
+        space, summed = self.space, set(self.result.summed)
+        inner = tuple(x for x in space.resolve([x for _, own in self.contraction[2] for x in own]) if x not in summed)
+        for rows, matrices in (self.contraction[:2], self.contraction[1::-1]):
+            other, own = (space.atoms(space.canonical(r)) for r in (rows, matrices))
+            shared = own & self.rows
+            outer = own - set(inner) - self.expert - shared
+            if not self.expert <= own or not outer or not inner or not self._are_examples(shared, other, inner):
+                continue
+            if set(inner) <= own & other and not other - set(inner) - self.rows:
+                order = [x for _, atoms in space.view(self.top.view) for x in atoms if x in outer]
+                return rows, matrices, inner, tuple(order)
+        return None
+
+    def _sum_of_rows(self) -> bool:
+        return self._sides() is not None
+
+    def _row_sum(self) -> tuple[Atom, ...]:
+        """Adds the steps of the results of rows that are then added up."""
+        sides = self._sides()
+        assert sides is not None
+        node = self.graph.definitions[self.top.value]
+        wide = jnp.promote_types(self.graph.dtype(self.top.value), jnp.float32)
+        return self._labels(self._emit(*sides, node, wide))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from autopallas import compat
 from autopallas.casts import counts_exactly
@@ -180,13 +181,23 @@ class Signs:
             return graph.dtype(inputs[0]).kind in "iub" and below(*inputs)
         if name == "dynamic_slice":
             return below(inputs[0])
+        if name == "clamp":
+            return below(inputs[0], inputs[2])
+        if name == "gather":  # out of range, it may give a number that is none of its operand's
+            places = params["dimension_numbers"].start_index_map
+            if params["mode"] == GatherScatterMode.FILL_OR_DROP:
+                if len(places) != 1 or not self.counts_below(inputs[1], graph.shape(inputs[0])[places[0]], depth + 1):
+                    return False
+            return below(inputs[0])
         if name in _SAME or name in ("reduce_max", "reduce_min"):
             return below(*inputs)
         if name == "select_n":
             cases = inputs[1:]
             test = graph.definitions.get(inputs[0])
             if test is not None and test.name == "lt" and len(cases) == 2 and self._is_zero(test.inputs[1]):
-                if self.nonnegative(test.inputs[0]):  # of negative numbers, of which there are none
+                if self.nonnegative(test.inputs[0]) or below(
+                    test.inputs[0]
+                ):  # of negative numbers, of which there are none
                     cases = cases[:1]
             return below(*cases)
         return False
@@ -237,7 +248,9 @@ def _sign_of(
     if name == "pow":
         return own[0] if own[0].positive else _UNKNOWN
     if name in ("convert_element_type", "reduce_precision"):
-        return _Sign(own[0].nonnegative and dtype.kind != "i", own[0].positive and _keeps_small(sources, dtype))
+        flag = len(sources) == 1 and sources[0].kind == "b"
+        kept = own[0].nonnegative and (dtype.kind != "i" or flag)
+        return _Sign(kept, own[0].positive and _keeps_small(sources, dtype))
     rule = _RULES.get(name)
     if rule is None or not own:
         return _UNKNOWN

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -94,12 +95,18 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
             raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}") from None
         graph, root = _opened(over_experts, outside)
     reading, slots, seen = read(graph, root), 0, not loops
+    if reading is not None and reading.what != DENSE:
+        seen = False
     if reading is not None and reading.slots is not None:
         seen = False
         slots = reading.scope.space.extent(reading.slots.slot)
         graph, root, weights = _weighted(graph, root, reading.slots, outside)
         reading = read(graph, root, weights)
-    if reading is None or reading.slots is not None:
+    if reading is not None and reading.within:
+        seen = False
+        graph, root, known = _counted(graph, root, reading, outside)
+        reading = read(graph, root, None, known)
+    if reading is None or reading.slots is not None or reading.within:
         raise NoMixture(f"{DENSE}, and it cannot be read by itself")
     space = reading.scope.space
     labels: dict[int, int] = {}
@@ -139,6 +146,8 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         result=result,
         result_dtype=graph.dtype(reading.result.value),
         types=tuple(graph.dtype(number) for number in reading.arrays),
+        batch_labels=named(reading.examples),
+        summed_labels=named(reading.summed),
         slots=slots,
         products=tuple(map(written, reading.between.values())) if seen else (),
     )
@@ -180,6 +189,34 @@ def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[
     extended = _part(compat.make_jaxpr(function, *avals), outside)
     out, weights = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
     return extended, out, weights
+
+
+def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tuple[Graph, int, dict[int, int]]:
+    """The same program with the experts of rows in intervals: (graph, result, {number of ends: that of the experts}).
+
+    A row's expert is the number of intervals that end before it: none overlap, and the first one begins at zero.
+    """
+    found = {within.ends.value: within for within in reading.within}
+    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
+    results = [root, *found]
+    nodes, free = nodes_between(graph, inputs, results)
+    if free:
+        raise Mismatch(f"{DENSE}, and a captured array is read")
+    run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
+
+    def function(*operands: Any) -> Any:
+        out, *ends = run(*operands)
+        experts = []
+        for last, within in zip(ends, found.values(), strict=True):
+            last = jnp.moveaxis(last, within.along(reading.scope.space), -1)
+            rows = jnp.arange(within.dimension(graph)[1], dtype=last.dtype)
+            experts.append(jnp.sum(last[..., None, :] <= rows[:, None], -1, dtype=jnp.int32))
+        return out, *ends, *experts
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
+    extended = _part(compat.make_jaxpr(function, *avals), outside)
+    out, *others = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
+    return extended, out, dict(zip(others[: len(found)], others[len(found) :], strict=True))
 
 
 def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:

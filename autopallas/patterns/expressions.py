@@ -61,12 +61,14 @@ class Scope:
     Attributes:
       graph, space: the program, and the site's axis labels.
       score: the number of the value that holds the scores, once known.
+      follows: says whether a value is computed from the scores, if that is known already; None if not.
     """
 
     def __init__(self, graph: Graph, through: bool = False, space: Space | None = None):
         self.graph = graph
         self.space = Space(graph, through) if space is None else space
         self.score: int | None = None
+        self.follows: Callable[[int], bool] | None = None
         self._depends: dict[int, bool] = {}
         self._keys: dict[int, tuple[Apply, int, Any]] = {}
         self._forms: dict[Any, int] = {}
@@ -90,6 +92,8 @@ class Scope:
         """Whether a value is computed from the scores."""
         if self.score is None or value < self.score:
             return False
+        if self.follows is not None:
+            return self.follows(value)
         self._depends[self.score] = True
         return computed_from(self.graph, value, self._depends, self.score)
 

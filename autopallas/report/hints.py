@@ -8,6 +8,29 @@ __all__ = ["hint"]
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
+        r"numbers of experts are in range",
+        "A gather takes a number out of range for the last expert, or for NaN, and a mixture for no expert. Take the "
+        "numbers from jax.lax.top_k or jnp.argmax over the experts, or clip them to 0 and the last one with jnp.clip.",
+    ),
+    (
+        r"numbers are counted in",
+        "Compare with jnp.arange of the number of experts in int32, and cast the comparison.",
+    ),
+    (
+        r"by a scatter and a gather",
+        "Sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of each; or dispatch and "
+        "combine by one-hot einsums, with slots numbered by jnp.cumsum.",
+    ),
+    (
+        r"experts choose their tokens",
+        "Gather each expert's tokens, x[chosen], and add what they give with .at[chosen].add: each expert computes its "
+        "own tokens alone then, and no product with one-hot vectors is needed.",
+    ),
+    (
+        r"matrices of a token's experts are gathered",
+        "Give each row's expert by one integer that all its gathers share, from jax.lax.top_k or jnp.argmax.",
+    ),
+    (
         r"computes every token",
         "jax.lax.ragged_dot over tokens sorted by expert computes what is chosen and nothing else. Where every expert "
         "computes every token, choose with top_k, make the weights of the others exactly zero (one_hot, or where with "

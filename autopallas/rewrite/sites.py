@@ -52,7 +52,7 @@ class _Splicer:
         if len(match.results) > 1 or not (match.backwards or self._known_before(match)):
             self._replace_together(match, params)
             return
-        self._replace_loop(match, params)
+        self._replace_loop(match, params, outputs)
         for body, position in self.graph.occurrences(match.results[0]):
             known = self.graph.positions[body]
             if position in body.children:  # a checkpoint that holds the occurrence, which is met in there
@@ -66,14 +66,15 @@ class _Splicer:
         for backward in match.backwards:
             self._replace_backward(match, params, backward, outputs)
 
-    def _replace_loop(self, match: Match, params: dict[str, Any]) -> None:
+    def _replace_loop(self, match: Match, params: dict[str, Any], outputs: dict[Body, list[Var]]) -> None:
         """A site that is one result of a scan: the scan stays for what else it gives, or goes as dead code."""
         numbers = self.graph.numbers[match.body]
         for position in match.body.children:
             equation = match.body.equations[position]
             own = [v for v in equation.outvars if numbers[v] == match.results[0]]
             if own and equation.primitive.name == "scan":
-                new, _ = self._forward(match, params, match.body, own, False, equation)
+                new, variables = self._forward(match, params, match.body, own, bool(match.backwards), equation)
+                outputs.setdefault(match.body, variables)
                 kept = without_results(equation, own)
                 self._edit(match.body).replaced[position] = [*kept, new]
 

@@ -196,5 +196,5 @@ def scan_that_stacks(p, x):
     return jnp.einsum("etd,te->td", lax.map(lambda q: expert(q, x), at(p, slice(None))), combine(p, x))
 
 
-FORWARD_ONLY = [scan_that_adds, scan_that_stacks]
-"""Of these, a backward in the same program is not recognised."""
+IN_LOOPS = [scan_that_adds, scan_that_stacks]
+"""One expert after the other in a loop of the program."""

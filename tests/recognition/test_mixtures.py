@@ -11,7 +11,7 @@ from jax import lax
 import autopallas
 from recognition import mixtures
 from recognition.compare import compare, compiled, optimized_like_a_user
-from recognition.mixtures import FORWARD_ONLY, ONE_SITE, D, E, F, K, P, T, X, combine, hidden, one_einsum
+from recognition.mixtures import IN_LOOPS, ONE_SITE, D, E, F, K, P, T, X, combine, hidden, one_einsum
 
 OP = "grouped_matmul"
 
@@ -30,7 +30,7 @@ def dense(function, args=(P, X)):
     return [v.aval for e in program.eqns for v in e.outvars if v.aval.size >= T * E * min(D, F) and e.invars]
 
 
-@pytest.mark.parametrize("function", [*ONE_SITE, *FORWARD_ONLY], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*ONE_SITE, *IN_LOOPS], ids=lambda f: f.__name__)
 def test_every_spelling_is_found_and_exact(function):
     report = found(function)
     (site,) = (site for site in report.sites if site.op == OP)

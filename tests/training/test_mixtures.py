@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recognition.compare import compiled, optimized_like_a_user
-from recognition.mixtures import FORWARD_ONLY, ONE_SITE, D, E, F, P, T, X, one_einsum, two_choices
+from recognition.mixtures import IN_LOOPS, ONE_SITE, D, E, F, P, T, X, one_einsum, two_choices
+from recognition.mixtures_written import KINDS, SITES, fori_loop_that_compares, gathered_matrices, picked_along_an_axis
 
 from training.checks import arrays, right
 
@@ -40,7 +41,39 @@ def features(function, args=(P, X)):
     return [name for name, aval in arrays(program) if tuple(sorted(getattr(aval, "shape", ()))) in sizes]
 
 
-@pytest.mark.parametrize("function", ONE_SITE, ids=lambda f: f.__name__)
+WRITTEN = [f for kind in ("picked", "gathered", "switches") for f in KINDS[kind]]
+WRITTEN += [
+    f for f in KINDS["loops"] if f.__name__ in ("fori_loop", "scan_with_columns", "scan_by_number", "map_and_sum")
+]
+WRITTEN += [f for f in KINDS["intervals"] if not f.__name__.startswith("segments")]
+
+
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda f: f.__name__)
+def test_what_people_write_has_its_backward(function):
+    assert found(step(function)) == ["forward+backward"] * SITES.get(function, 1)
+
+
+@pytest.mark.parametrize("function", [one_einsum, gathered_matrices, picked_along_an_axis], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", ["examples", "programs", "microbatches", "checkpoint"])
+def test_forms_have_their_backward(function, form):
+    args, one = (P, X), step(function)
+    if form == "checkpoint":
+        one = step(jax.checkpoint(function))
+    elif form == "microbatches":
+        args = P, jnp.stack([X, 2 * X])
+        whole = lambda p, xs: jnp.mean(jax.lax.map(lambda x: jnp.sum(jnp.sin(function(p, x))), xs))  # noqa: E731
+        one = lambda p, xs: jax.value_and_grad(whole, (0, 1))(p, xs)  # noqa: E731
+    elif form == "examples":
+        args = P, jnp.stack([X, 2 * X])
+        whole = lambda p, xs: jnp.mean(jax.vmap(lambda x: jnp.sum(jnp.sin(function(p, x))))(xs))  # noqa: E731
+        one = lambda p, xs: jax.value_and_grad(whole, (0, 1))(p, xs)  # noqa: E731
+    else:
+        args = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), P), jnp.stack([X, 2 * X])
+        one = jax.vmap(step(function))
+    assert found(one, args) == ["forward+backward"]
+
+
+@pytest.mark.parametrize("function", [*ONE_SITE, *IN_LOOPS], ids=lambda f: f.__name__)
 def test_each_spelling_has_its_backward(function):
     assert found(step(function)) == ["forward+backward"]
 
@@ -94,7 +127,42 @@ def test_a_balancing_loss_reads_the_routing():
     assert found(lambda p, x: jax.value_and_grad(loss)(p, x)) == ["forward+backward"]
 
 
-@pytest.mark.parametrize("function", FORWARD_ONLY, ids=lambda f: f.__name__)
+def twice(function):
+    """The same loop in two places, with cotangents of their own."""
+
+    def both(p, x):
+        return function(p, x) * jnp.cos(x), function(p, x)[::-1], jnp.sum(function(p, 2 * x))
+
+    return lambda p, x: sum(jnp.sum(y * jnp.cos(i + y)) for i, y in enumerate(both(p, x)))
+
+
+def read_on(function):
+    """What the loop reads, and what it gives, is used again."""
+
+    def loss(p, x):
+        y = function(p, jnp.tanh(x))
+        return jnp.sum(y**2) + jnp.sum(jnp.tanh(x) @ p["gate"][0]) + jnp.sum(y @ p["router"])
+
+    return loss
+
+
+@pytest.mark.parametrize("form", [twice, read_on], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*IN_LOOPS, *KINDS["loops"][2:4]], ids=lambda f: f.__name__)
+def test_loops_that_share_what_they_read_are_right(function, form):
+    whole = lambda p, x: jax.value_and_grad(form(function), (0, 1))(p, x)  # noqa: E731
+    optimized = optimized_like_a_user(whole)
+    right(compiled(lambda *a: optimized(*a))(P, X), whole, (P, X), "float32")
+
+
+@pytest.mark.parametrize("wanted", [0, 1, (0, 1)])
+def test_loops_with_a_part_of_their_gradients_are_right(wanted):
+    for function in (*IN_LOOPS, KINDS["loops"][2]):
+        whole = lambda p, x, f=function: jax.grad(lambda p, x: jnp.sum(jnp.sin(f(p, x))), wanted)(p, x)  # noqa: E731
+        optimized = optimized_like_a_user(whole)
+        right(compiled(lambda *a, o=optimized: o(*a))(P, X), whole, (P, X), "float32")
+
+
+@pytest.mark.parametrize("function", [fori_loop_that_compares], ids=lambda f: f.__name__)
 def test_a_backward_that_is_not_recognised_keeps_both(function):
     optimized = optimized_like_a_user(step(function))
     given, wanted = compiled(lambda *a: optimized(*a))(P, X), compiled(step(function))(P, X)

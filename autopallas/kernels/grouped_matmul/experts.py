@@ -49,6 +49,7 @@ class ExpertsSite:
       result: the view of the result.
       types: dtypes of the arrays.
       batch_labels: of the token labels, those of examples that have experts of their own.
+      summed_labels: of the token labels, the last ones, those of a token's rows: results are added up over them.
       slots: how many each expert has in the original; 0 where every expert computes every token.
       products: where it can be told, the view of each product in the original, which the prelude's witness gives.
       across: of one device's part, the mesh axes over which the experts are divided.
@@ -65,6 +66,7 @@ class ExpertsSite:
     result_dtype: Dtype
     types: tuple[Dtype, ...]
     batch_labels: Labels = ()
+    summed_labels: Labels = ()
     slots: int = 0
     assume_finite: bool = True
     products: tuple[View, ...] = ()
@@ -137,7 +139,7 @@ class ExpertsSite:
     def parts(self) -> Parts:
         """Tokens may be divided; where it is known how the original divides the products, so may the experts, columns,
         and what is summed over last of all.  Where tokens have slots, devices would have to exchange them."""
-        labels = set(self.token_labels)
+        labels = set(self.token_labels) - set(self.summed_labels)
         if self.products:
             labels |= {*self.expert_labels[:1], *self._summed_last()}
             labels |= {label for _, own in self.result for label in own}
@@ -278,8 +280,11 @@ class _Rows:
         terms = jnp.broadcast_to(values[-1], (spec.rows, *values[-1].shape[1:])).reshape(spec.rows, -1)
         terms = _permuted(terms, self.routing.place, self.routing.order).reshape(spec.tokens, spec.choices, -1)
         wide = terms.astype(jnp.promote_types(terms.dtype, jnp.float32))
-        total = jnp.sum(jnp.where(self.routing.counts[..., None], wide, 0), axis=1).astype(site.result_dtype)
-        return write(total, site.result, site.sizes, (site.token_labels, last.labels))
+        total = jnp.sum(jnp.where(self.routing.counts[..., None], wide, 0), axis=1)
+        if site.summed_labels:
+            total = jnp.sum(total.reshape(-1, math.prod(site.sizes[a] for a in site.summed_labels), total.shape[1]), 1)
+        kept = tuple(label for label in site.token_labels if label not in site.summed_labels)
+        return write(total.astype(site.result_dtype), site.result, site.sizes, (kept, last.labels))
 
     def _value(self, step: Step, values: Sequence[Array]) -> Array:
         match step:

@@ -1,0 +1,61 @@
+"""Scores by which tokens choose experts: they look like those of an attention, or like logits, and are neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from autopallas.graph import Graph
+from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.patterns.match import Match, NearMiss
+
+__all__ = ["without_routers"]
+
+_CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "argmin", "sort"})
+_THROUGH = ELEMENTWISE | frozenset(
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice concatenate stack split reduce_sum reduce_max
+    custom_jvp_call stop_gradient copy name""".split()
+)
+_MOST = 2000
+"""Values that are looked at for all sites."""
+
+
+def without_routers(graph: Graph, matches: Sequence[Match], misses: Sequence[NearMiss]) -> list[NearMiss]:
+    """The near misses that are not about the scores of routers: of mixtures that are sites, or are near misses."""
+    own = {miss.location for miss in misses if miss.op == "grouped_matmul"}
+    others = [miss for miss in misses if miss.op != "grouped_matmul"]
+    found = _routers(graph, matches) if others else set()
+    return [
+        miss
+        for miss in misses
+        if miss.op == "grouped_matmul"
+        or miss.value not in found
+        and not (miss.op == "attention" and miss.location in own)
+    ]
+
+
+def _routers(graph: Graph, matches: Sequence[Match]) -> set[int]:
+    """The products from which the numbers of experts come that sites read, by operations that are no products."""
+    read = [n for match in matches if match.op == "grouped_matmul" for n in match.operands]
+    todo = [n for n in read if not _is_floating(graph, n)]
+    seen: set[int] = set()
+    found: set[int] = set()
+    while todo and len(seen) < _MOST:
+        number = todo.pop()
+        node = graph.definitions.get(number)
+        if number in seen or node is None:
+            continue
+        seen.add(number)
+        if not _is_floating(graph, number):
+            chooses = node.name in _CHOICES
+            todo += [i for i in node.inputs if chooses or not _is_floating(graph, i)]
+        elif node.name == "dot_general":
+            found.add(number)
+        elif node.name in _THROUGH or is_elementwise_call(node.equation):
+            todo += node.inputs
+    return found
+
+
+def _is_floating(graph: Graph, number: int) -> bool:
+    return bool(jnp.issubdtype(graph.dtype(number), jnp.floating))
