@@ -282,8 +282,11 @@ class AttentionDraft(ProvedAttention):
                 raise Mismatch("a side input with a gradient is read in two places", number)
         site, carrier = self.assemble(pinned_roles, frozenset(sides), tuple(body for _, body in pairs), across)
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
+        # The cotangent of a constant, such as the zeros of a fill, is nobody's gradient: if it is read, it stays.
+        idle = {n for n in sides if n not in carried and self.scope.number(self.space.full(n)) is not None}
+        pins = {use: pin for use, pin in pins.items() if pin not in idle}
         for number in sides:
-            if number not in carried:
+            if number not in carried and number not in idle:
                 reason = "a side input with a gradient is not read by the site as it is read by the backward"
                 raise Mismatch(reason, number)
         positions = {use: carried[pins[use]] for use in pins if use not in every}
@@ -306,7 +309,9 @@ class AttentionDraft(ProvedAttention):
                 BackwardMatch(
                     body,
                     backward.cotangent,
-                    tuple((positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items()),
+                    tuple(
+                        (positions[u], steps[levels[u]].cotangent) for u, steps in backward.levels.items() if u in pins
+                    ),
                     backward.mapped,
                 )
                 for backward, body in pairs

@@ -93,7 +93,21 @@ class Region:
             any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
             or any(node.name == "scatter-add" and not self.touches(node.inputs[1]) for node in inner)
             or any(self._compares_labels(number) for number in self.inside)
+            or any(self._has_logarithm(n) for n in self.ends if n.name == "reduce_sum")
         )
+
+    def _has_logarithm(self, node: Node) -> bool:
+        """Whether the logarithm of a sum is taken, as of a softmax that is compared with other probabilities."""
+        value = node.outputs[0]
+        for _ in range(4):
+            users = [u for u in self.graph.users[value] if len(u.outputs) == 1]
+            if any(u.name == "log" for u in users):
+                return True
+            following = next((u for u in users if u.name in ("abs", "broadcast_in_dim", "reshape")), None)
+            if following is None:
+                return False
+            value = following.outputs[0]
+        return False
 
     def _compares_labels(self, value: int) -> bool:
         node = self.graph.definitions.get(value)
@@ -307,6 +321,9 @@ class Region:
             kept = tuple(dimension for d, dimension in enumerate(at.view) if d not in axes)
             if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
+            if reduced and reduced <= rows:
+                where = compat.location(node.equation)
+                raise Mismatch(f"the same logits are normalised along another axis too, by {node.name} at {where}")
             if not vocabulary <= reduced:
                 raise Mismatch(f"{node.name} runs over a part of the logits at {compat.location(node.equation)}")
             if node.name == "reduce_sum":

@@ -82,7 +82,17 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "argmax may stay: the kernel gives it.",
     ),
     (
-        r"computed once and read inside a loop|piece by piece",
+        r"normalised along another axis too",
+        "A contrastive loss normalises the same logits along both axes. Write two products, a @ b.T for one softmax and "
+        "b @ a.T for the other: each is found by itself.",
+    ),
+    (
+        r"computed again only where",
+        "Let the checkpoint's policy recompute the head's product (do not save it), or leave the head outside of the "
+        "checkpoint.",
+    ),
+    (
+        r"computed once and read inside a loop|in pieces of the vocabulary",
         "Write the loss without the loop, as one product and one log-softmax: the kernel works piece by piece itself.",
     ),
     (
