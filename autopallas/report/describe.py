@@ -71,7 +71,7 @@ def _describe(match: Any, decision: Any) -> Site:
         block_sizes=None if sizes is None else sizes.to_dict(),
         measured=None if decision.evidence is None else _row(decision.evidence),
         assumptions=(*match.assumptions, *spec.assumptions()),
-        checks=spec.checks(decision.implementation) if hasattr(spec, "checks") else (),
+        checks=_checks(spec, decision),
         spec=_spec(spec, sizes, decision.implementation),
         spec_line=str(spec),
         encoded=encoded(match),
@@ -86,6 +86,12 @@ def _spec(spec: Any, sizes: Any, implementation: str | None) -> dict[str, Any]:
     if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
         fields["tiles"] = spec.tiles(sizes, implementation)
     return fields
+
+
+def _checks(spec: Any, decision: Any) -> tuple[str, ...]:
+    """What a replacement finds out when it runs, where its operation says so."""
+    said: tuple[str, ...] = spec.checks(decision.implementation) if hasattr(spec, "checks") else ()
+    return said if decision.verdict == "applied" else ()
 
 
 def _row(row: Any) -> dict[str, Any]:
