@@ -12,7 +12,7 @@ FUZZ_PROGRAMS ?= 2000
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
+.PHONY: help demo test test-line test-other-line test-corpus forms fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -38,6 +38,9 @@ test-other-line: $(VENV)/.installed  ## Runs the tests on the other line alone, 
 test-corpus: $(VENV)/.installed  ## Runs the corpus of models with the libraries they are written in
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,corpus]'
 	$(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 tests/recognition/test_corpus.py $(ARGS)
+
+forms: $(VENV)/.installed  ## Counts the sites of the corpus that are found, for each operation and form
+	cd tests && $(abspath $(VENV))/bin/python -m recognition.forms
 
 fuzz: $(VENV)/.installed  ## Judges random programs by float64 (FUZZ_SEED: the first of FUZZ_PROGRAMS, by default 0 of 2000)
 	$(VENV)/bin/python -m tests.fuzz run --first $(FUZZ_SEED) --programs $(FUZZ_PROGRAMS) $(ARGS)

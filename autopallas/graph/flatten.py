@@ -155,7 +155,7 @@ def _called(equation: JaxprEqn) -> Any | None:
 
 
 def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
-    """The branch that is taken outside of Pallas kernels, where an equation asks for nothing else, as in ``jnp.diag``."""
+    """The branch that is taken outside of Pallas kernels, where an equation asks for no more, as in ``jnp.diag``."""
     platforms = equation.params.get("branches_platforms") if equation.primitive.name == "cond" else None
     if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
         return None

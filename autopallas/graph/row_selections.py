@@ -509,7 +509,7 @@ class _Mover:
         """A product with something among zeros."""
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
-        own = self.spread[operands[side]]  # type: ignore[index]
+        own = self.spread[operands[side]]
         rows, other = own.rows, operands[1 - side]
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
@@ -553,7 +553,7 @@ class _Mover:
 
     def _sum_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A sum of something among zeros: over the rows, or what is among zeros again."""
-        own = self.spread[equation.invars[0]]  # type: ignore[index]
+        own = self.spread[equation.invars[0]]
         rows, axes = own.rows, equation.params["axes"]
         many = [d for a in axes for d in (range(a, a + 1 + rows.more) if a == rows.axis else (rows.moved(a),))]
         core = self._bind(equation, [own.core], axes=tuple(many))
@@ -653,7 +653,7 @@ def _reshaped(before: Sequence[int], after: Sequence[int], rows: _Rows) -> _Rows
 
 
 def _layout_of(equation: JaxprEqn, own: _Rows | None, shape: tuple[int, ...], rows: _Rows) -> Callable[[Any], Any]:
-    """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result of ``shape``."""
+    """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result."""
     name, params = equation.primitive.name, equation.params
     if name in _REDUCTIONS:
         assert own is not None

@@ -345,7 +345,7 @@ class Region:
         raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
 
     def _product(self, node: Node, at: Ref) -> Terminal:
-        """dlogits times the weight, or its transpose times the activations; or a sum of products with something else."""
+        """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
         space = self.space
         contracting, batch = node.params["dimension_numbers"]
         side = 0 if node.inputs[0] == at.value else 1

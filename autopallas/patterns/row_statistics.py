@@ -267,7 +267,8 @@ class RowStatistics(Softmax):
         elif name == "convert_element_type" and self._rounds(tile, operands[0]):
             yield from self._expand(operands[0], depth)
         elif name == "mul":
-            yield from self._multiplied(*operands, dtype, depth, tile)
+            a, b = operands
+            yield from self._multiplied(a, b, dtype, depth, tile)
         elif name == "div" and not self.carries_axis(operands[1]):
             one = Constant(1.0, self.wide)
             reciprocal = self._divide(one, self.convert(operands[1], self.wide))

@@ -83,8 +83,8 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"normalised along another axis too",
-        "A contrastive loss normalises the same logits along both axes. Write two products, a @ b.T for one softmax and "
-        "b @ a.T for the other: each is found by itself.",
+        "A contrastive loss normalises the same logits along both axes. Write two products, a @ b.T for one softmax "
+        "and b @ a.T for the other: each is found by itself.",
     ),
     (
         r"computed again only where",

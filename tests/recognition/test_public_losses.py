@@ -19,7 +19,8 @@ B, T, D, V = 2, 6, 4, 11
 
 def arguments(dtype=jnp.float32):
     """w [D, V], x [B, T, D], y [B, T]."""
-    return array(D, V, dtype=dtype, seed=1), array(B, T, D, dtype=dtype, seed=2), jnp.arange(B * T).reshape(B, T) * 5 % V
+    labels = jnp.arange(B * T).reshape(B, T) * 5 % V
+    return array(D, V, dtype=dtype, seed=1), array(B, T, D, dtype=dtype, seed=2), labels
 
 
 def registry():
@@ -373,7 +374,8 @@ def test_the_head_of_a_model_within_a_checkpoint(name):
     compared = compare(HEADS[name], arguments(), dtype="bfloat16" if narrow else "float32")
     assert compared.counts("cross_entropy") == 1, compared.reasons()
     assert compared.complaints == []
-    check(jax.value_and_grad(HEADS[name], (0, 1)), arguments(), op="cross_entropy", dtype="bfloat16" if narrow else "float32")
+    step = jax.value_and_grad(HEADS[name], (0, 1))
+    check(step, arguments(), op="cross_entropy", dtype="bfloat16" if narrow else "float32")
 
 
 def test_what_a_checkpoint_computes_again_is_computed_again():

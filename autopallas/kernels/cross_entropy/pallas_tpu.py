@@ -49,10 +49,10 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     answer = reason_against(device, programs, [*dtypes, *(p.dtype for p in spec.products)])
     if answer is not None:
         return answer
-    dtypes = spec.row_dtype, spec.weight_dtype, spec.logit_dtype, spec.accumulation_dtype
-    others = [d for d in dtypes if d.name not in ("bfloat16", "float32")]
-    if others:
-        return Unsupported(f"TPUs compute in bfloat16 and float32, not {others[0]}")
+    computed = spec.row_dtype, spec.weight_dtype, spec.logit_dtype, spec.accumulation_dtype
+    foreign = [d for d in computed if d.name not in ("bfloat16", "float32")]
+    if foreign:
+        return Unsupported(f"TPUs compute in bfloat16 and float32, not {foreign[0]}")
     budget = generation(device).budget
     for task in _tasks(spec):
         if fitting(spec, BlockSizes.get_default(), task, budget) is None:
