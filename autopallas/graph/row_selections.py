@@ -297,7 +297,7 @@ class _Mover:
                 found = True
                 continue
             steps = self._steps(one, own)
-            if steps is None:
+            if steps is None or len(seen) > _DEEPEST:
                 return False
             for atom, further in steps:
                 if isinstance(atom, Var) and further is not None and (atom, further) not in seen:
