@@ -33,7 +33,7 @@ __all__ = ["Verdict", "judge", "judge_faults"]
 _OPTIONS = resolve({"objective": "always", "strict": True})
 _CALLS = 40
 """So many calls of sites are looked at."""
-_SAMPLES = 6
+_SAMPLES = 12
 """How often the original runs on arguments a rounding away before an error counts: by luck it may be exact once."""
 
 
