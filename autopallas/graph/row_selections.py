@@ -36,6 +36,8 @@ _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """What a selection moves back through, beside reductions and products."""
+_REPEATS = frozenset({"broadcast_in_dim", "convert_element_type", "pvary", "pcast"})
+"""What makes a zero of a zero."""
 _DEEPEST = 128
 """Equations on one path through which a selection moves."""
 
@@ -239,8 +241,9 @@ class _Mover:
         assert not consts
         names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
         for equation in inner.eqns:
-            outputs = [Var(v.aval) for v in equation.outvars]
             inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
+            avals = [a.aval for a in inputs]
+            outputs = [Var(compat.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
             names.update(zip(equation.outvars, outputs, strict=True))
             self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info))
         (result,) = inner.outvars
@@ -427,7 +430,7 @@ class _Mover:
             if isinstance(atom, Literal):
                 return not atom.aval.shape and not bool(atom.val)
             equation = self.definitions.get(atom)
-            if equation is None or equation.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+            if equation is None or equation.primitive.name not in _REPEATS:
                 return False
             atom = equation.invars[0]
         return False
