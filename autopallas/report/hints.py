@@ -104,6 +104,15 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "Concatenate the keys, the values and the masks along the keys, and write one softmax over all of them.",
     ),
     (
+        r"several blocks of keys",
+        "Compute the queries once, and give the same array to the product with each block of keys; or concatenate the "
+        "keys, the values and the masks along the keys, and write one softmax over all of them.",
+    ),
+    (
+        r"product that is added",
+        "Add products to the scores and read them nowhere else: what masks or weighs them is a value of its own.",
+    ),
+    (
         r"column beside the keys",
         "Write a sink as one more column of scores: concatenate it to them, take the softmax, drop the column.",
     ),
@@ -136,7 +145,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "repeats or contracts it in between hides it.",
     ),
     (
-        r"axis of the (operands|values|queries|keys|scores)|axis twice|ragged axis|index has the mode",
+        r"axis of the \w+(, of size \w+,)? is missing|axis twice|ragged axis|index has the mode",
         "Write the product with jnp.einsum, each axis named: those of the batch, one that is summed over, the rest.",
     ),
     (
