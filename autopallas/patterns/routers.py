@@ -24,8 +24,10 @@ _MOST = 2000
 def without_routers(
     graph: Graph, matches: Sequence[Match], misses: Sequence[NearMiss]
 ) -> tuple[list[Match], list[NearMiss]]:
-    """The matches and the near misses that are not about the scores of routers: those of mixtures that are sites, or, of
-    near misses, those of mixtures that are near misses."""
+    """The matches and the near misses that are not about the scores of routers.
+
+    Those are routers of mixtures that are sites; and where a mixture is a near miss, no attention is one at its line.
+    """
     own = {miss.location for miss in misses if miss.op == "grouped_matmul"}
     others = any(miss.op != "grouped_matmul" for miss in misses) or any(m.op == "cross_entropy" for m in matches)
     found = _routers(graph, matches) if others else set()
