@@ -45,7 +45,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
         reads = {number: read for match in matches for number, read in match.reads.items()}
         still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value in still]
-    return matches, without_routers(graph, matches, misses)
+    return without_routers(graph, matches, misses)
 
 
 def _once(matches: list[Match]) -> list[Match]:

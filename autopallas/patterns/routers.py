@@ -21,18 +21,29 @@ _MOST = 2000
 """Values that are looked at for all sites."""
 
 
-def without_routers(graph: Graph, matches: Sequence[Match], misses: Sequence[NearMiss]) -> list[NearMiss]:
-    """The near misses that are not about the scores of routers: of mixtures that are sites, or are near misses."""
+def without_routers(
+    graph: Graph, matches: Sequence[Match], misses: Sequence[NearMiss]
+) -> tuple[list[Match], list[NearMiss]]:
+    """The matches and the near misses that are not about the scores of routers.
+
+    Those are routers of mixtures that are sites; and where a mixture is a near miss, no attention is one at its line.
+    """
     own = {miss.location for miss in misses if miss.op == "grouped_matmul"}
-    others = [miss for miss in misses if miss.op != "grouped_matmul"]
+    others = any(miss.op != "grouped_matmul" for miss in misses) or any(m.op == "cross_entropy" for m in matches)
     found = _routers(graph, matches) if others else set()
-    return [
+    return [match for match in matches if not _is_router(match, found)], [
         miss
         for miss in misses
         if miss.op == "grouped_matmul"
         or miss.value not in found
         and not (miss.op == "attention" and miss.location in own)
     ]
+
+
+def _is_router(match: Match, routers: set[int]) -> bool:
+    """Whether what was found is the softmax of a router, of which the largest weight and its place are taken."""
+    logits = (number for node in match.equations if node.name == "dot_general" for number in node.outputs)
+    return match.op == "cross_entropy" and not routers.isdisjoint(logits)
 
 
 def _routers(graph: Graph, matches: Sequence[Match]) -> set[int]:
