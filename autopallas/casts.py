@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "rounds", "widens"]
+__all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "keeps_range", "rounds", "widens"]
 
 _Dtype: TypeAlias = np.dtype[Any]
 
@@ -76,6 +76,17 @@ def counts_exactly(dtype: _Dtype, largest: int) -> bool:
         information = jnp.finfo(dtype)
         return largest <= 2 ** (int(information.nmant) + 1) and largest <= float(information.max)
     return False
+
+
+@cache
+def keeps_range(source: _Dtype, target: _Dtype) -> bool:
+    """Whether a cast between floating types makes no finite number infinite but for its rounding.
+
+    Example:
+      >>> keeps_range(np.dtype("float32"), jnp.dtype("bfloat16")), keeps_range(np.dtype("float32"), np.dtype("float16"))
+      (True, False)
+    """
+    return bool(jnp.finfo(source).maxexp <= jnp.finfo(target).maxexp)
 
 
 _BLURRED = 0.02

@@ -58,7 +58,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if not any(graph.name(number) in ("exp", "exp2") for number in inside):
                 continue
             scatters.join(inside, ends)
-            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs[0]), flows)
+            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs or (-1,)), flows)
             if region.anchored:
                 regions.append(region)
     taken: set[int] = set()

@@ -34,7 +34,8 @@ class Flows:
 
     def add(self, logits: int, inside: Collection[int], ends: Sequence[Node]) -> Flow:
         """The flow of some ``logits`` through the values ``inside``, which the nodes ``ends`` read."""
-        self._flows.append(Flow(self, len(self._flows), logits, inside, [end.outputs[0] for end in ends]))
+        results = [end.outputs[0] for end in ends if end.outputs]
+        self._flows.append(Flow(self, len(self._flows), logits, inside, results))
         return self._flows[-1]
 
     def follows(self, position: int, value: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import blurs, exponential_underflows_below, rounds, widens
+from autopallas.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
@@ -49,7 +49,8 @@ _DROWNS_IN = 1e10
 """A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32."""
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
-"""What is assumed of scores that enter an exponential as they are: where it overflows, the program gives NaN."""
+"""What is assumed of scores that enter an exponential as they are, or less a maximum that a cast may make infinite:
+where it overflows, the program gives NaN."""
 HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
 """What is assumed of scores whose exponentials are masked, and not they: where all that is left vanishes, the program
 gives NaN."""
@@ -228,6 +229,10 @@ class Softmax:
     def _widens(self, result: Ref, operand: Ref) -> bool:
         """Whether a cast keeps every value."""
         return widens(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
+
+    def _keeps_range(self, result: Ref, operand: Ref) -> bool:
+        """Whether a cast makes no number infinite."""
+        return keeps_range(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
 
     def _has_exponential(self, ref: Ref) -> bool:
         """Whether an exponential lies behind elementwise operations."""
@@ -551,9 +556,10 @@ class Softmax:
             kept = [o for o in operands if name != "max" or self.scope.number(o) != -math.inf]
             if about and name == "select_n" and len(operands) == 3 and self.scope.name(operands[0]) == "is_finite":
                 kept = operands[2:]
-            elif name == "convert_element_type" and not keeps(row, operands[0]):
-                return False
-            elif name not in ("stop_gradient", "convert_element_type", "max") or len(kept) != 1:
+            elif name == "convert_element_type":
+                if not (keeps(row, operands[0]) and self._keeps_range(row, operands[0])):
+                    return False
+            elif name not in ("stop_gradient", "max") or len(kept) != 1:
                 break
             (row,) = kept
         if self.scope.name(row) != "reduce_max":

@@ -126,3 +126,21 @@ def test_a_cast_far_from_zero_acts(offset):
     given, expected = float(jax.jit(optimized)(x, w)), float(compiled(loss)(x, w))
     assert optimized.report().counts()["cross_entropy"] == (offset < 100)
     assert abs(given - expected) < 1e-2
+
+
+def test_a_maximum_beyond_the_range_of_float16_is_assumed_away():
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+    shown = jnp.arange(5)[:, None] > 1
+
+    def attend(q, k, v):
+        scores = jnp.where(shown, q @ k.T, -1e9)
+        e = jnp.exp(scores - scores.max(-1, keepdims=True).astype(jnp.float16))
+        return (e / e.sum(-1, keepdims=True)) @ v
+
+    optimized = optimized_like_a_user(attend)
+    given, expected = (compiled(f)(q, k, v) for f in (optimized, attend))
+    np.testing.assert_allclose(given[2:], expected[2:], atol=1e-3)
+    (site,) = optimized.report().sites
+    assert site.assumptions
+    strict = optimized_like_a_user(attend, assume_finite=False)
+    np.testing.assert_array_equal(np.isnan(compiled(strict)(q, k, v)), np.isnan(expected))
