@@ -153,6 +153,15 @@ CASES = (
     _static("blocks", lambda i, j: i // 8 == j // 8, query_length=32, key_length=32),
     _static("rows without keys, finite fill", _late, np.float32(-1e9)),
     _static("rows without keys, fill -inf", _late, -np.inf, undefined_rows=True),
+    Case("causal, low fill", score=_masked(_causal, QUERY, KEY, fill=np.float32(-1e9)), query_length=32),
+    Case(
+        "sliding window, added",
+        score=traced(
+            lambda s, i, j: s * np.float32(0.3) + jnp.where(_window(i, j), np.float32(0), np.float32(-1e9)),
+            SCORE, QUERY, KEY,
+        ),
+        query_length=41, key_length=41,
+    ),
     Case(
         "mask as a side input",
         score=_masked(lambda m: m, side(0, bool)), live=Program((side(0, bool),), (), 0),

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from attention_cases import KEY, QUERY, SCORE, Case, side
 
-from autopallas.kernels.attention import OPERATION, fills, xla
+from autopallas.kernels.attention import OPERATION, fills, intervals, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import fill_of, mask_class, tile_states
+from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.kernels.attention.tiles import DEAD, HIDDEN, classify, tile_map
+from autopallas.kernels.attention.tiles import DEAD, HIDDEN, classify, scale_of, simplified, tile_map
 from autopallas.kernels.attention.tpu_grid import geometry
 from autopallas.kernels.interpret import mode
 from autopallas.program import Score
@@ -384,3 +385,74 @@ def test_a_mask_is_looked_for_once(monkeypatch):
     fill_of(spec)
     monkeypatch.setattr(fills, "decided", None)
     assert fill_of(replace(spec)) is not None
+
+
+# ---------------------------------------------------------------------- what is shown of numbers
+
+
+def random_number(seed: int, dtype: Any):
+    """A random function of score and positions, with infinities, and numbers near the ends of the dtype."""
+    random = np.random.default_rng(seed)
+    ends = [np.inf, -np.inf, float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).min)]
+    constants = [0.0, 1.0, -1.0, 0.5, 3.0, -1e4, 1e3, *ends]
+
+    def constant():
+        return jnp.asarray(constants[random.integers(len(constants))], dtype)
+
+    def number(s, i, j, depth):
+        pick = random.integers(0, 12 if depth else 3)
+        if pick == 0:
+            return s
+        if pick == 1:
+            return (i - j).astype(dtype)
+        if pick == 2:
+            return constant()
+        a, b = number(s, i, j, depth - 1), number(s, i, j, depth - 1)
+        seen = (i >= j, i - j < 5, j < 9)[random.integers(3)]
+        return (
+            a + b, a - b, a * b, a / constant(), -a, jnp.maximum(a, b), jnp.minimum(a, b), jnp.where(seen, a, b),
+            jnp.tanh(a) * constant(), jnp.log(jnp.abs(a)),
+            a.astype(jnp.float16).astype(dtype), a * seen.astype(dtype),
+        )[random.integers(12)]  # fmt: skip
+
+    return lambda s, i, j: number(s, i, j, 3)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_of_numbers_hold(seed, dtype):
+    """Where something is known of a rectangle, no number is beyond it, and none is NaN."""
+    program = traced(random_number(seed, dtype), Score(dtype), QUERY, KEY)
+    random, length, most = np.random.default_rng(seed), 24, 100.0
+    scores = jnp.asarray(random.uniform(-most, most, (length, length)), dtype)
+    positions = jnp.arange(length, dtype=jnp.int32)
+    found = program.evaluate(scores, positions[:, None], positions[None], ())
+    found = np.broadcast_to(np.asarray(found, np.float64), (length, length))
+    corners = np.sort(random.integers(0, length, (2, 40, 2)), axis=-1) + [0, 1]
+    for magnitude in (None, most):
+        bounds = intervals.evaluate(program, Ranges(*corners[0].T, *corners[1].T), magnitude)
+        for n, ((a, b), (c, d)) in enumerate(zip(*corners, strict=True)):
+            tile = found[a:b, c:d]
+            if not np.isnan(bounds.high[n]):
+                assert tile.max() <= bounds.high[n]
+            if not np.isnan(bounds.low[n]):
+                assert tile.min() >= bounds.low[n]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_simplified_numbers_are_equal(seed):
+    program = traced(random_number(seed, F32), SCORE, QUERY, KEY)
+    random, length = np.random.default_rng(seed), 24
+    scores = jnp.asarray(random.uniform(-9, 9, (length, length)), F32)
+    positions = jnp.arange(length, dtype=jnp.int32)
+    for a, b, c, d in ((0, 24, 0, 24), (12, 24, 0, 8), (0, 4, 12, 24), (9, 10, 3, 4)):
+        here = scores[a:b, c:d], positions[a:b, None], positions[None, c:d], ()
+        less = simplified(program, Ranges(*(np.array([x]) for x in (a, b, c, d))))
+        wanted = np.broadcast_to(program.evaluate(*here), here[0].shape)
+        np.testing.assert_array_equal(np.broadcast_to(less.evaluate(*here), here[0].shape), wanted)
+
+
+def test_what_a_mask_adds_is_gone_from_full_tiles():
+    for form in ("-1e9 added", "arithmetic", "product and sum"):
+        program = traced(FORMS[form], SCORE, QUERY, KEY)
+        assert scale_of(simplified(program, Ranges(*(np.array([x]) for x in (16, 32, 0, 16))))) == 0.125
