@@ -120,10 +120,14 @@ def _text(original: Any) -> str:
 
 @contextlib.contextmanager
 def _quietly(program: RandomProgram) -> Iterator[None]:
+    before = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with jax.enable_x64(program.x64):
+        jax.config.update("jax_enable_x64", program.x64)  # for callbacks too, which run in threads of their own
+        try:
             yield
+        finally:
+            jax.config.update("jax_enable_x64", before)
 
 
 def _judge(program: RandomProgram, verdict: Verdict) -> None:
