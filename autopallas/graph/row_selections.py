@@ -509,7 +509,9 @@ class _Mover:
         return None
 
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
-        """A product with something among zeros."""
+        """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
+        if not self.assume_finite:
+            return None
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
         own = self.spread[operands[side]]
@@ -544,11 +546,10 @@ class _Mover:
             return tuple(found[0]), tuple(found[1])
 
         new = self._bind(equation, atoms, dimension_numbers=(dims(contracting), dims(batch)))
-        if own.assumed:
-            self.assumed.add(new)
+        self.assumed.add(new)
         if result is None:
             return new
-        self.spread[equation.outvars[0]] = _Spread(new, result, own.assumed)
+        self.spread[equation.outvars[0]] = _Spread(new, result, assumed=True)
         shape = equation.outvars[0].aval.shape
         if isinstance(result.start, int):
             return self._emit(equation, lambda core: result.put(core, shape), new)

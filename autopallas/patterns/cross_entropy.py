@@ -36,7 +36,7 @@ _LAYOUT = frozenset(
 )
 
 
-_LEFT_OUT = "rows of logits that the loss leaves out are finite"
+_LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:

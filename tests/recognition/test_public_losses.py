@@ -145,8 +145,9 @@ def test_losses_of_some_rows_under_transforms(transform):
     check(jax.value_and_grad(total, (0, 1)), (w, x, y), op="cross_entropy")
 
 
-def test_the_rows_that_are_left_out_are_assumed_finite_where_they_are_multiplied():
-    step = jax.value_and_grad(ROWS["log_probabilities_but_the_last"], (0, 1))
+@pytest.mark.parametrize("name", ["all_but_the_last", "log_probabilities_but_the_last"])
+def test_the_rows_that_are_left_out_are_assumed_finite_where_they_are_multiplied_by_zeros(name):
+    step = jax.value_and_grad(ROWS[name], (0, 1))
     optimized = optimized_like_a_user(step, assume_finite=False)
     jax.jit(optimized).lower(*arguments())
     assert optimized.report().counts()["cross_entropy"] == 0
@@ -154,7 +155,7 @@ def test_the_rows_that_are_left_out_are_assumed_finite_where_they_are_multiplied
     jax.jit(optimized).lower(*arguments())
     (site,) = optimized.report().sites
     assert any("leaves out" in assumption for assumption in site.assumptions)
-    optimized = optimized_like_a_user(jax.value_and_grad(ROWS["all_but_the_last"], (0, 1)))
+    optimized = optimized_like_a_user(ROWS[name])
     jax.jit(optimized).lower(*arguments())
     assert optimized.report().sites[0].assumptions == ()
 
