@@ -9,10 +9,12 @@ behind it, which gives x for that.  Nothing is computed twice that was not, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child
 
@@ -32,7 +34,8 @@ def move_heads_out(root: Body) -> Body:
     """Moves products with a head's weight out of checkpoints, in place, in every body."""
     for body in root.walk():
         if any(body.equations[i].primitive.name in _CHECKPOINTS for i in body.children):
-            _of_body(body)
+            with contained("a checkpoint", "cross_entropy", "graph"):
+                _of_body(body)
     return root
 
 
@@ -42,16 +45,19 @@ def _of_body(body: Body) -> None:
         return
     equations: list[JaxprEqn] = []
     children: dict[int, list[Child]] = {}
+    divided: list[_Parts] = []
     for position, equation in enumerate(body.equations):
         held = body.children.get(position)
-        before: list[JaxprEqn] = []
-        after: list[JaxprEqn] = []
+        parts = _Parts(equation)
         if held is not None and equation.primitive.name in _CHECKPOINTS:
-            before, equation, after = _divided(equation, held[0].body, into, out_of)
-        equations += before
+            parts = _divided(equation, held[0].body, into, out_of)
+        divided.append(parts)
+        equations += parts.before
         if held is not None:
             children[len(equations)] = held
-        equations += [equation, *after]
+        equations += [parts.checkpoint, *parts.after]
+    for parts in divided:
+        parts.change()
     body.replace(equations, body.outvars, children)
 
 
@@ -71,11 +77,20 @@ def _exponents(body: Body) -> tuple[set[Var], set[Var]]:
     return into, out_of
 
 
-def _divided(
-    equation: JaxprEqn, inner: Body, into: set[Var], out_of: set[Var]
-) -> tuple[list[JaxprEqn], JaxprEqn, list[JaxprEqn]]:
-    """What may stand before a checkpoint, the checkpoint of the rest, and what may stand behind it."""
-    unchanged: tuple[list[JaxprEqn], JaxprEqn, list[JaxprEqn]] = [], equation, []
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What may stand before a checkpoint, the checkpoint of the rest, and what may stand behind it; ``change`` makes
+    the body of the checkpoint that of the rest."""
+
+    checkpoint: JaxprEqn
+    before: Sequence[JaxprEqn] = ()
+    after: Sequence[JaxprEqn] = ()
+    change: Callable[[], None] = lambda: None
+
+
+def _divided(equation: JaxprEqn, inner: Body, into: set[Var], out_of: set[Var]) -> _Parts:
+    """A checkpoint with the products of a head, if it has any, beside it."""
+    unchanged = _Parts(equation)
     if any(map(compat.has_side_effects, inner.equations)):
         return unchanged
     given = {v for v, a in zip(inner.invars, equation.invars, strict=True) if isinstance(a, Var) and a in out_of}
@@ -147,9 +162,7 @@ def _flowing_to(inner: Body, wanted: set[Atom]) -> set[Atom]:
     return found
 
 
-def _rebuilt(
-    equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: Sequence[JaxprEqn]
-) -> tuple[list[JaxprEqn], JaxprEqn, list[JaxprEqn]]:
+def _rebuilt(equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: Sequence[JaxprEqn]) -> _Parts:
     moved = {id(e) for e in (*early, *late)}
     kept = [e for e in inner.equations if id(e) not in moved]
     outside: dict[Var, Atom] = dict(zip(inner.invars, equation.invars, strict=True))
@@ -184,7 +197,7 @@ def _rebuilt(
     after = [copied(e) for e in late]
     names = {outside[a]: outer for a, outer in passed if isinstance(a, Var)}
     if len(names) != len(passed):  # one value, handed out twice
-        return [], equation, []
+        return _Parts(equation)
 
     def named(e: JaxprEqn) -> JaxprEqn:
         return e.replace(
@@ -195,13 +208,15 @@ def _rebuilt(
     before, after = [named(e) for e in before], [named(e) for e in after]
     operands = [a if isinstance(a, Literal) else names.get(a, a) for a in operands]
     held = {id(inner.equations[i]): children for i, children in inner.children.items()}
-    inner.invars = invars
-    inner.replace(kept, list(results.values()), {i: held[id(e)] for i, e in enumerate(kept) if id(e) in held})
-    inner.renamed = True
-    source = inner.source, inner.constvars, inner.consts, inner.invars, inner.outvars, inner.equations
-    inner.source = compat.rebuilt(*source)
-    params = {**equation.params, "jaxpr": inner.source}
-    return before, equation.replace(invars=operands, outvars=list(results), params=params), after
+    outvars = list(results.values())
+    source = compat.rebuilt(inner.source, inner.constvars, inner.consts, invars, outvars, kept)
+
+    def change() -> None:
+        inner.replace(kept, outvars, {i: held[id(e)] for i, e in enumerate(kept) if id(e) in held})
+        inner.source, inner.invars, inner.renamed = source, invars, True
+
+    params = {**equation.params, "jaxpr": source}
+    return _Parts(equation.replace(invars=operands, outvars=list(results), params=params), before, after, change)
 
 
 def _is_contraction(equation: JaxprEqn) -> bool:

@@ -23,14 +23,15 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child
+from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, reshaped, selection, window
 
 __all__ = ["move_selections"]
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
-_SELECTIONS = frozenset({"slice", "dynamic_slice", "gather"})
 _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
 """What puts the gradient of a selection among zeros."""
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
@@ -45,101 +46,11 @@ Atom = Var | Literal
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
-    """Some positions along an axis of an array.
-
-    Attributes:
-      axis: the axis; of an array whose axis is to be split first, that one.
-      parts: the sizes into which it is split; one, if it is not.
-      part: of which of them positions are selected.
-      start: the first position, or the variable that holds it; with ``mode`` the variable that holds all of them,
-        [size, 1].
-      size, stride: how many positions, and the distance between them.
-      mode: of the gather that picks positions by index, or None.
-    """
-
-    axis: int
-    parts: tuple[int, ...]
-    part: int
-    start: int | Var
-    size: int
-    stride: int = 1
-    mode: Any = None
-
-    @property
-    def more(self) -> int:
-        """How many axes more there are after splitting."""
-        return len(self.parts) - 1
-
-    @property
-    def choice(self) -> tuple[Any, ...]:
-        """What is selected, wherever the axis is."""
-        return self.parts[self.part], self.start, self.size, self.stride, self.mode
-
-    def at(self, axis: int) -> _Rows:
-        return replace(self, axis=axis)
-
-    def shape(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what is selected."""
-        chosen = [self.size if p == self.part else n for p, n in enumerate(self.parts)]
-        return *before[: self.axis], *chosen, *before[self.axis + 1 :]
-
-    def moved(self, axis: int) -> int:
-        """Where another axis is afterwards."""
-        return axis if axis < self.axis else axis + self.more
-
-    def varies(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand has the axis of an elementwise result of the shape ``whole``."""
-        return len(shape) == len(whole) and shape[self.axis] == whole[self.axis]
-
-    def fits(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand of an elementwise result can be read at the rows; one that is repeated cannot be split."""
-        return not shape or self.varies(shape, whole) or not self.more
-
-    def select(self, array: Any, start: Any = None) -> Any:
-        """``array`` at the positions; ``start`` is the value of a variable one."""
-        own = self.axis + self.part
-        if self.more:
-            array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *array.shape[self.axis + 1 :]))
-        if isinstance(self.start, int):
-            stop = self.start + (self.size - 1) * self.stride + 1
-            return lax.slice_in_dim(array, self.start, stop, self.stride, own)
-        if self.mode is not None:
-            kept, sizes = tuple(d for d in range(array.ndim) if d != own), list(array.shape)
-            sizes[own] = 1
-            numbers = lax.GatherDimensionNumbers(kept, (own,), (own,))
-            return lax.gather(array, start, numbers, tuple(sizes), mode=self.mode)
-        sizes = [self.size if d == own else n for d, n in enumerate(array.shape)]
-        return lax.dynamic_slice_p.bind(array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes))
-
-    def put(self, array: Any, before: Sequence[int], start: Any = None) -> Any:
-        """The inverse: an array of the shape ``before``, zero elsewhere."""
-        own = self.axis + self.part
-        full = (*before[: self.axis], *self.parts, *before[self.axis + 1 :])
-        if isinstance(self.start, int):
-            rest = full[own] - self.start - (self.size - 1) * self.stride - 1
-            config = [(self.start, rest, self.stride - 1) if d == own else (0, 0, 0) for d in range(len(full))]
-            array = lax.pad(array, jnp.zeros((), array.dtype), config)
-        elif self.mode is not None:
-            kept = tuple(d for d in range(len(full)) if d != own)
-            numbers = lax.ScatterDimensionNumbers(kept, (own,), (own,))
-            array = lax.scatter_add(jnp.zeros(full, array.dtype), start, array, numbers, mode=self.mode)
-        else:
-            zeros = jnp.zeros(full, array.dtype)
-            array = lax.dynamic_update_slice_p.bind(zeros, array, *_starts(start, own, len(full)))
-        return lax.reshape(array, tuple(before)) if self.more else array
-
-
-def _starts(start: Any, axis: int, rank: int) -> list[Any]:
-    return [start if d == axis else jnp.zeros((), start.dtype) for d in range(rank)]
-
-
-@dataclass(frozen=True, slots=True)
 class _Spread:
     """A value that is ``core`` at some rows and zero at the others; ``assumed``: unless something is not finite."""
 
     core: Atom
-    rows: _Rows
+    rows: Rows
     assumed: bool = False
 
 
@@ -153,13 +64,14 @@ def move_selections(root: Body, assume_finite: bool = True) -> Body:
     choices: set[tuple[Any, ...]] = set()
     for body in root.walk():
         if _may_select(body, choices):
-            _Mover(body, choices, assume_finite).run()
+            with contained("a selection of rows", "cross_entropy", "graph"):
+                _Mover(body, choices, assume_finite).run()
     return root
 
 
 def _may_select(body: Body, choices: set[tuple[Any, ...]]) -> bool:
     names = {e.primitive.name for e in body.equations}
-    selects = not names.isdisjoint(_SELECTIONS) and not names.isdisjoint(("exp", "exp2"))
+    selects = not names.isdisjoint(SELECTIONS) and not names.isdisjoint(("exp", "exp2"))
     puts = bool(choices) and not names.isdisjoint(_PUTS)
     return "dot_general" in names and (selects or puts)
 
@@ -181,7 +93,7 @@ class _Mover:
         """What is computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
         self.assumed: set[Var] = set()
-        self._selected: dict[tuple[Var, _Rows], Atom] = {}
+        self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._own = frozenset(self._flowing())
 
     def run(self) -> None:
@@ -209,11 +121,11 @@ class _Mover:
         """The results of products that flow into an exponential element by element."""
         found: set[Var] = set()
         own: set[Var] = set()
-        layout = _THROUGH | _SELECTIONS
+        layout = _THROUGH | SELECTIONS
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
-                found.update(a for a in equation.invars[: 1 if name in _SELECTIONS else None] if isinstance(a, Var))
+                found.update(a for a in equation.invars[: 1 if name in SELECTIONS else None] if isinstance(a, Var))
             elif _is_contraction(equation) and equation.outvars[0] in found:
                 own.add(equation.outvars[0])
         return own
@@ -230,7 +142,7 @@ class _Mover:
         name, result = equation.primitive.name, equation.outvars[0]
         if result in self._own:
             self.logits.add(result)
-        elif name in _THROUGH or name in _REDUCTIONS or name in _SELECTIONS:
+        elif name in _THROUGH or name in _REDUCTIONS or name in SELECTIONS:
             if any(isinstance(a, Var) and a in self.logits for a in equation.invars):
                 self.logits.add(result)
 
@@ -267,7 +179,7 @@ class _Mover:
     def _in_place_of(self, equation: JaxprEqn) -> Atom | None:
         """What is read in place of an equation's result, if something is moved over it."""
         name = equation.primitive.name
-        rows = _selection(equation)
+        rows = selection(equation)
         if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
             if not self._comes_to_a_product(equation.invars[0], rows):
                 return None
@@ -286,10 +198,10 @@ class _Mover:
                 self.spread[equation.outvars[0]] = moved
         return None
 
-    def _comes_to_a_product(self, variable: Var, rows: _Rows) -> bool:
+    def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
         """Whether a selection moves back to a product of which it selects rows, not the vocabulary, and no further
         selection of something else is left on the way."""
-        todo: list[tuple[Var, _Rows]] = [(variable, rows)]
+        todo: list[tuple[Var, Rows]] = [(variable, rows)]
         seen = set(todo)
         found = False
         while todo:
@@ -308,7 +220,7 @@ class _Mover:
                     todo.append((atom, further))
         return found
 
-    def _steps(self, variable: Var, rows: _Rows) -> list[tuple[Atom, _Rows | None]] | None:
+    def _steps(self, variable: Var, rows: Rows) -> list[tuple[Atom, Rows | None]] | None:
         """The operands of the equation of a value, with the rows of each that its own rows are computed from (None: the
         operand as it is); None where it is not computed row by row."""
         equation = self.definitions[variable]
@@ -332,11 +244,11 @@ class _Mover:
         if name == "transpose" and not rows.more:
             return [(operands[0], rows.at(equation.params["permutation"][rows.axis]))]
         if name in _RESHAPES and not rows.more:
-            found = _reshaped(operands[0].aval.shape, shape, rows)
+            found = reshaped(operands[0].aval.shape, shape, rows)
             return None if found is None else [(operands[0], found)]
         return None
 
-    def _select(self, atom: Atom, rows: _Rows, like: JaxprEqn, depth: int = 0) -> Atom:
+    def _select(self, atom: Atom, rows: Rows, like: JaxprEqn, depth: int = 0) -> Atom:
         """The rows of a value, from those of what it is computed from."""
         if not isinstance(atom, Var):
             return self._emit(like, lambda: rows.select(jnp.asarray(atom.val)))
@@ -345,7 +257,7 @@ class _Mover:
             self._selected[key] = self._selected_anew(atom, rows, like, depth)
         return self._selected[key]
 
-    def _selected_anew(self, variable: Var, rows: _Rows, like: JaxprEqn, depth: int) -> Atom:
+    def _selected_anew(self, variable: Var, rows: Rows, like: JaxprEqn, depth: int) -> Atom:
         spread = self.spread.get(variable)
         if spread is not None and spread.rows == rows and not spread.assumed and rows.mode is None:
             return spread.core
@@ -363,7 +275,7 @@ class _Mover:
             return self._emit(like, rows.select, variable)
         return self._emit(like, rows.select, variable, rows.start)
 
-    def _again(self, equation: JaxprEqn, rows: _Rows, steps: Sequence[tuple[Atom, _Rows | None]], depth: int) -> Atom:
+    def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
         name, result = equation.primitive.name, equation.outvars[0]
         atoms = [a if own is None else self._select(a, own, equation, depth + 1) for a, own in steps]
@@ -371,7 +283,7 @@ class _Mover:
             return self._bind(equation, atoms)
         return self._emit(equation, _layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
 
-    def _rows_of_product(self, equation: JaxprEqn, rows: _Rows) -> Atom | None:
+    def _rows_of_product(self, equation: JaxprEqn, rows: Rows) -> Atom | None:
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         if rows.axis < len(batch[0]):
             if rows.more:
@@ -405,9 +317,9 @@ class _Mover:
             (axis,) = changed
             low, _, interior = config[axis]
             size = equation.invars[0].aval.shape[axis]
-            rows = _Rows(axis, (shape[axis],), 0, low, size, interior + 1 if size > 1 else 1)
+            rows = Rows(axis, (shape[axis],), 0, low, size, interior + 1 if size > 1 else 1)
         elif name == "dynamic_update_slice" and self._is_zero(equation.invars[0]):
-            found = _dynamic(equation.invars[2:], shape, equation.invars[1].aval.shape)
+            found = window(equation.invars[2:], shape, equation.invars[1].aval.shape)
             if found is None:
                 return None
             rows = found
@@ -416,7 +328,7 @@ class _Mover:
             (axis,) = numbers.inserted_window_dims if len(numbers.inserted_window_dims) == 1 else (-1,)
             own = numbers.update_window_dims, (axis,), numbers.scatter_dims_to_operand_dims
             batching = numbers.operand_batching_dims
-            found = _picked(equation.invars[1], own, batching, shape, updates, equation.params["mode"])
+            found = picked(equation.invars[1], own, batching, shape, updates, equation.params["mode"])
             if found is None:
                 return None
             rows = found
@@ -484,7 +396,7 @@ class _Mover:
         layout = _layout_of(equation, rows, further.shape(shape), further)
         return _Spread(self._emit(equation, layout, first.core), further, assumed)
 
-    def _forward(self, equation: JaxprEqn, rows: _Rows) -> _Rows | None:
+    def _forward(self, equation: JaxprEqn, rows: Rows) -> Rows | None:
         """The rows of a layout operation's result that are those of its operand."""
         name, params = equation.primitive.name, equation.params
         before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -498,10 +410,10 @@ class _Mover:
         if name not in _RESHAPES:
             return None
         for axis in range(len(after)):  # the axis itself, or one into which it is merged with others
-            for parts in _groups(before, rows.axis):
+            for parts in groups(before, rows.axis):
                 own = replace(rows, axis=axis, parts=parts[0], part=parts[1])
                 if len(own.parts) == 1 or not own.more:
-                    same = _reshaped(before, after, own.at(axis)) if after[axis] == parts[0][0] else None
+                    same = reshaped(before, after, own.at(axis)) if after[axis] == parts[0][0] else None
                     if same is not None and same == rows:
                         return own
                 elif after[axis] == math.prod(own.parts) and math.prod(after[:axis]) == math.prod(before[: parts[2]]):
@@ -519,7 +431,7 @@ class _Mover:
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
         atoms: list[Atom] = [own.core, other] if side == 0 else [other, own.core]
-        result: _Rows | None = None
+        result: Rows | None = None
         theirs = rows
         if rows.axis in contracting[side]:
             theirs = rows.at(contracting[1 - side][contracting[side].index(rows.axis)])
@@ -585,78 +497,7 @@ def _live(equations: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprE
     return found[::-1]
 
 
-def _selection(equation: JaxprEqn) -> _Rows | None:
-    """The rows that an equation selects along one axis."""
-    name, params = equation.primitive.name, equation.params
-    if name not in _SELECTIONS:
-        return None
-    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    if name == "dynamic_slice":
-        return _dynamic(equation.invars[1:], before, after)
-    if name == "gather":
-        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-        own = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
-        whole = all(m in (n, 1) for n, m in zip(before, sizes, strict=True))
-        batching = numbers.operand_batching_dims
-        return _picked(equation.invars[1], own, batching, before, after, params["mode"]) if whole else None
-    strides = params["strides"] or (1,) * len(before)
-    changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
-    if len(changed) != 1:
-        return None
-    (axis,) = changed
-    size = after[axis]
-    return _Rows(axis, (before[axis],), 0, int(params["start_indices"][axis]), size, strides[axis] if size > 1 else 1)
-
-
-def _dynamic(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) -> _Rows | None:
-    changed = [d for d, (n, m) in enumerate(zip(whole, part, strict=True)) if n != m]
-    if len(changed) != 1:
-        return None
-    (axis,) = changed
-    start = starts[axis]
-    if isinstance(start, Literal):  # a start behind the last possible one is that one
-        return _Rows(axis, (whole[axis],), 0, max(0, min(int(start.val), whole[axis] - part[axis])), part[axis])
-    return _Rows(axis, (whole[axis],), 0, start, part[axis])
-
-
-def _picked(
-    indices: Atom, own: tuple[Any, Any, Any], batching: Sequence[int], whole: Sequence[int], part: Sequence[int],
-    mode: Any,
-) -> _Rows | None:  # fmt: skip
-    """The rows of a gather along one axis, whole otherwise, at indices [size, 1] within it; ``own``: the dimensions of
-    its result (or of a scatter's updates) that are not picked, and the axis twice."""
-    kept, axes, mapped = own
-    if len(axes) != 1 or axes != mapped or batching or isinstance(indices, Literal) or "FILL" in str(mode).upper():
-        return None
-    (axis,) = axes
-    shape = indices.aval.shape
-    if axis < 0 or len(shape) != 2 or shape[1] != 1 or tuple(kept) != tuple(d for d in range(len(whole)) if d != axis):
-        return None
-    if tuple(part) != (*whole[:axis], shape[0], *whole[axis + 1 :]):
-        return None
-    return _Rows(axis, (whole[axis],), 0, indices, shape[0], mode=mode)
-
-
-def _groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:
-    """Runs of axes that hold one: their sizes, which of them it is, and where they begin; alone first."""
-    found = [(tuple(shape[i:j]), axis - i, i) for i in range(axis + 1) for j in range(axis + 1, len(shape) + 1)]
-    return sorted(found, key=lambda g: len(g[0]))
-
-
-def _reshaped(before: Sequence[int], after: Sequence[int], rows: _Rows) -> _Rows | None:
-    """The rows of a reshape's operand that give those of its result."""
-    first = math.prod(after[: rows.axis])
-    for axis, size in enumerate(before):
-        if math.prod(before[:axis]) == first and size == after[rows.axis]:
-            return rows.at(axis)
-    for parts, part, begin in _groups(after, rows.axis):
-        for axis, size in enumerate(before):
-            if size == math.prod(parts) and math.prod(before[:axis]) == math.prod(after[:begin]):
-                return replace(rows, axis=axis, parts=parts, part=part)
-    return None
-
-
-def _layout_of(equation: JaxprEqn, own: _Rows | None, shape: tuple[int, ...], rows: _Rows) -> Callable[[Any], Any]:
+def _layout_of(equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows) -> Callable[[Any], Any]:
     """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result."""
     name, params = equation.primitive.name, equation.params
     if name in _REDUCTIONS:

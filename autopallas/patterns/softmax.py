@@ -324,7 +324,7 @@ class Softmax:
         return _Stripped(x, rows, shifted) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
 
     def _added(self, ref: Ref, depth: int = 0) -> float:
-        """How far the numbers that are added to values carry these from 0 at most."""
+        """How far the numbers that are added to values, after a number of the row was, carry these from 0 at most."""
         ref = self.space.canonical(ref)
         if not self.scope.depends(ref.value) or depth > _DEEPEST:
             return 0.0
@@ -333,6 +333,8 @@ class Softmax:
     def _added_before(self, ref: Ref, depth: int) -> float:
         operands, name, found = self.space.operands(ref), self.scope.name(ref), 0.0
         if operands is None or name not in ("add", "add_any", "sub", "neg", "select_n", "convert_element_type"):
+            return 0.0
+        if any(self._is_row(operand) for operand in operands):
             return 0.0
         for operand in operands:
             number = self.scope.number(operand)
