@@ -39,6 +39,10 @@ _LAYOUT = frozenset(
 _LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
 
 
+_MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
+_LAYERS_OF_LAYOUT = 8
+
+
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Every cross-entropy in a graph, and what nearly was one: one outcome for each product that gives logits."""
     matches: list[Match] = []
@@ -56,6 +60,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 continue
             inside, ends = _flow(graph, [node.outputs[0]], alive)
             if not any(graph.name(number) in ("exp", "exp2") for number in inside):
+                continue
+            if _weighs_something_else(graph, node, inside, ends.values()):
                 continue
             scatters.join(inside, ends)
             region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs or (-1,)), flows)
@@ -82,6 +88,32 @@ def _may_give_logits(graph: Graph, node: Node) -> bool:
     if node.name != "dot_general" or is_product(node):
         return False
     return bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
+
+
+def _weighs_something_else(graph: Graph, node: Node, inside: Set[int], ends: Iterable[Node]) -> bool:
+    """Whether what flows from a product with batch axes is multiplied with something that this product does not read,
+    as probabilities are with the values of an attention."""
+    if not node.params["dimension_numbers"][1][0]:
+        return False
+    own = {_origin(graph, number) for number in node.inputs}
+    for end in ends:
+        if end.name == "dot_general" and not is_product(end):
+            contracting, batch = end.params["dimension_numbers"]
+            for side, number in enumerate(end.inputs):
+                free = len(graph.shape(number)) > len(contracting[side]) + len(batch[side])
+                if number not in inside and free and _origin(graph, number) not in own:
+                    return True
+    return False
+
+
+def _origin(graph: Graph, number: int) -> int:
+    """The value that layout operations and casts make another of."""
+    for _ in range(_LAYERS_OF_LAYOUT):
+        definition = graph.definitions.get(number)
+        if definition is None or definition.name not in _MOVES or len(definition.inputs) != 1:
+            break
+        (number,) = definition.inputs
+    return number
 
 
 def _exponents(graph: Graph) -> set[int]:
