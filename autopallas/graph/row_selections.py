@@ -39,6 +39,8 @@ _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """What a selection moves back through, beside reductions and products."""
 _REPEATS = frozenset({"broadcast_in_dim", "convert_element_type", "pvary", "pcast"})
 """What makes a zero of a zero."""
+_MOST = 32
+"""Selections of one body that are moved; a loss has a few."""
 _DEEPEST = 128
 """Equations on one path through which a selection moves."""
 
@@ -139,6 +141,8 @@ class _Mover:
         self.equations.append(equation)
         for variable in equation.outvars:
             self.definitions[variable] = equation
+        if not equation.outvars:
+            return
         name, result = equation.primitive.name, equation.outvars[0]
         if result in self._own:
             self.logits.add(result)
@@ -157,7 +161,7 @@ class _Mover:
             avals = [a.aval for a in inputs]
             outputs = [Var(compat.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
             names.update(zip(equation.outvars, outputs, strict=True))
-            self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info))
+            self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx))
         (result,) = inner.outvars
         found = names[result]
         assert isinstance(found, Var)
@@ -179,9 +183,11 @@ class _Mover:
     def _in_place_of(self, equation: JaxprEqn) -> Atom | None:
         """What is read in place of an equation's result, if something is moved over it."""
         name = equation.primitive.name
+        if not equation.outvars:
+            return None
         rows = selection(equation)
         if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
-            if not self._comes_to_a_product(equation.invars[0], rows):
+            if len(self.names) >= _MOST or not self._comes_to_a_product(equation.invars[0], rows):
                 return None
             self.choices.add(rows.choice)
             return self._select(equation.invars[0], rows, equation)
@@ -271,9 +277,13 @@ class _Mover:
                 steps = self._steps(variable, rows)
                 if steps is not None:
                     return self._again(equation, rows, steps, depth)
+        return self._taken(variable, rows, like)
+
+    def _taken(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
+        """The rows of a value, as they stand in it."""
         if isinstance(rows.start, int):
-            return self._emit(like, rows.select, variable)
-        return self._emit(like, rows.select, variable, rows.start)
+            return self._emit(like, rows.select, atom)
+        return self._emit(like, rows.select, atom, rows.start)
 
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
@@ -288,7 +298,7 @@ class _Mover:
         if rows.axis < len(batch[0]):
             if rows.more:
                 return None
-            atoms = [self._select(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
+            atoms = [self._taken(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
             return self._bind(equation, atoms)
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
@@ -296,7 +306,7 @@ class _Mover:
         side = int(position >= len(free[0]))
         own = rows.at(free[side][position - side * len(free[0])])
         atoms = list(operands)
-        atoms[side] = self._select(operands[side], own, equation)
+        atoms[side] = self._taken(operands[side], own, equation)
         moved = [tuple(own.moved(d) if s == side else d for d in contracting[s]) for s in (0, 1)]
         pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
         return self._bind(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
@@ -435,13 +445,13 @@ class _Mover:
         theirs = rows
         if rows.axis in contracting[side]:
             theirs = rows.at(contracting[1 - side][contracting[side].index(rows.axis)])
-            atoms[1 - side] = self._select(other, theirs, equation)
+            atoms[1 - side] = self._taken(other, theirs, equation)
         elif rows.axis in batch[side]:
             if rows.more:
                 return None
             place = batch[side].index(rows.axis)
             theirs = rows.at(batch[1 - side][place])
-            atoms[1 - side] = self._select(other, theirs, equation)
+            atoms[1 - side] = self._taken(other, theirs, equation)
             result = rows.at(place)
         else:
             place = free[side].index(rows.axis) + (len(free[0]) if side else 0)

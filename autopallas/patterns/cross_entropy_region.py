@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from jax import lax
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
@@ -289,6 +290,8 @@ class Region:
 
     def _result_of(self, ref: Ref) -> Expression | None:
         ref = self.space.canonical(ref)
+        if not set(self.resolved(self.rows)) <= self.space.atoms(ref):
+            return None  # summed over rows too: of one row, the expression says something else
         own = next((t for t in self.terminals if t.result == ref.value and t.kind == "statistics"), None)
         return own.expression if own is not None and self.space.same(ref, Ref(own.result, own.view)) else None
 
@@ -506,7 +509,11 @@ class Region:
         node, operands = self.scope.node(ref), self.space.operands(ref)
         if node is None or operands is None or node.equation.effects:
             raise Mismatch("numbers per row are not computed elementwise")
-        return Apply(*operation(node), tuple(operands), self.graph.dtype(ref.value))
+        dtype = self.graph.dtype(ref.value)
+        if node.name == "dot_general":  # without contraction: a product
+            factors = tuple(self.algebra.convert(operand, dtype) for operand in operands)
+            return Apply(lax.mul_p, compat.multiplication_params(), factors, dtype)
+        return Apply(*operation(node), tuple(operands), dtype)
 
 
 def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
