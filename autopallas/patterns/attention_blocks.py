@@ -6,6 +6,7 @@ agree on that, they are one attention over concatenated keys and values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.casts import rounds
+from autopallas.casts import keeps_range, rounds
 from autopallas.graph import Body, Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
@@ -271,11 +272,14 @@ class BlockDraft(AttentionDraft):
             return found
         if name == "select_n" and len(operands) == 3 and part.scope.name(operands[0]) == "is_finite":
             return self._bounded(operands[2], depth + 1)
-        if name in ("stop_gradient", "max") or (
-            name == "convert_element_type" and rounds(part.scope.dtype(operands[0]), part.scope.dtype(ref))
-        ):
-            return set().union(*(self._bounded(operand, depth + 1) for operand in operands))
-        return set()
+        if name == "convert_element_type":
+            source, target = part.scope.dtype(operands[0]), part.scope.dtype(ref)
+            if not (rounds(source, target) and keeps_range(source, target)):
+                return set()
+        elif name not in ("stop_gradient", "max"):
+            return set()
+        bounds = [self._bounded(operand, depth + 1) for operand in operands if part.scope.number(operand) != -math.inf]
+        return set().union(*bounds) if all(bounds) else set()  # something else may be greater than all scores
 
     def _add_terms(self) -> None:
         """Blocks have one product each."""

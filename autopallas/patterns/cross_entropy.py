@@ -12,7 +12,7 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 import jax.numpy as jnp
 
@@ -26,6 +26,7 @@ from autopallas.graph.labels import is_product
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
+from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
@@ -81,7 +82,26 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 if region.labelled:
                     where = compat.location(node.equation)
                     misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
-    return matches, misses
+    return _in_some_order(graph, matches, misses), misses
+
+
+def _in_some_order(graph: Graph, matches: Sequence[Match], misses: list[NearMiss]) -> list[Match]:
+    """The matches without those of which one reads what the other computes, and the other way round."""
+    kept: list[Match] = []
+    for match in matches:
+        if any(_reads(graph, match, other) and _reads(graph, other, match) for other in kept):
+            reason = "two products of logits each read statistics of the other"
+            misses.append(NearMiss("cross_entropy", match.location, reason))
+        else:
+            kept.append(match)
+    return kept
+
+
+def _reads(graph: Graph, match: Match, other: Match) -> bool:
+    """Whether some pass of a match reads what some pass of another gives."""
+    given = dict.fromkeys((number for part in other.passes for number in part.results), True)
+    first = min(given)
+    return any(computed_from(graph, n, given, first) for part in match.passes for n in part.operands if n >= first)
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:

@@ -100,6 +100,8 @@ class _Proof:
             return None
         if not expert or set(expert) & self.space.atoms(rows) or not Signs(self.graph).nonnegative(counts.value):
             return None
+        if self.graph.dtype(total.value).name not in ("int32", "int64"):
+            return None  # what is counted may be more than the type holds: then a sum begins anew
         return Interval(rows, end, expert, frozenset(self.kept | {end.value}))
 
     def _before(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...]] | None:

@@ -87,6 +87,10 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "and b @ a.T for the other: each is found by itself.",
     ),
     (
+        r"each read statistics of the other",
+        "Write one product of the concatenated weights: its softmax runs over all of them.",
+    ),
+    (
         r"computed again only where",
         "Let the checkpoint's policy recompute the head's product (do not save it), or leave the head outside of the "
         "checkpoint.",

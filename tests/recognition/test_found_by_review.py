@@ -9,7 +9,7 @@ from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
 
 from recognition.catalogue import array
-from recognition.compare import compare
+from recognition.compare import compare, compiled, optimized_like_a_user
 from recognition.losses import picked
 
 T, D, V = 4, 8, 12
@@ -98,3 +98,58 @@ def test_many_selections_of_the_same_logits_are_left_alone():
 
     compared = compare(loss, arguments(), gradients=False)
     assert compared.complaints == []
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int32"])
+def test_intervals_of_a_running_sum_that_begins_anew(dtype):
+    x, w1, w2 = array(64, 8, seed=1), array(4, 8, 16, seed=2) * 0.3, array(4, 16, 8, seed=3) * 0.3
+    counts = jnp.asarray(
+        {"uint8": [200, 100, 5, 3], "uint32": [50, 2**32 - 20, 4, 3]}.get(dtype, [20, 30, 4, 3]), dtype
+    )
+
+    def mixture(x, w1, w2):
+        end = lax.cumsum(counts * jnp.ones((), dtype))
+        rows = lax.broadcasted_iota(dtype, (64,), 0)
+        shown = (rows >= (end - counts)[:, None]) & (rows < end[:, None])
+        y = jnp.einsum("etf,efd->etd", jax.nn.relu(jnp.einsum("td,edf->etf", x, w1)), w2)
+        return jnp.einsum("et,etd->td", shown.astype(x.dtype), y)
+
+    compared = compare(mixture, (x, w1, w2))
+    assert compared.complaints == []
+
+
+def blocks(q, k1, v1, k2, v2, further):
+    s1, s2 = q @ k1.mT, q @ k2.mT
+    m = jnp.maximum(s1.max(-1, keepdims=True), s2.max(-1, keepdims=True))
+    if further is not None:
+        m = jnp.maximum(m, further)
+    m = lax.stop_gradient(m)
+    e1, e2 = jnp.exp(s1 - m), jnp.exp(s2 - m)
+    return (e1 @ v1 + e2 @ v2) / (e1.sum(-1, keepdims=True) + e2.sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("further", [None, 300.0])
+def test_a_shared_maximum_with_something_greater_is_an_assumption(further):
+    q, k1, v1, k2, v2 = (array(2, 9, 8, seed=n) for n in range(5))
+    optimized = optimized_like_a_user(lambda *a: blocks(*a, further))
+    jax.jit(optimized).lower(q, k1, v1, k2, v2)
+    for site in optimized.report().sites:
+        assert bool(site.assumptions) == (further is not None)
+
+
+def test_two_products_that_read_each_others_maximum():
+    q, k1, k2 = (array(2, 24, 8, seed=n) for n in range(3))
+    compared = compare(lambda q, k1, k2: blocks(q, k1, k1, k2, k2, None), (q, k1, k2))
+    assert compared.complaints == []
+
+
+def test_huge_scores_below_a_fill():
+    q, k, v = (array(1, 1, 300, 8, seed=n) for n in range(3))
+    q, k = jnp.abs(q) * 6e4, -jnp.abs(k) * 6e4
+
+    def attend(q, k, v):
+        scores = jnp.where(jnp.tril(jnp.ones((300, 300), bool)), q @ k.mT * 0.35, -1e4)
+        return softmax(scores) @ v
+
+    given, expected = (compiled(f)(q, k, v) for f in (optimized_like_a_user(attend), attend))
+    assert jnp.isnan(given).sum() == jnp.isnan(expected).sum() == 0

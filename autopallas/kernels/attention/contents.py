@@ -113,9 +113,13 @@ def _greatest_exponent(dtype: Any) -> float:
 
 
 def exponentials(weights: Sequence[Weight], x: Array, shift: Array, here: Tile) -> Array:
-    """exp(x - shift) times weights."""
+    """exp(x - shift) times weights.
+
+    Without weights the shift is the greatest x, or more.  What a compiler leaves unrounded in one of them and not in
+    the other may make huge numbers differ the wrong way round.
+    """
     if not weights:
-        return jnp.exp(x - shift)
+        return jnp.exp(jnp.minimum(x - shift, 0))
     half = halves(x, shift)
     return weighted(weights, half, here) * half
 
@@ -125,7 +129,7 @@ def exponentials_vjp(
 ) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
     """:func:`exponentials`, and the map from their cotangent to those of x and of the side inputs of the weights."""
     if not weights:
-        e = jnp.exp(x - shift)
+        e = exponentials(weights, x, shift, here)
         return e, lambda cotangent: (e * cotangent, ())
     half = halves(x, shift)
     one_half, vjp = weighted_vjp(spec, weights, half, here)
