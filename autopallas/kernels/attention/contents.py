@@ -119,7 +119,8 @@ def exponentials(weights: Sequence[Weight], x: Array, shift: Array, here: Tile) 
     the other may make huge numbers differ the wrong way round.
     """
     if not weights:
-        return jnp.exp(jnp.minimum(x - shift, 0))
+        exponent = x - shift
+        return jnp.exp(jnp.where(exponent > 0, 0, exponent))
     half = halves(x, shift)
     return weighted(weights, half, here) * half
 
