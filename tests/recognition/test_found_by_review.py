@@ -153,3 +153,15 @@ def test_huge_scores_below_a_fill():
 
     given, expected = (compiled(f)(q, k, v) for f in (optimized_like_a_user(attend), attend))
     assert jnp.isnan(given).sum() == jnp.isnan(expected).sum() == 0
+
+
+def test_a_nan_that_is_added_to_hidden_scores_shows_where_it_did():
+    q, k, v = array(1, 2, 300, 8, seed=1), array(1, 1, 300, 8, seed=2), array(1, 1, 300, 8, seed=3)
+    shown = jnp.tril(jnp.ones((300, 300), bool))
+    bias = jnp.where(~shown & (jnp.arange(300) == 299), jnp.nan, array(1, 1, 300, 300, seed=4))
+
+    def attend(q, k, v, bias):
+        return softmax(q @ k.mT * 0.35 + bias + jnp.where(shown, 0.0, -1e9)) @ v
+
+    given, expected = (compiled(f)(q, k, v, bias) for f in (optimized_like_a_user(attend), attend))
+    assert jnp.array_equal(jnp.isnan(given), jnp.isnan(expected))

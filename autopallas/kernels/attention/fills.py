@@ -151,8 +151,10 @@ def usual(
     assert fill is not None
 
     def norm(x: Array) -> Array:
-        """The greatest of the rows' norms; infinite where it is beyond the dtype, as are its square and all NaNs."""
-        return jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(dtype)), axis=-1)))
+        """The greatest of the rows' norms; infinite where it is beyond the dtype, as are its square and all NaNs, which a
+        maximum does not show on every platform."""
+        squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1)
+        return jnp.where(jnp.all(squares < jnp.inf), jnp.sqrt(jnp.max(squares)), jnp.inf)
 
     found = jnp.isfinite(norm(value) if dout is None else norm(value) * norm(dout))
     if fill.magnitude is not None or dout is not None:
@@ -161,7 +163,7 @@ def usual(
     if fill.magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
-                found &= jnp.max(jnp.abs(sides[number].astype(dtype))) <= fill.magnitude
+                found &= jnp.all(jnp.abs(sides[number].astype(dtype)) <= fill.magnitude)
     return found
 
 
