@@ -151,8 +151,8 @@ def usual(
     assert fill is not None
 
     def norm(x: Array) -> Array:
-        """The greatest of the rows' norms; infinite where it is beyond the dtype, as are its square and all NaNs, which a
-        maximum does not show on every platform."""
+        """The greatest of the rows' norms; infinite where it is beyond the dtype, as are its square and all NaNs, which
+        a maximum does not show on every platform."""
         squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1)
         return jnp.where(jnp.all(squares < jnp.inf), jnp.sqrt(jnp.max(squares)), jnp.inf)
 
