@@ -96,6 +96,7 @@ __all__ = [
     "is_transposed",
     "jaxpr_as_fun",
     "jit_settings",
+    "live_equations",
     "location",
     "lowering_device",
     "make_jaxpr",
@@ -356,15 +357,19 @@ def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
     """The equations whose results are read; None where one that is read only in part could be made smaller."""
     from jax.interpreters.partial_eval import dce_rules
 
-    read = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    found = live_equations(jaxpr.eqns, jaxpr.outvars)
+    divisible = (e for e in found if e.primitive in dce_rules and e.primitive.name != "custom_jvp_call")
+    return None if any(True for _ in divisible) else found
+
+
+def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Literal]) -> list[JaxprEqn]:
+    """The equations from which results are computed, and those with side effects, in order."""
+    read = {atom for atom in results if isinstance(atom, Var)}
     found: list[JaxprEqn] = []
-    for equation in reversed(jaxpr.eqns):
-        if not has_side_effects(equation) and read.isdisjoint(equation.outvars):
-            continue
-        if equation.primitive in dce_rules and equation.primitive.name != "custom_jvp_call":
-            return None
-        found.append(equation)
-        read.update(atom for atom in equation.invars if isinstance(atom, Var))
+    for equation in reversed(equations):
+        if has_side_effects(equation) or not read.isdisjoint(equation.outvars):
+            found.append(equation)
+            read.update(atom for atom in equation.invars if isinstance(atom, Var))
     return found[::-1]
 
 

@@ -16,7 +16,7 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.graph.flatten import Body, Child
+from autopallas.graph.flatten import Body, Child, is_contraction
 
 __all__ = ["move_heads_out"]
 
@@ -34,8 +34,7 @@ def move_heads_out(root: Body) -> Body:
     """Moves products with a head's weight out of checkpoints, in place, in every body."""
     for body in root.walk():
         if any(body.equations[i].primitive.name in _CHECKPOINTS for i in body.children):
-            with contained("a checkpoint", "cross_entropy", "graph"):
-                _of_body(body)
+            _of_body(body)
     return root
 
 
@@ -50,7 +49,8 @@ def _of_body(body: Body) -> None:
         held = body.children.get(position)
         parts = _Parts(equation)
         if held is not None and equation.primitive.name in _CHECKPOINTS:
-            parts = _divided(equation, held[0].body, into, out_of)
+            with contained(equation, "cross_entropy", "graph"):
+                parts = _divided(equation, held[0].body, into, out_of)
         divided.append(parts)
         equations += parts.before
         if held is not None:
@@ -97,7 +97,7 @@ def _divided(equation: JaxprEqn, inner: Body, into: set[Var], out_of: set[Var]) 
     wanted = {v for v, outer in zip(inner.outvars, equation.outvars, strict=True) if outer in into}
     early = _early(inner, given) if given else []
     late = _late(inner, given, {id(e) for e in early}, wanted)
-    if not any(_is_contraction(e) for e in (*early, *late)):
+    if not any(is_contraction(e) for e in (*early, *late)):
         return unchanged
     return _rebuilt(equation, inner, early, late)
 
@@ -123,10 +123,10 @@ def _early(inner: Body, given: set[Var]) -> list[JaxprEqn]:
             if equation.primitive.name in _LAYOUTS and reads:
                 layouts[equation.outvars[0]] = equation
                 known.update(equation.outvars)
-        elif equation.primitive.name in _FLOWS or _is_contraction(equation):
+        elif equation.primitive.name in _FLOWS or is_contraction(equation):
             take(equation)
             known.update(equation.outvars)
-            if not _is_contraction(equation):
+            if not is_contraction(equation):
                 touched.update(equation.outvars)
     return [e for e in inner.equations if id(e) in found]
 
@@ -141,13 +141,13 @@ def _late(inner: Body, given: set[Var], early: set[int], wanted: set[Atom]) -> l
     for equation in inner.equations:
         reads = [a for a in equation.invars if isinstance(a, Var)]
         if id(equation) in early:
-            if not _is_contraction(equation):
+            if not is_contraction(equation):
                 touched.update(equation.outvars)
             continue
         if not moved.isdisjoint(reads):
             if equation.primitive.name not in _FLOWS:
                 return []
-        elif not (_is_contraction(equation) and (equation.outvars[0] in ends or not touched.isdisjoint(reads))):
+        elif not (is_contraction(equation) and (equation.outvars[0] in ends or not touched.isdisjoint(reads))):
             continue
         found.append(equation)
         moved.update(equation.outvars)
@@ -217,7 +217,3 @@ def _rebuilt(equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: S
 
     params = {**equation.params, "jaxpr": source}
     return _Parts(equation.replace(invars=operands, outvars=list(results), params=params), before, after, change)
-
-
-def _is_contraction(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "dot_general" and bool(equation.params["dimension_numbers"][0][0])

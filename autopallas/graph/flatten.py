@@ -162,6 +162,11 @@ def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
     return equation.params["branches"][-1]
 
 
+def is_contraction(equation: JaxprEqn) -> bool:
+    """Whether an equation is a product that sums over an axis."""
+    return equation.primitive.name == "dot_general" and bool(equation.params["dimension_numbers"][0][0])
+
+
 def _label(equation: JaxprEqn, parameter: str, position: int | None) -> str:
     """How a report names a body: "scan", "while.cond", "cond.1"."""
     name = equation.primitive.name

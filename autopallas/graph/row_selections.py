@@ -25,7 +25,7 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.graph.flatten import Body, Child
+from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, reshaped, selection, window
 
 __all__ = ["move_selections"]
@@ -99,7 +99,7 @@ class _Mover:
         self._own = frozenset(self._flowing())
 
     def run(self) -> None:
-        before = sum(map(_is_contraction, _live(self.body.equations, self.body.outvars)))
+        before = sum(map(is_contraction, compat.live_equations(self.body.equations, self.body.outvars)))
         children: dict[int, list[Child]] = {}
         for position, equation in enumerate(self.body.equations):
             inputs = [self._named(a) for a in equation.invars]
@@ -112,8 +112,8 @@ class _Mover:
             if position in self.body.children:
                 children[id(equation)] = self.body.children[position]
         outvars = [self._named(a) for a in self.body.outvars]
-        live = _live(self.equations, outvars)
-        if self.names and sum(map(_is_contraction, live)) <= before:
+        live = compat.live_equations(self.equations, outvars)
+        if self.names and sum(map(is_contraction, live)) <= before:
             self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
             self.body.assumed |= self.assumed
 
@@ -128,7 +128,7 @@ class _Mover:
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
                 found.update(a for a in equation.invars[: 1 if name in SELECTIONS else None] if isinstance(a, Var))
-            elif _is_contraction(equation) and equation.outvars[0] in found:
+            elif is_contraction(equation) and equation.outvars[0] in found:
                 own.add(equation.outvars[0])
         return own
 
@@ -205,8 +205,7 @@ class _Mover:
         return None
 
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
-        """Whether a selection moves back to a product of which it selects rows, not the vocabulary, and no further
-        selection of something else is left on the way."""
+        """Whether a selection moves back to a product, and over all that lies between."""
         todo: list[tuple[Var, Rows]] = [(variable, rows)]
         seen = set(todo)
         found = False
@@ -269,7 +268,7 @@ class _Mover:
             return spread.core
         if variable in self.logits and depth < _DEEPEST:
             equation = self.definitions[variable]
-            if _is_contraction(equation):
+            if is_contraction(equation):
                 product = self._rows_of_product(equation, rows)
                 if product is not None:
                     return product
@@ -422,7 +421,7 @@ class _Mover:
         for axis in range(len(after)):  # the axis itself, or one into which it is merged with others
             for parts in groups(before, rows.axis):
                 own = replace(rows, axis=axis, parts=parts[0], part=parts[1])
-                if len(own.parts) == 1 or not own.more:
+                if not own.more:
                     same = reshaped(before, after, own.at(axis)) if after[axis] == parts[0][0] else None
                     if same is not None and same == rows:
                         return own
@@ -490,21 +489,6 @@ class _Mover:
         kept = [d for d in range(len(equation.invars[0].aval.shape)) if d not in axes]
         self.spread[equation.outvars[0]] = _Spread(core, rows.at(kept.index(rows.axis)), own.assumed)
         return None
-
-
-def _is_contraction(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == "dot_general" and bool(equation.params["dimension_numbers"][0][0])
-
-
-def _live(equations: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
-    """The equations whose results are read, and those with effects."""
-    read = {a for a in outvars if isinstance(a, Var)}
-    found: list[JaxprEqn] = []
-    for equation in reversed(equations):
-        if compat.has_side_effects(equation) or not read.isdisjoint(equation.outvars):
-            found.append(equation)
-            read.update(a for a in equation.invars if isinstance(a, Var))
-    return found[::-1]
 
 
 def _layout_of(equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows) -> Callable[[Any], Any]:

@@ -360,12 +360,7 @@ class BlockDraft(AttentionDraft):
             head_labels=labels.atoms(heads[0]),
             value_labels=labels.atoms(value_axis),
             result=labels.view(space.view(self.top.view)),
-            rows=tuple(
-                (0, labels.atoms((a,)))
-                for _, atoms in self.top.view
-                for a in space.resolve(atoms)
-                if a not in value_axis
-            ),
+            rows=labels.apart(self.top.view, value_axis),
             types=(),
             score_dtype=graph.dtype(first.score.value),
             result_dtype=graph.dtype(self.root),

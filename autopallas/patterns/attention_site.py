@@ -274,12 +274,7 @@ class ProvedAttention:
             head_labels=labels.atoms(self.head_axis),
             value_labels=labels.atoms(value_axis),
             result=labels.view(space.view(self.top.view)),
-            rows=tuple(
-                (0, labels.atoms((a,)))
-                for _, atoms in self.top.view
-                for a in space.resolve(atoms)
-                if a not in value_axis
-            ),
+            rows=labels.apart(self.top.view, value_axis),
             types=(),
             score_dtype=graph.dtype(self.score.value),
             result_dtype=graph.dtype(self.root),
@@ -447,6 +442,11 @@ class Labels:
 
     def view(self, view: Any) -> View:
         return tuple((offset, self.atoms(atoms)) for offset, atoms in view)
+
+    def apart(self, view: Any, without: Set[Atom] | Sequence[Atom]) -> View:
+        """One dimension for each of a view's atoms but some."""
+        atoms = (a for _, own in view for a in self._space.resolve(own) if a not in without)
+        return tuple((0, self.atoms((a,))) for a in atoms)
 
     def operand(self, operand: Operand) -> Operand:
         return Operand(operand.position, self.view(operand.view))

@@ -23,10 +23,10 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
-from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
@@ -36,12 +36,11 @@ _LAYOUT = frozenset(
     "sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
 )
 
-
+_RESTATED = LAYOUT | {"copy", "convert_element_type"}
+_FURTHEST = 8
+"""Equations that only restate a value, through which it is followed."""
 _LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
-
-
-_MOVES = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "copy", "convert_element_type"})
-_LAYERS_OF_LAYOUT = 8
+"""What is assumed where zeros among which a gradient was put are multiplied."""
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
@@ -87,21 +86,30 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 def _in_some_order(graph: Graph, matches: Sequence[Match], misses: list[NearMiss]) -> list[Match]:
     """The matches without those of which one reads what the other computes, and the other way round."""
-    kept: list[Match] = []
-    for match in matches:
-        if any(_reads(graph, match, other) and _reads(graph, other, match) for other in kept):
+    if len(matches) < 2:
+        return list(matches)
+    bits: dict[int, int] = {}  # per value, the matches from whose results it is computed
+    for position, match in enumerate(matches):
+        for number in (number for part in match.passes for number in part.results):
+            bits[number] = bits.get(number, 0) | 1 << position
+    for node in graph.nodes:
+        read = 0
+        for number in node.inputs:
+            read |= bits.get(number, 0)
+        for number in node.outputs if read else ():
+            bits[number] = bits.get(number, 0) | read
+    reads = [0] * len(matches)
+    for position, match in enumerate(matches):
+        for number in (number for part in match.passes for number in part.operands):
+            reads[position] |= bits.get(number, 0)
+    kept: dict[int, Match] = {}
+    for position, match in enumerate(matches):
+        if any(reads[position] >> other & reads[other] >> position & 1 for other in kept):
             reason = "two products of logits each read statistics of the other"
             misses.append(NearMiss("cross_entropy", match.location, reason))
         else:
-            kept.append(match)
-    return kept
-
-
-def _reads(graph: Graph, match: Match, other: Match) -> bool:
-    """Whether some pass of a match reads what some pass of another gives."""
-    given = dict.fromkeys((number for part in other.passes for number in part.results), True)
-    first = min(given)
-    return any(computed_from(graph, n, given, first) for part in match.passes for n in part.operands if n >= first)
+            kept[position] = match
+    return list(kept.values())
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:
@@ -128,9 +136,9 @@ def _weighs_something_else(graph: Graph, node: Node, inside: Set[int], ends: Ite
 
 def _origin(graph: Graph, number: int) -> int:
     """The value that layout operations and casts make another of."""
-    for _ in range(_LAYERS_OF_LAYOUT):
+    for _ in range(_FURTHEST):
         definition = graph.definitions.get(number)
-        if definition is None or definition.name not in _MOVES or len(definition.inputs) != 1:
+        if definition is None or definition.name not in _RESTATED or len(definition.inputs) != 1:
             break
         (number,) = definition.inputs
     return number

@@ -3,7 +3,7 @@
 A form takes a function, its arguments, and which of these are shared by all examples, and gives another function with
 arguments of its own.  Each keeps the number of textual sites: ``vmap`` does not multiply, a loop's body counts once.
 
-    python -m corpus forms        # from the folder above: sites found, per operation and form
+``make forms`` counts what is found, per operation and form.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ with warnings.catch_warnings():
     import corpus
     from corpus.forms import programs
 
-__all__ = ["CASES", "EXPECTED", "GOALS", "found"]
+__all__ = ["CASES", "EXPECTED", "GOALS", "MODULES", "found"]
 
-_MODULES = {"flax.nnx": "flax", "haiku": "haiku", "optax": "optax"}
+MODULES = {"flax.nnx": "flax", "haiku": "haiku", "optax": "optax"}
 _DENSE = {"dense einsum, combine by weights"}
 """Spellings of a mixture of experts in which every expert computes every token: the whole is one site."""
 
@@ -48,7 +48,7 @@ CASES = {
     for case in corpus.cases(kind="forward")
     if case.origin != "negative"
     and any(count(case) for count in EXPECTED.values())
-    and importlib.util.find_spec(_MODULES.get(case.library, "jax")) is not None
+    and importlib.util.find_spec(MODULES.get(case.library, "jax")) is not None
 }
 """The programs whose libraries are installed."""
 

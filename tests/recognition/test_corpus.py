@@ -11,35 +11,18 @@ import jax.numpy as jnp
 import pytest
 
 from recognition.compare import compare, compiled, floats, measured, optimized_like_a_user
+from recognition.forms import EXPECTED, MODULES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     CASES = {case.name: case for case in corpus.cases()}
 
-_MODULES = {"flax.nnx": "flax", "haiku": "haiku", "optax": "optax"}
 CARRIED = {
     "negative/mask_multiplies_scores": 1,  # as a part of the score program
     "negative/epsilon_in_denominator": 1,  # as a sink: without a maximum, a constant in the denominator is one
     "negative/custom_vjp_different_backward": 1,  # in the forward only; the derivative is the user's
 }
 """Look-alikes that are replaced exactly, and how many sites each has."""
-
-
-EXPECTED = {
-    "attention": lambda case: case.count("attention"),
-    "grouped_matmul": lambda case: sum(_matmuls(site) for site in case.sites if site.op == "gmm"),
-}
-"""How many sites of each operation a case has."""
-DENSE = {"dense einsum, combine by weights"}
-"""Spellings of a mixture of experts in which every expert computes every token: the whole is one site."""
-
-
-def _matmuls(site):
-    """The corpus counts a mixture of experts once; where it is sparse, each of its matmuls is a site: two, or three
-    with a gate."""
-    if site.attrs["style"] in DENSE:
-        return site.count
-    return site.count * (3 if site.attrs.get("inner_glu") else 2)
 
 
 def _check_counts(case, report):
@@ -54,7 +37,7 @@ def _names(**wanted):
 
 def _built(name):
     case = CASES[name]
-    needed = {_MODULES[case.library]} if case.library in _MODULES else set()
+    needed = {MODULES[case.library]} if case.library in MODULES else set()
     if case.kind == "train_step":
         needed.add("optax")
     missing = [module for module in sorted(needed) if importlib.util.find_spec(module) is None]
