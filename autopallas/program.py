@@ -10,8 +10,9 @@ cache key.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -118,6 +119,17 @@ class Program:
         return tuple(sorted({i.position for i in self.inputs if isinstance(i, Side)}))
 
     @property
+    def scales_last(self) -> bool:
+        """Whether the result is a product of which something else than the score itself is a factor, such as a masked
+        score, but for a cast."""
+        count, at = len(self.inputs), self.result
+        while at >= count and self.instructions[at - count].primitive.name == "convert_element_type":
+            (at,) = self.instructions[at - count].arguments
+        if at < count or self.instructions[at - count].primitive.name not in ("mul", "div"):
+            return False
+        return any(a >= count for a in self.instructions[at - count].arguments)
+
+    @property
     def depends_on_score(self) -> bool:
         return any(isinstance(i, Score) for i in self.inputs)
 
@@ -199,6 +211,37 @@ class Program:
             names.append(f"%{len(names)}")
             lines.append(f"  {names[-1]} = {instruction.primitive.name}{f'[{shown}]' if shown else ''} {arguments}")
         return "\n".join([*lines, f"  return {names[self.result]}"])
+
+
+@functools.cache
+def honoured(program: Program) -> Program:
+    """The program with a rounding that XLA cannot leave out after each operation in bfloat16.
+
+    XLA computes these in float32, and keeps that where it fuses them with what reads them in float32, and not where it
+    does not.  So a sum of ``exp(z - max(z))`` may hold an exponential that is not 1 where z is the maximum.
+    """
+    registers = list(range(len(program.inputs)))
+    instructions: list[Instruction] = []
+
+    def put(instruction: Instruction) -> int:
+        instructions.append(instruction)
+        return len(program.inputs) + len(instructions) - 1
+
+    narrow, wide = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    for instruction in program.instructions:
+        result = put(replace(instruction, arguments=tuple(registers[a] for a in instruction.arguments)))
+        if instruction.dtype == narrow and instruction.primitive.name in _ROUNDING:
+            to_wide, to_narrow = ({"new_dtype": d, "sharding": None, "weak_type": False} for d in (wide, narrow))
+            rounding = (("exponent_bits", 8), ("mantissa_bits", 7))
+            result = put(Instruction(jax.lax.convert_element_type_p, parameters(to_wide), (result,), wide))
+            result = put(Instruction(jax.lax.reduce_precision_p, rounding, (result,), wide))
+            result = put(Instruction(jax.lax.convert_element_type_p, parameters(to_narrow), (result,), narrow))
+        registers.append(result)
+    return Program(program.inputs, tuple(instructions), registers[program.result])
+
+
+_ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})
+"""Operations whose results may lie between two numbers of their dtype."""
 
 
 def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -10,6 +10,7 @@ from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.own import declared
 from autopallas.patterns.match import Match, NearMiss
+from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
 
 __all__ = ["Match", "NearMiss", "find"]
@@ -40,7 +41,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             found, missed = own.find(graph, patterns)
             matches = [*found, *matches]
             misses += missed
-    matches = _once(matches)
+    matches, waiting = in_some_order(graph, _once(matches))
+    misses += waiting
     if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
         reads = {number: read for match in matches for number, read in match.reads.items()}
         still = surviving(graph, {number for match in matches for number in match.replaced}, reads)

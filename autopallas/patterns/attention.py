@@ -493,6 +493,8 @@ class _Attempt:
             exact = self._prove_exact(softmax, found)
             if not found.guarded:
                 return *exact, None
+            if softmax.may_be_nothing_but_fills(exact[0]):
+                raise Mismatch("a row whose keys are hidden after the maximum is subtracted is set to 0")
             factor = row_factor(softmax, found)
             assert factor is not None
         except Mismatch as mismatch:

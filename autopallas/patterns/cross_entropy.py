@@ -12,7 +12,7 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 
 import jax.numpy as jnp
 
@@ -81,35 +81,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 if region.labelled:
                     where = compat.location(node.equation)
                     misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
-    return _in_some_order(graph, matches, misses), misses
-
-
-def _in_some_order(graph: Graph, matches: Sequence[Match], misses: list[NearMiss]) -> list[Match]:
-    """The matches without those of which one reads what the other computes, and the other way round."""
-    if len(matches) < 2:
-        return list(matches)
-    bits: dict[int, int] = {}  # per value, the matches from whose results it is computed
-    for position, match in enumerate(matches):
-        for number in (number for part in match.passes for number in part.results):
-            bits[number] = bits.get(number, 0) | 1 << position
-    for node in graph.nodes:
-        read = 0
-        for number in node.inputs:
-            read |= bits.get(number, 0)
-        for number in node.outputs if read else ():
-            bits[number] = bits.get(number, 0) | read
-    reads = [0] * len(matches)
-    for position, match in enumerate(matches):
-        for number in (number for part in match.passes for number in part.operands):
-            reads[position] |= bits.get(number, 0)
-    kept: dict[int, Match] = {}
-    for position, match in enumerate(matches):
-        if any(reads[position] >> other & reads[other] >> position & 1 for other in kept):
-            reason = "two products of logits each read statistics of the other"
-            misses.append(NearMiss("cross_entropy", match.location, reason))
-        else:
-            kept[position] = match
-    return list(kept.values())
+    return matches, misses
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:

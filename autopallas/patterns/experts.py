@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from autopallas import compat
-from autopallas.compat import Literal, Var
+from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.alike import Forms
@@ -96,22 +96,40 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                     draft.settle(alive)
                 if found.what in (GATHERED, PICKED):
                     covered.update(found.products)
+                drafts[root] = draft
                 if not draft.escaped:
                     matches[root] = match
                 else:
-                    drafts[root] = draft
                     misses[root] = NearMiss(OP, location, draft.escaped, root)
             except NoMixture:
                 continue
             except Mismatch as mismatch:
                 misses[root] = NearMiss(OP, location, mismatch.reason, root)
     with contained():
-        _with_backward(graph, drafts, matches, misses)
+        held = {id(equation) for draft in drafts.values() for equation in _holders(graph, draft.body)}
+        around = {root: draft for root, draft in drafts.items() if not held.isdisjoint(draft.equations)}
+        alone = {root: match for root, match in matches.items() if root not in around}
+        _with_backward(graph, {root: draft for root, draft in drafts.items() if root not in around}, alone, misses)
+        for root, draft in around.items():
+            if any(draft.holds(match.body) for match in alone.values()):
+                misses.pop(root, None)  # it is what stands inside, seen from outside
+            elif root in matches:
+                alone[root] = matches[root]
+            else:
+                _with_backward(graph, {root: draft}, alone, misses)
+        matches = alone
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
         if root not in matches:
             places.setdefault(miss.location, miss)
     return [matches[root] for root in sorted(matches)], list(places.values())
+
+
+def _holders(graph: Graph, body: Body) -> Iterator[JaxprEqn]:
+    """The equations in whose bodies a body stands, from inside out."""
+    while body in graph.holders:
+        body, position = graph.holders[body]
+        yield body.equations[position]
 
 
 class _Found(NamedTuple):
@@ -310,6 +328,8 @@ class Draft:
     escaped: str = ""
     handed: bool = False
     """Whether it reads what its body is handed, and not what that is computed from elsewhere."""
+    equations: set[int] = field(default_factory=set)
+    """Its equations, by identity."""
     _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
 
     @property
@@ -379,19 +399,19 @@ class Draft:
                 operands[number] = None
         return list({id(node): node for _, node in sorted(found.items())}.values()), list(operands)
 
+    def holds(self, body: Body) -> bool:
+        """Whether a body is below one of its equations."""
+        return any(id(equation) in self.equations for equation in _holders(self.graph, body))
+
     def settle(self, alive: frozenset[int]) -> None:
         """Finds out where else a value is used that is made of the experts' products."""
         graph = self.graph
         nodes, _ = self._parts()
-        inside = {id(node.equation) for node in nodes}
+        inside = self.equations = {id(node.equation) for node in nodes}
 
         def belongs(user: Node) -> bool:
             """Whether a node is one of these, or stands in the body of one."""
-            equation, body = user.equation, user.body
-            while id(equation) not in inside and body in graph.holders:
-                body, position = graph.holders[body]
-                equation = body.equations[position]
-            return id(equation) in inside
+            return id(user.equation) in inside or self.holds(user.body)
 
         for node in nodes:
             if node.equation.effects:

@@ -173,6 +173,9 @@ class _Reader:
         operands = self.space.operands(ref)
         if operands is None:
             raise Mismatch(f"a factor of the row passes through {name}")
+        if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating):
+            if self.softmax.is_filled(ref, float(jnp.finfo(dtype).max)):
+                raise Mismatch(f"a row of nothing but a mask's fill has a maximum that is infinite in {dtype}")
         arguments = tuple(self._row(operand) for operand in operands)
         if node.name == "dot_general":  # without contraction: a product
             return self._multiply(*(self._convert(a, dtype) for a in arguments))
@@ -190,6 +193,8 @@ class _Reader:
             casts.append(self.scope.dtype(inner))
             inner = operands[0]
         tile, rows = self.softmax.strip(inner)
+        if self._unmasked(tile) != self._unmasked(self.argument):
+            raise Mismatch("the exponentials are relative to a maximum that something is added to behind it")
         found: Expression = Computed("greatest", tile, self.wide)
         for term in self.softmax.combine(rows):
             if term.kind != "value":
@@ -199,6 +204,31 @@ class _Reader:
         for dtype in reversed(casts):
             found = self._convert(found, dtype)
         return found
+
+    def _unmasked(self, expression: Expression) -> Any:
+        """What identifies some scores, but for masks over them and what all of them are multiplied with.
+
+        Where ``b`` is added after the maximum, ``exp((s - max(s)) + b)`` rounds as finely as ``b`` is small, and a
+        kernel's ``exp(s + b)`` as coarsely as the scores are large.
+        """
+        for _ in range(_LONGEST):
+            name: str | None = None
+            arguments: Sequence[Expression] = ()
+            if isinstance(expression, Apply):
+                name, arguments = expression.primitive.name, expression.arguments
+            elif isinstance(expression, Ref):
+                expression = self.space.canonical(expression)
+                name, arguments = self.scope.name(expression), self.space.operands(expression) or ()
+            of_scores = [a for a in arguments if self._of_scores(a)]
+            if name not in ("select_n", "convert_element_type", "mul", "div", "neg") or len(of_scores) != 1:
+                break
+            (expression,) = of_scores
+        return self.scope.key(expression)
+
+    def _of_scores(self, expression: Expression) -> bool:
+        if isinstance(expression, Ref):
+            return self.scope.reads_score(expression)
+        return isinstance(expression, Apply) and any(map(self._of_scores, expression.arguments))
 
     # ------------------------------------------------------------------ arithmetic
 
@@ -213,7 +243,13 @@ class _Reader:
     def _times(self, expression: Expression, coefficient: float) -> Expression:
         if coefficient == 1:
             return expression
-        return self._multiply(Constant(coefficient, self.wide), expression)
+        return self._rounded(self._multiply(Constant(coefficient, self.wide), expression))
+
+    def _rounded(self, product: Expression) -> Expression:
+        """A product that no compiler leaves unrounded, as it may where it adds something in the same instruction: of
+        huge numbers that cancel, all that is left would be this rounding."""
+        same = Apply(lax.eq_p, {}, (product, product), np.dtype(bool))
+        return Apply(lax.select_n_p, {}, (same, Constant(math.nan, self.wide), product), self.wide)
 
 
 class _RowBuilder(ProgramBuilder):

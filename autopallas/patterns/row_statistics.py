@@ -286,6 +286,11 @@ class RowStatistics(Softmax):
                     if s.known is not None:
                         raise _NotLinear
                     inner: Expression = s.tile if s.tile is not None else one
+                    infinite = [f for f in s.factors if not math.isfinite(self.scope.number(f) or 0.0)]
+                    if infinite:  # as a factor of the whole sum it would be multiplied with 0 where nothing is summed
+                        if s.tile is not None or len(s.factors) > 1:
+                            raise _NotLinear
+                        s, inner = replace(s, factors=()), Constant(self.scope.number(infinite[0]) or 0.0, dtype)
                     both = (inner, zero) if position == 0 else (zero, inner)
                     wide = self._wider(dtype, inner)
                     masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, wide) for b in both)), wide)

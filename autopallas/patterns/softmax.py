@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from autopallas import compat
 from autopallas.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params
+from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, parts_of
 from autopallas.patterns.match import Mismatch
 from autopallas.program import Constant
 
@@ -46,7 +47,10 @@ number."""
 _MOST_TERMS = 32
 """Terms of one sum of logarithms; a longer sum is a term of its own."""
 _DROWNS_IN = 1e10
-"""A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32."""
+"""A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32: in a row of
+nothing else, ``exp(s - logsumexp(s))`` is 1 everywhere."""
+_BLURS_BY = 1e3
+"""A number to which float32 adds a score with an error beyond its tolerance."""
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
 """What is assumed of scores that enter an exponential as they are, or less a maximum that a cast may make infinite:
@@ -276,8 +280,10 @@ class Softmax:
             if self._is_row(b):
                 x, rows, shifted = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
-                if self._drowns(row) and self._is_filled(a):
+                if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
                     row = [Term(float(sign), "value", self.space.canonical(b))]
+                elif not self._bounds(row, a) and self._blurs(a, b):
+                    return _Stripped(ref, [])  # as large as a fill, it takes the scores' last digits
                 rows = rows + row
                 shifted = self._bounds(row, a) or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
@@ -377,13 +383,25 @@ class Softmax:
                     return True
         return False
 
+    def _blurs(self, scores: Ref, number: Ref) -> bool:
+        """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores."""
+        todo = [number]
+        for _ in range(_DEEPEST):
+            if not todo:
+                return False
+            at = self.space.canonical(todo.pop())
+            if self.scope.name(at) in ("max", "select_n", "stop_gradient", "convert_element_type"):
+                todo += self.space.operands(at) or []
+            elif self.scope.name(at) != "reduce_max" and self.is_filled(at, _BLURS_BY):
+                return self.is_filled(scores, _BLURS_BY)
+        return False
+
     def _drowns(self, row: Sequence[Term]) -> bool:
         """Whether the logarithm of a sum was added to the row's maximum before both are taken away."""
         return [t.kind for t in row if t.kind != "constant"] == ["logsumexp"]
 
-    def _is_filled(self, ref: Ref) -> bool:
-        """Whether scores are replaced by a finite number of such size that float64 does not keep a logarithm added to
-        it: in a row of nothing else, ``exp(s - logsumexp(s))`` is 1 everywhere."""
+    def is_filled(self, ref: Ref, beyond: float) -> bool:
+        """Whether some of the scores, of which a value is computed, are replaced by a finite number beyond a size."""
         seen: set[int] = set()
         todo = [ref]
         while todo:
@@ -392,9 +410,12 @@ class Softmax:
                 continue
             seen.add(at.value)
             number = self.scope.number(at)
-            if number is None:
+            if number is None and self.scope.name(at) in ("reduce_max", "reduce_min", "reduce_sum"):
+                with suppress(Mismatch):
+                    todo.append(self.reduced(at))
+            elif number is None:
                 todo += self.space.operands(at) or []
-            elif _DROWNS_IN < abs(number) < math.inf:
+            elif beyond < abs(number) < math.inf:
                 return True
         return False
 
@@ -404,6 +425,13 @@ class Softmax:
             return (UNSHIFTED,)
         shown = self._shown(argument)
         return () if all((w.kind, self.scope.key(w.source)) in shown for w in weights) else (HIDDEN,)
+
+    def may_be_nothing_but_fills(self, inner: LogSumExp) -> bool:
+        """Whether a row of exponentials may hold nothing but a mask's fill, beside which a greater score was hidden
+        after it had been subtracted: in the program they are all 0."""
+        refs = [part for part in parts_of(inner.argument) if isinstance(part, Ref)]
+        filled = any(self.is_filled(ref, _BLURS_BY) for ref in refs)
+        return filled and bool(self.assumed(inner.argument, inner.weights))
 
     def _shown(self, argument: Expression) -> set[tuple[str, Any]]:
         """The masks that make scores -inf."""

@@ -87,8 +87,9 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "and b @ a.T for the other: each is found by itself.",
     ),
     (
-        r"each read statistics of the other",
-        "Write one product of the concatenated weights: its softmax runs over all of them.",
+        r"waits for what another site computes",
+        "Where both are products of logits, write one product of the concatenated weights: its softmax runs over all "
+        "of them.",
     ),
     (
         r"computed again only where",

@@ -105,7 +105,9 @@ def _step(w: Writer, at: str, s: str, size: dict[str, int]) -> str:
     if kind == "cast":
         return w.set("s", w.cast(f"{at}.to", s, 1.0))
     if kind == "scale":
-        return w.set("s", s + c.pick(f"{at}.by", [" * 0.5", " / 3.0", " * jnp.float32(0.25)", " / 2**0.5", " * -1.5"]))
+        by = c.pick(f"{at}.by", [" * 0.5", " / 3.0", " * jnp.float32(0.25)", " / 2**0.5", " * -1.5"])
+        masked = any(feature.startswith("fill: ") for feature in w.features)  # what is hidden stays hidden
+        return w.set("s", s + (by.replace("-", "") if masked else by))
     if kind == "mask":
         dtype = c.pick(f"{at}.of", ["float32", "bfloat16", "float16"], 0.3)
         return w.set("s", positions.filled(w, at, s, rows, keys, dtype))

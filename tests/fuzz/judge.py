@@ -172,6 +172,15 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
         excused = bool(assumed) or not any(check.hidden.any() for check in values)
         for check, true in zip(checks, unrounded, strict=True):
             check.look_behind(true, excused, vanishing=not assumed.isdisjoint((UNSHIFTED, HIDDEN)))
+    if any(check.places() for check in checks):
+        apart = _one_by_one(original, leaves)
+        if any(check.lives_on_luck(x) for check, x in zip(checks, apart, strict=True)):
+            return
+        values = checks[: len(checks) - program.gradients]
+        lost = any(not check.integral and np.isnan(check.own).any() for check in values)
+        for check in checks[len(values) :]:
+            # In a gradient an infinity says no more than NaN, and of values that are NaN it says nothing.
+            check.own = np.full_like(check.own, np.nan) if lost else np.where(np.isinf(check.own), np.nan, check.own)
     for n, check in enumerate(checks):
         if complaint := check.places():
             verdict.kind, verdict.badness = "NaN", float("inf")
@@ -199,6 +208,14 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
     for n in wrong:
         verdict.kind, verdict.badness = "values", max(verdict.badness, checks[n].ratio(gradient))
         verdict.complaints.append(f"result {n}: {checks[n].words(gradient)}")
+
+
+def _one_by_one(program: Any, leaves: Sequence[Any]) -> list[Any]:
+    """What a program gives where each equation is compiled by itself."""
+    twins = _Twins(program)
+    with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.disable_jit():
+        both = twins._evaluate(*leaves)
+    return [np.asarray(x) for x in both[: len(both) // 2]]
 
 
 def _passes_unrounded(
@@ -332,6 +349,11 @@ class _Check:
         if self.unsaid:
             return f"{self.unsaid} of {self.own.size} finite where the original is NaN or infinite, and nothing says so"
         return None
+
+    def lives_on_luck(self, apart: Any) -> bool:
+        """Whether the original is finite only since a compiler fuses a product beyond the dtype with what comes next:
+        its equations ``apart``, one by one, are not."""
+        return not self.integral and bool((~np.isfinite(apart.astype(np.float64)) & np.isfinite(self.own)).any())
 
     def sample(self, own: Any, true: Any) -> None:
         """A further sample of the original's own error."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import autopallas
 from recognition.catalogue import ODD, array, bhtd
@@ -144,3 +145,143 @@ def test_a_maximum_beyond_the_range_of_float16_is_assumed_away():
     assert site.assumptions
     strict = optimized_like_a_user(attend, assume_finite=False)
     np.testing.assert_array_equal(np.isnan(compiled(strict)(q, k, v)), np.isnan(expected))
+
+
+def test_an_infinite_fill_is_nothing_that_a_sum_multiplies_with_zero():
+    x, head = array(5, 4, seed=0), array(4, 11, seed=1)
+    labels = jnp.array([7, 5, 8, 6, 0])
+
+    def picked(x, head):
+        z = x @ head
+        z = jnp.where(jnp.arange(11) < 9, z - lax.stop_gradient(z.max(-1, keepdims=True)), -jnp.inf)
+        return jax.nn.logsumexp(z, -1) - jnp.where(jnp.arange(11) == labels[:, None], z, 0.0).sum(-1)
+
+    loss = lambda x, head: picked(x, head).mean()  # noqa: E731
+    optimized = optimized_like_a_user(loss)
+    np.testing.assert_allclose(compiled(optimized)(x, head), compiled(loss)(x, head), rtol=1e-5)
+    assert optimized.report().counts()["cross_entropy"] == 1
+
+
+def test_what_is_added_after_the_maximum_rounds_as_finely_as_it_is_small():
+    q, k, v, bias = 1000 * array(5, 4, seed=0), array(5, 4, seed=1), array(5, 4, seed=2), array(5, 5, seed=3)
+
+    def attend(q, k, v, bias):
+        s = q @ k.T
+        e = jnp.exp(s - s.max(-1, keepdims=True) + bias)
+        return (e / (1.0 + e.sum(-1, keepdims=True))) @ v
+
+    optimized = optimized_like_a_user(attend)
+    np.testing.assert_allclose(compiled(optimized)(q, k, v, bias), compiled(attend)(q, k, v, bias), rtol=1e-5)
+
+
+def test_rows_of_fills_that_do_not_cancel_round_as_in_the_program():
+    q, k, v, factor = (array(*shape, seed=n) for n, shape in enumerate([(5, 4), (5, 4), (5, 4), (5,)]))
+    keep = jnp.ones((5, 5), bool).at[2].set(False)
+
+    def attend(q, k, v, factor):
+        s = q @ k.T + (1.0 - keep.astype(jnp.float32)) * -1e9
+        e = jnp.exp2(s - lax.stop_gradient(s.max(-1, keepdims=True))) * factor
+        return (e / jnp.maximum(e.sum(-1, keepdims=True), 1e-9)) @ v
+
+    optimized = optimized_like_a_user(attend)
+    for sign in (1, -1):
+        given, expected = (compiled(f)(q, k, v, sign * factor) for f in (optimized, attend))
+        np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_less_a_fill_keep_none_of_their_digits():
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+
+    def attend(q, k, v):
+        s = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), q @ k.T, -2.0e38)
+        return jax.nn.softmax(s - s.min(-1, keepdims=True), -1) @ v
+
+    np.testing.assert_allclose(compiled(optimized_like_a_user(attend))(q, k, v), compiled(attend)(q, k, v), rtol=1e-5)
+
+
+def test_a_guarded_row_whose_keys_are_hidden_after_the_maximum_stays_zero():
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+    segments = jnp.array([0, 0, 1, 0, 1])
+
+    def attend(q, k, v):
+        s = jnp.where(jnp.tril(jnp.ones((5, 5), bool), -1), q @ k.T, -1e9)
+        s = s - s.max(-1, keepdims=True)
+        e = jnp.exp(jnp.where(segments[:, None] == segments, s, -1e9))
+        p = e / e.sum(-1, keepdims=True)
+        return jnp.where(jnp.isnan(p), 0.0, p) @ v
+
+    given, expected = (compiled(f)(q, k, v) for f in (optimized_like_a_user(attend), attend))
+    assert not np.asarray(expected)[2].any()
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_maximum_that_a_cast_makes_infinite_is_not_multiplied_with_zero():
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+    keep = jnp.tril(jnp.ones((5, 5), bool)) & (jnp.arange(5)[:, None] != 1)
+
+    def attend(q, k, v):
+        s = jnp.where(keep, q @ k.T, jnp.finfo(jnp.float32).min)
+        m = lax.stop_gradient(s.max(-1, keepdims=True)).astype(jnp.bfloat16).astype(jnp.float32)
+        e = jnp.exp(jnp.where(keep, s - m, -1e9))
+        return (e / jnp.maximum(e.sum(-1, keepdims=True), 1.0)) @ v
+
+    given, expected = (compiled(f)(q, k, v) for f in (optimized_like_a_user(attend), attend))
+    np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_computed_in_bfloat16_of_logits_is_rounded_everywhere():
+    x, head, labels = 10 * array(7, 8, seed=0), array(8, 11, seed=1), jnp.array([3, 1, 4, 1, 5, 9, 2])
+
+    def loss(x, head):
+        z = (x @ head).astype(jnp.bfloat16) + 30.0
+        return (jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], -1)[:, 0]).mean()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    optimized = optimized_like_a_user(step)
+    given, expected = compiled(optimized)(x, head), compiled(step)(x, head)
+    assert optimized.report().counts()["cross_entropy"] == 1
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
+
+
+def test_sites_that_wait_for_each_other_are_not_both_replaced():
+    """The router, read as a loss, gives the mixture its weights, and reads their cotangents from it."""
+    x, up, down, router = array(7, 4), 0.5 * array(4, 4, 6), 0.5 * array(4, 6, 4), array(4, 4)
+    chosen = jnp.arange(7)[:, None] % 4
+
+    def mix(x, down):
+        weights = jnp.take_along_axis(jax.nn.softmax(x @ router, -1), chosen, -1, mode="clip")
+        hot = (chosen[..., None] == jnp.arange(4)).astype(jnp.float32)
+        gates = jnp.einsum("tk,tke->te", weights, hot)
+        return jnp.einsum("tef,efd,te->td", jax.nn.relu(jnp.einsum("td,edf->tef", x, up)), down, gates)
+
+    step = jax.grad(lambda x, down: (mix(x, down) ** 2).sum(), (0, 1))
+    linear = lambda x, down: jax.vjp(mix, x, down)[1](jnp.cos(jnp.arange(28.0)).reshape(7, 4))  # noqa: E731
+    for function in (step, linear):
+        optimized = optimized_like_a_user(function)
+        for a, b in zip(compiled(optimized)(x, down), compiled(function)(x, down), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert optimized.report().counts()["grouped_matmul"] == 1
+        assert not optimized.report().failures
+
+
+def test_a_mixture_in_a_loop_over_rows_is_one_site():
+    """From outside, the loop that counts its steps looks like a loop over experts."""
+    x, up, down, router = array(3, 7, 4), 0.5 * array(3, 4, 4, 6), 0.5 * array(3, 4, 6, 4), array(4, 4)
+
+    def mix(x, up, down):
+        weights, chosen = lax.top_k(jax.nn.softmax(x @ router, -1), 2)
+        gates = ((chosen[..., None] == jnp.arange(4)).astype(jnp.float32) * weights[..., None]).sum(1)
+        return jnp.einsum("tef,efd,te->td", jax.nn.relu(jnp.einsum("td,edf->tef", x, up)), down, gates)
+
+    def rows(x, up, down):
+        return lax.scan(lambda n, row: (n + 1, mix(*row)), 0, (x, up, down))[1]
+
+    step = jax.value_and_grad(lambda *a: jnp.sin(rows(*a)).sum(), (0, 1, 2))
+    for function in (rows, step):
+        optimized = optimized_like_a_user(function)
+        given, expected = compiled(optimized)(x, up, down), compiled(function)(x, up, down)
+        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert optimized.report().counts()["grouped_matmul"] == 1
+        assert not optimized.report().near_misses

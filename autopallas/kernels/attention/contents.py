@@ -53,8 +53,14 @@ class Tile(NamedTuple):
 
 
 def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile) -> Array:
+    """What is exponentiated, but for the shift.
+
+    A compiler may leave a product unrounded where the shift is taken from it in the same instruction, but not where the
+    shift is found.  Of scores as large as a mask's fill nothing but that rounding would be left.
+    """
     x = programs.score.evaluate(score, here.query, here.key, here.sides)
-    return jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
+    x = jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
+    return jnp.where(x == x, x, jnp.nan) if programs.score.scales_last else x
 
 
 def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array, here: Tile) -> Array:

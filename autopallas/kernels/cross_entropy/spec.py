@@ -5,12 +5,12 @@ Letters, in this package: N rows (tokens), D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.program import Program
+from autopallas.program import Program, honoured
 
 __all__ = ["CrossEntropySpec", "Product", "SideSpec", "Statistic"]
 
@@ -100,6 +100,14 @@ class CrossEntropySpec:
     def accumulation_dtype(self) -> Dtype:
         """float32, or float64 where the original has float64."""
         return np.dtype(np.float64 if self.doubled or self.logit_dtype == np.float64 else np.float32)
+
+    def honoured(self) -> CrossEntropySpec:
+        """The same with roundings that XLA cannot leave out (:func:`autopallas.program.honoured`)."""
+        return replace(
+            self,
+            statistics=tuple(replace(s, program=honoured(s.program)) for s in self.statistics),
+            products=tuple(replace(p, program=honoured(p.program)) for p in self.products),
+        )
 
     @property
     def widest_dtype(self) -> Dtype:

@@ -50,6 +50,7 @@ def forward(
     Returns:
       The statistics, [N] each, and the products.
     """
+    spec = spec.honoured()
     with jax.named_scope("autopallas_cross_entropy_xla"):
         operands = Operands.of(spec, x, w, sides)
         targets = tuple(Target.of_product(p.kind, p.dtype) for p in spec.products)
@@ -93,6 +94,7 @@ def backward(
       The gradients of x, w and the side inputs, each in its operand's shape and dtype; None where it is not wanted, or
       the operand is of integers or booleans.
     """
+    spec = spec.honoured()
     targets = Target.of_gradients(spec, wanted)
     floating = [position - 2 for position in targets if position >= 2]
     if not targets:

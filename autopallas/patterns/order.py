@@ -1,0 +1,61 @@
+"""Sites that wait for each other: each is right by itself, but no order of the program computes them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from autopallas.graph import Graph
+from autopallas.patterns.match import Match, NearMiss
+
+__all__ = ["in_some_order"]
+
+_REASON = "it waits for what another site computes, and that one for what it computes"
+
+
+def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], list[NearMiss]]:
+    """The matches without those that wait for each other, and what is said of these.
+
+    A kernel reads all of its operands before it gives the first of its results.  Two results of a program, of which one
+    reads what the other does not, may so come to stand in a circle with those of another kernel.  Of the matches in a
+    circle the one that reads the least is left out.
+    """
+    kept, left_out = list(matches), []
+    while len(kept) > 1 and (circle := _circle(graph, kept)):
+        least = min(circle, key=lambda match: _size(graph, match.operands))
+        kept.remove(least)
+        left_out.append(NearMiss(least.op, least.location, _REASON, min(least.replaced)))
+    return kept, left_out
+
+
+def _size(graph: Graph, numbers: Iterable[int]) -> int:
+    return sum(math.prod(graph.shape(number)) for number in numbers)
+
+
+def _circle(graph: Graph, matches: Sequence[Match]) -> list[Match]:
+    """The matches in one circle, if there is any."""
+    reads = {number: read for match in matches for number, read in match.reads.items()}
+    done: set[int] = set()
+    path: dict[int, None] = {}  # in order
+    for start in reads:
+        todo = [start]
+        while todo:
+            number = todo[-1]
+            if number in done:
+                todo.pop()
+            elif number in path:
+                todo.pop()
+                path.pop(number)
+                done.add(number)
+            else:
+                path[number] = None
+                node = graph.definitions.get(number)
+                read = reads.get(number, () if node is None else node.inputs)
+                for other in read:
+                    if other in path:
+                        numbers = list(path)
+                        around = set(numbers[numbers.index(other) :])
+                        return [match for match in matches if not around.isdisjoint(match.replaced)]
+                    if other not in done:
+                        todo.append(other)
+    return []
