@@ -106,8 +106,8 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
             except Mismatch as mismatch:
                 misses[root] = NearMiss(OP, location, mismatch.reason, root)
     with contained():
-        held = {id(equation) for draft in drafts.values() for equation in _holders(graph, draft.body)}
-        around = {root: draft for root, draft in drafts.items() if not held.isdisjoint(draft.equations)}
+        holders = {id(equation) for draft in drafts.values() for equation in _holders(graph, draft.body)}
+        around = {root: draft for root, draft in drafts.items() if not holders.isdisjoint(draft.equations)}
         alone = {root: match for root, match in matches.items() if root not in around}
         _with_backward(graph, {root: draft for root, draft in drafts.items() if root not in around}, alone, misses)
         for root, draft in around.items():

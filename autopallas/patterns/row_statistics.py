@@ -286,17 +286,22 @@ class RowStatistics(Softmax):
                     if s.known is not None:
                         raise _NotLinear
                     inner: Expression = s.tile if s.tile is not None else one
-                    infinite = [f for f in s.factors if not math.isfinite(self.scope.number(f) or 0.0)]
+                    infinite = [n for n in map(self._number, s.factors) if n is not None and not math.isfinite(n)]
                     if infinite:  # as a factor of the whole sum it would be multiplied with 0 where nothing is summed
                         if s.tile is not None or len(s.factors) > 1:
                             raise _NotLinear
-                        s, inner = replace(s, factors=()), Constant(self.scope.number(infinite[0]) or 0.0, dtype)
+                        s, inner = replace(s, factors=()), Constant(infinite[0], dtype)
                     both = (inner, zero) if position == 0 else (zero, inner)
                     wide = self._wider(dtype, inner)
                     masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, wide) for b in both)), wide)
                     yield _Summand(s.factors, masked, s.label)
         else:
             yield self._exponential_sum(tile)
+
+    def _number(self, expression: Expression) -> float | None:
+        if isinstance(expression, Constant):
+            return float(expression.value)
+        return self.scope.number(expression) if isinstance(expression, Ref) else None
 
     def _multiplied(self, a: Ref, b: Ref, dtype: Dtype, depth: int, product: Ref | None = None) -> Iterator[_Summand]:
         """The product of two tiles, as :meth:`_expand` gives it; ``product``: the value that holds it, if any does."""
