@@ -18,7 +18,7 @@ from autopallas.kernels.implementation import IMPLEMENTATIONS
 
 __all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
 
-OPERATIONS = ("attention", "cross_entropy", "grouped_matmul", "rms_norm", "layer_norm", "gated_mlp")
+OPERATIONS = ("attention", "cross_entropy", "grouped_matmul")
 OBJECTIVES = ("time", "memory", "always")
 REPORT_SUFFIXES = (".json", ".html", ".txt")
 

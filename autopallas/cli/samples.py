@@ -27,23 +27,6 @@ def _grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, w, sizes)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * scale
-
-
-def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + 1e-6)
-    return wide.astype(x.dtype) * scale + bias
-
-
-def _gated_mlp(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(x @ gate) * (x @ up)
-
-
 def _shapes(*shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
 
@@ -56,8 +39,5 @@ SAMPLES: dict[str, tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, .
     "attention": (_attention, _shapes(*[(2, 1024, 8, 128)] * 3)),
     "cross_entropy": (_cross_entropy, (*_shapes((2048, 512), (512, 32768)), _integers(2048))),
     "grouped_matmul": (_grouped_matmul, (*_shapes((4096, 512), (8, 512, 1024)), _integers(8))),
-    "rms_norm": (_rms_norm, _shapes((4096, 1024), (1024,))),
-    "layer_norm": (_layer_norm, _shapes((4096, 1024), (1024,), (1024,))),
-    "gated_mlp": (_gated_mlp, _shapes((4096, 1024), (1024, 4096), (1024, 4096))),
 }
 """(the program, the types of its arguments) for each operation."""
