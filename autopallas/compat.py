@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 from jax._src import config, source_info_util
 from jax.extend.core import DebugInfo
 from jax.interpreters import ad, batching, mlir
+
+from autopallas.places import in_package
 
 if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
 
@@ -230,11 +233,41 @@ def inlined_equation(
 
 
 def location(equation: JaxprEqn | None) -> str:
-    """ "file:line (function)" of the user's code that made an equation, or "unknown"."""
+    """ "file:line (function)" of the code that made an equation, or "unknown".
+
+    Where an installed package made it, the line of the user's that led there comes first:
+    "file:line (function), in package/file:line (function)".
+    """
     if equation is None or equation.source_info.traceback is None:
         return "unknown"
-    frame = source_info_util.user_frame(equation.source_info.traceback)
+    return _place(equation.source_info.traceback)
+
+
+@lru_cache(maxsize=4096)
+def _place(traceback: Any) -> str:
+    innermost = ""
+    for frame in source_info_util.user_frames(traceback):
+        place = f":{frame.start_line} ({frame.function_name})"
+        package = _in_package(frame.file_name)
+        if package is None:
+            own = f"{frame.file_name}{place}"
+            return in_package(own, innermost) if innermost else own
+        innermost = innermost or f"{package}{place}"
+    frame = source_info_util.user_frame(traceback)
     return "unknown" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+@lru_cache(maxsize=4096)
+def _in_package(file: str) -> str | None:
+    """The part of a path behind the folder of installed packages, or of this one; None of a file elsewhere."""
+    if file.startswith(_OURS):
+        return "autopallas/" + file.removeprefix(_OURS).replace(os.sep, "/")
+    parts = file.replace(os.sep, "/").rsplit("/site-packages/", 1)
+    parts = parts if len(parts) == 2 else file.replace(os.sep, "/").rsplit("/dist-packages/", 1)
+    return parts[1] if len(parts) == 2 else None
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def is_transposed(equation: JaxprEqn) -> bool:

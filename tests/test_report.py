@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import importlib
 import json
 import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autopallas
+from autopallas import compat
+from autopallas.places import users_place
 from autopallas.report import Failure, NearMiss, Report, Site, at_exit
 
 ROOT = Path(__file__).parent.parent
@@ -270,3 +277,35 @@ def test_the_text_tells_what_it_took_to_find_block_sizes():
     assert "search" not in str(Report(platform="cpu", device_kind="cpu"))
     told = str(Report(platform="cpu", device_kind="cpu", tuning={"searches": 1, "cache_hits": 2}))
     assert "1 search for block sizes, 2 answers from the cache on disk" in told
+
+
+def test_a_site_in_an_installed_package_is_placed_at_the_users_line(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages" / "layers_of_others"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "import jax\n\n\ndef attend(q, k, v):\n    return jax.nn.softmax(q @ k.T, -1) @ v\n"
+    )
+    monkeypatch.syspath_prepend(folder.parent)
+    attend = importlib.import_module("layers_of_others").attend
+
+    def model(q, k, v):
+        return attend(q, k, v)
+
+    q = jnp.ones((4, 8))
+    (site,) = autopallas.explain(model, q, q, q).sites
+    place, within = site.location.split(", in ")
+    assert place.startswith(f"{__file__}:")
+    assert place.endswith(".model)")
+    assert within == "layers_of_others/__init__.py:5 (attend)"
+    assert users_place(site.location) == place
+
+
+def test_a_site_of_nothing_but_installed_packages_has_their_line(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages" / "programs_of_others"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("def f(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    f = importlib.import_module("programs_of_others").f
+    with ThreadPoolExecutor(1) as pool:  # no line of this file leads there
+        (equation,) = pool.submit(jax.make_jaxpr(f), 1.0).result().eqns
+    assert compat.location(equation) == f"{folder / '__init__.py'}:2 (f)"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from autopallas.places import users_place
 from autopallas.tuning.lock import Lock, LockedSite, identity, place, read
 
 __all__ = ["add"]
@@ -95,15 +96,15 @@ _PLACE = re.compile(r"(?P<file>.*):(?P<line>\d+) \((?P<function>.*)\)")
 
 
 def _file(location: str) -> str:
-    found = _PLACE.fullmatch(place(location, "/"))
+    found = _PLACE.fullmatch(place(users_place(location), "/"))
     return found["file"].rpartition("/")[2] if found else location
 
 
 def _line(location: str) -> int:
-    found = _PLACE.fullmatch(location)
+    found = _PLACE.fullmatch(users_place(location))
     return int(found["line"]) if found else 0
 
 
 def _function(location: str) -> tuple[str, str]:
-    found = _PLACE.fullmatch(location)
+    found = _PLACE.fullmatch(users_place(location))
     return _file(location), found["function"] if found else ""

@@ -16,6 +16,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 
+from autopallas.places import users_place
 from autopallas.report import pictures, terminal, text
 from autopallas.report.hints import hint
 from autopallas.report.records import Failure, NearMiss, Report, Site
@@ -287,7 +288,7 @@ def _failure(failure: Failure) -> str:
 
 def _source(location: str) -> Iterator[str]:
     """The line of the user's code with its neighbours, where the file is at hand."""
-    found = _PLACE.fullmatch(location)
+    found = _PLACE.fullmatch(users_place(location))
     if found is None or not found["file"].endswith(".py"):
         return
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from autopallas.errors import OptionError
+from autopallas.places import users_place
 from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
 from autopallas.tuning.key import digest_of
 from autopallas.tuning.table import Evidence, Row
@@ -241,7 +242,7 @@ def place(location: str, folder: str) -> str:
       >>> place("/usr/lib/library.py:3 (f)", "/home/me/project")
       'library.py:3 (f)'
     """
-    file, colon, rest = location.rpartition(":")
+    file, colon, rest = users_place(location).rpartition(":")
     if not colon:
         return location
     relative = os.path.relpath(file, folder) if os.path.isabs(file) else file

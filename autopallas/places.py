@@ -1,0 +1,23 @@
+"""Places in source code, in words: "file:line (function)", and behind it the line of an installed package."""
+
+from __future__ import annotations
+
+__all__ = ["in_package", "users_place"]
+
+_IN = "), in "
+
+
+def in_package(place: str, within: str) -> str:
+    """The user's place with that in an installed package to which it led."""
+    return f"{place}, in {within}"
+
+
+def users_place(location: str) -> str:
+    """A location without that in an installed package.
+
+    Example:
+      >>> users_place(in_package("train.py:4 (loss)", "flax/linen/linear.py:287 (__call__)"))
+      'train.py:4 (loss)'
+    """
+    own, found, _ = location.partition(_IN)
+    return own + ")" if found else location
