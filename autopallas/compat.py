@@ -253,8 +253,8 @@ def _place(traceback: Any) -> str:
             own = f"{frame.file_name}{place}"
             return in_package(own, innermost) if innermost else own
         innermost = innermost or f"{package}{place}"
-    frame = source_info_util.user_frame(traceback)
-    return "unknown" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    first = source_info_util.user_frame(traceback)
+    return "unknown" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
 
 
 @lru_cache(maxsize=4096)

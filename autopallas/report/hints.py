@@ -87,6 +87,18 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "and b @ a.T for the other: each is found by itself.",
     ),
     (
+        r"a maximum that something is added to",
+        "Add to the scores first, and subtract the maximum of what is exponentiated.",
+    ),
+    (
+        r"hidden after the maximum is subtracted",
+        "Mask the scores, with -inf, before their maximum is taken: jax.nn.softmax(scores, where=mask).",
+    ),
+    (
+        r"a maximum that is infinite in",
+        "Take the maximum in the scores' own dtype, or mask with -inf.",
+    ),
+    (
         r"waits for what another site computes",
         "Where both are products of logits, write one product of the concatenated weights: its softmax runs over all "
         "of them.",
