@@ -41,12 +41,14 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             found, missed = own.find(graph, patterns)
             matches = [*found, *matches]
             misses += missed
+    alive = surviving(graph) if matches else frozenset[int]()
+    matches = [match for match in matches if not alive.isdisjoint(match.replaced)]  # nothing computes the others
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
-    if matches and misses:  # what a site does in the program's place, its backward included, holds no near misses
+    if misses:  # what a site does in the program's place, its backward included, holds no near misses
         reads = {number: read for match in matches for number, read in match.reads.items()}
         still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
-        misses = [miss for miss in misses if miss.value in still]
+        misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
     return without_routers(graph, matches, misses)
 
 

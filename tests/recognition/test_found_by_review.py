@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
 
+import autopallas
 from recognition.catalogue import array
 from recognition.compare import compare, compiled, optimized_like_a_user
 from recognition.losses import picked
@@ -166,3 +167,25 @@ def test_a_nan_that_is_added_to_hidden_scores_shows_where_it_did():
 
     given, expected = (compiled(f)(q, k, v, bias) for f in (optimized_like_a_user(attend), attend))
     assert jnp.array_equal(jnp.isnan(given), jnp.isnan(expected))
+
+
+def test_what_nothing_reads_is_no_site():
+    """As the forward that a library runs for the shapes of its parameters alone."""
+    q = array(8, 4)
+    attend = lambda q: jax.nn.softmax(q @ q.T, -1) @ q  # noqa: E731
+
+    def called(q):
+        attend(q)
+        return q + 1
+
+    def in_a_loop(q):
+        return jax.lax.scan(lambda x, _: (x + 1, attend(x)), q, None, length=3)[0]
+
+    def in_a_branch(q):
+        return jax.lax.cond(q[0, 0] > 0, lambda q: (attend(q), q)[1], lambda q: q, q)
+
+    for function in (called, in_a_loop, in_a_branch):
+        report = autopallas.explain(function, q)
+        assert not report.sites
+        assert not report.near_misses
+    assert len(autopallas.explain(attend, q).sites) == 1
