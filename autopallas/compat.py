@@ -245,16 +245,17 @@ def location(equation: JaxprEqn | None) -> str:
 
 @lru_cache(maxsize=4096)
 def _place(traceback: Any) -> str:
-    innermost = ""
+    innermost = ""  # that in a package, without the path to it
+    whole = "unknown"
     for frame in source_info_util.user_frames(traceback):
-        place = f":{frame.start_line} ({frame.function_name})"
+        line = f":{frame.start_line} ({frame.function_name})"
+        place = f"{frame.file_name}{line}"
         package = _in_package(frame.file_name)
         if package is None:
-            own = f"{frame.file_name}{place}"
-            return in_package(own, innermost) if innermost else own
-        innermost = innermost or f"{package}{place}"
-    first = source_info_util.user_frame(traceback)
-    return "unknown" if first is None else f"{first.file_name}:{first.start_line} ({first.function_name})"
+            return in_package(place, innermost) if innermost else place
+        if not innermost:
+            innermost, whole = f"{package}{line}", place
+    return whole
 
 
 @lru_cache(maxsize=4096)

@@ -231,17 +231,24 @@ def honoured(program: Program) -> Program:
     for instruction in program.instructions:
         result = put(replace(instruction, arguments=tuple(registers[a] for a in instruction.arguments)))
         if instruction.dtype == narrow and instruction.primitive.name in _ROUNDING:
-            to_wide, to_narrow = ({"new_dtype": d, "sharding": None, "weak_type": False} for d in (wide, narrow))
-            rounding = (("exponent_bits", 8), ("mantissa_bits", 7))
-            result = put(Instruction(jax.lax.convert_element_type_p, parameters(to_wide), (result,), wide))
-            result = put(Instruction(jax.lax.reduce_precision_p, rounding, (result,), wide))
-            result = put(Instruction(jax.lax.convert_element_type_p, parameters(to_narrow), (result,), narrow))
+            rounding = {"exponent_bits": 8, "mantissa_bits": 7}
+            for primitive, params, dtype in (
+                (jax.lax.convert_element_type_p, conversion_params(wide), wide),
+                (jax.lax.reduce_precision_p, rounding, wide),
+                (jax.lax.convert_element_type_p, conversion_params(narrow), narrow),
+            ):
+                result = put(Instruction(primitive, parameters(params), (result,), dtype))
         registers.append(result)
     return Program(program.inputs, tuple(instructions), registers[program.result])
 
 
 _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})
 """Operations whose results may lie between two numbers of their dtype."""
+
+
+def conversion_params(dtype: np.dtype[Any]) -> dict[str, Any]:
+    """The parameters of a cast."""
+    return {"new_dtype": dtype, "sharding": None, "weak_type": False}
 
 
 def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

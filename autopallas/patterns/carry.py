@@ -16,9 +16,9 @@ from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.crossing import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.layout import Operand, Positions
-from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, operation
+from autopallas.patterns.expressions import Apply, Expression, Scope, operation
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, parameters
+from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, conversion_params, parameters
 
 __all__ = ["Carrier", "ProgramBuilder", "at_hand", "leanest"]
 

@@ -25,10 +25,10 @@ from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, pick_at
 from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
 from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
-from autopallas.patterns.expressions import Scope, conversion_params, operation
+from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
-from autopallas.program import Constant, Instruction, Program, Side, parameters
+from autopallas.program import Constant, Instruction, Program, Side, conversion_params, parameters
 
 __all__ = ["Reading", "read"]
 

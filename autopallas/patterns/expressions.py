@@ -249,11 +249,6 @@ def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
     return custom_p, {"value": rule.value, "tangent": rule.tangent}
 
 
-def conversion_params(dtype: Dtype) -> dict[str, Any]:
-    """The parameters of a cast."""
-    return {"new_dtype": dtype, "sharding": None, "weak_type": False}
-
-
 def _cast(value: np.ndarray[Any, Any], dtype: Dtype) -> float | int | None:
     """A scalar in another dtype; None where platforms differ, as for a float that an integer type does not hold."""
     if dtype.kind in "iu" and value.dtype.kind not in "iub":

@@ -23,10 +23,10 @@ from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.layout import Operand, Positions
 from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, conversion_params, operation
+from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.program import Constant, Program, Side
+from autopallas.program import Constant, Program, Side, conversion_params
 
 __all__ = ["RowFactor", "row_factor"]
 

@@ -10,7 +10,7 @@ logsumexp come out the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -22,9 +22,9 @@ from autopallas import compat
 from autopallas.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.expressions import Apply, Expression, Scope, conversion_params, parts_of
+from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
 from autopallas.patterns.match import Mismatch
-from autopallas.program import Constant
+from autopallas.program import Constant, conversion_params
 
 __all__ = [
     "HIDDEN",
@@ -240,17 +240,25 @@ class Softmax:
 
     def _has_exponential(self, ref: Ref) -> bool:
         """Whether an exponential lies behind elementwise operations."""
+
+        def operands(at: Ref) -> Sequence[Ref]:
+            return self.space.operands(at) or [] if self._carries_scores(at) else []
+
+        return any(self._carries_scores(at) and self.scope.exponential(at) for at in self._behind(ref, operands))
+
+    def _carries_scores(self, ref: Ref) -> bool:
+        return self.scope.depends(ref.value) and self.carries_axis(ref)
+
+    def _behind(self, ref: Ref, operands: Callable[[Ref], Iterable[Ref]], most: float = math.inf) -> Iterator[Ref]:
+        """The values of which one is computed, as far as ``operands`` tells them; it comes first."""
         seen: set[int] = set()
         todo = [ref]
-        while todo:
+        while todo and len(seen) <= most:
             at = self.space.canonical(todo.pop())
-            if at.value in seen or not self.scope.depends(at.value) or not self.carries_axis(at):
-                continue
-            seen.add(at.value)
-            if self.scope.exponential(at) is not None:
-                return True
-            todo += self.space.operands(at) or []
-        return False
+            if at.value not in seen:
+                seen.add(at.value)
+                yield at
+                todo += operands(at)
 
     # ------------------------------------------------------------------ the exponential's argument
 
@@ -280,12 +288,14 @@ class Softmax:
             if self._is_row(b):
                 x, rows, shifted = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
+                bounds = self._bounds(row, a)
                 if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
                     row = [Term(float(sign), "value", self.space.canonical(b))]
-                elif not self._bounds(row, a) and self._blurs(a, b):
+                    bounds = False
+                elif not bounds and self._blurs(a, b):
                     return _Stripped(ref, [])  # as large as a fill, it takes the scores' last digits
                 rows = rows + row
-                shifted = self._bounds(row, a) or shifted and all(t.coefficient < 0 for t in row)
+                shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
                 x, inner, _ = self._stripped(b, depth=depth + 1)
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
@@ -385,16 +395,15 @@ class Softmax:
 
     def _blurs(self, scores: Ref, number: Ref) -> bool:
         """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores."""
-        todo = [number]
-        for _ in range(_DEEPEST):
-            if not todo:
-                return False
-            at = self.space.canonical(todo.pop())
-            if self.scope.name(at) in ("max", "select_n", "stop_gradient", "convert_element_type"):
-                todo += self.space.operands(at) or []
-            elif self.scope.name(at) != "reduce_max" and self.is_filled(at, _BLURS_BY):
-                return self.is_filled(scores, _BLURS_BY)
-        return False
+
+        def one_of(at: Ref) -> Sequence[Ref]:
+            chosen = self.scope.name(at) in ("max", "select_n", "stop_gradient", "convert_element_type")
+            return self.space.operands(at) or [] if chosen else []
+
+        numbers = (at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at))
+        return any(
+            self.scope.name(at) != "reduce_max" and self.is_filled(at, _BLURS_BY) for at in numbers
+        ) and self.is_filled(scores, _BLURS_BY)
 
     def _drowns(self, row: Sequence[Term]) -> bool:
         """Whether the logarithm of a sum was added to the row's maximum before both are taken away."""
@@ -402,22 +411,18 @@ class Softmax:
 
     def is_filled(self, ref: Ref, beyond: float) -> bool:
         """Whether some of the scores, of which a value is computed, are replaced by a finite number beyond a size."""
-        seen: set[int] = set()
-        todo = [ref]
-        while todo:
-            at = self.space.canonical(todo.pop())
-            if at.value in seen or len(seen) > _MOST_TERMS:
-                continue
-            seen.add(at.value)
-            number = self.scope.number(at)
-            if number is None and self.scope.name(at) in ("reduce_max", "reduce_min", "reduce_sum"):
+
+        def operands(at: Ref) -> Sequence[Ref]:
+            if self.scope.number(at) is not None:
+                return []
+            if self.scope.name(at) in ("reduce_max", "reduce_min", "reduce_sum"):
                 with suppress(Mismatch):
-                    todo.append(self.reduced(at))
-            elif number is None:
-                todo += self.space.operands(at) or []
-            elif beyond < abs(number) < math.inf:
-                return True
-        return False
+                    return [self.reduced(at)]
+                return []
+            return self.space.operands(at) or []
+
+        numbers = map(self.scope.number, self._behind(ref, operands, _MOST_TERMS))
+        return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
 
     def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:
         """What is assumed of exponentials of some scores, masked by ``weights``, that are summed."""

@@ -175,10 +175,10 @@ def experts_with_a_gradient_of_their_own(p, x):
     return jnp.einsum("tef,efd,te->td", half_as_steep(hidden(p, x)), p["down"], combine(p, x))
 
 
-@pytest.mark.parametrize("function", [experts_with_a_gradient_of_their_own], ids=lambda f: f.__name__)
-def test_a_backward_that_is_not_recognised_keeps_both(function):
-    optimized = optimized_like_a_user(step(function))
-    given, wanted = compiled(lambda *a: optimized(*a))(P, X), compiled(step(function))(P, X)
+def test_a_backward_that_is_not_recognised_keeps_both():
+    whole = step(experts_with_a_gradient_of_their_own)
+    optimized = optimized_like_a_user(whole)
+    given, wanted = compiled(lambda *a: optimized(*a))(P, X), compiled(whole)(P, X)
     for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert optimized.report().counts()[OP] == 0
