@@ -7,6 +7,7 @@ why.
 
 from typing import TYPE_CHECKING, Any
 
+from autopallas.custom.declare import pattern
 from autopallas.errors import (
     AutopallasWarning,
     OptionError,
@@ -16,7 +17,6 @@ from autopallas.errors import (
 )
 from autopallas.optimize import explain, optimize
 from autopallas.options import options
-from autopallas.own import pattern
 from autopallas.report import Report
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopallas.errors import OptionError
-from autopallas.kernels.implementation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS
 
 __all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
 

@@ -15,25 +15,28 @@ import jax
 
 from autopallas import compat, recovery
 from autopallas.arguments import Static, Untraceable, join, split, traceable
-from autopallas.collector import paused
+from autopallas.autotune.probe import Prober
+from autopallas.custom.check import apart
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError
 from autopallas.faults import MEANT, collecting, in_words
+from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
-from autopallas.kernels.implementation import Device
 from autopallas.options import OptionArguments, Options, resolve, validated
-from autopallas.partition import Shardings, hurried, objection, placed
-from autopallas.partition import shardings as partition
 from autopallas.patterns import NearMiss, find
-from autopallas.plan import Decision, plan
-from autopallas.plan.own import apart
+from autopallas.plan.choose_implementation import plan
+from autopallas.plan.decision import Decision
 from autopallas.report import Failure, Report, Site, at_exit
 from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.late import LiveReport
+from autopallas.sharding import call_shardings
+from autopallas.sharding.call_shardings import Shardings
+from autopallas.sharding.processes import hurried, objection
+from autopallas.sharding.shard_sites import placed
+from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.choose import Tuner
-from autopallas.tuning.probe import Prober
 from autopallas.verification import first_call
 
 __all__ = ["Optimized", "explain", "inside", "optimize", "rewrite"]
@@ -161,14 +164,14 @@ class Optimized(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:  # a call that needs nothing special pays for no more than this frame
-            if self._spread and not partition.told():
-                with partition.tell(args, kwargs):
+            if self._spread and not call_shardings.told():
+                with call_shardings.tell(args, kwargs):
                     return self(*args, **kwargs)
             result: R = self._run(*args, **kwargs)
             return result
         except first_call.FirstCall:
             pass
-        except partition.Wanted:
+        except call_shardings.Wanted:
             self._spread = True
             return self(*args, **kwargs)
         except Exception as error:
@@ -230,9 +233,9 @@ class Optimized(Generic[P, R]):
         if not self._spread:
             try:
                 return use(*args, **kwargs)
-            except partition.Wanted:
+            except call_shardings.Wanted:
                 self._spread = True
-        with partition.tell(args, kwargs):
+        with call_shardings.tell(args, kwargs):
             return use(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +260,11 @@ class Optimized(Generic[P, R]):
         except Exception as error:
             recovery.mark_theirs(error)
             raise
-        if partition.wanted_for(program, self._settings):
-            raise partition.Wanted
+        if call_shardings.wanted_for(program, self._settings):
+            raise call_shardings.Wanted
         shardings, rewritten = None, program
         try:
-            shardings = partition.known(program, args, kwargs, arrays, shapes, self._settings)
+            shardings = call_shardings.known(program, args, kwargs, arrays, shapes, self._settings)
         except Exception as error:  # what may be divided among devices must not be taken for what is not
             if options.strict:
                 raise

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from autopallas import compat, environment
+from autopallas.custom.declare import declared
 from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
 from autopallas.errors import OptionError
-from autopallas.kernels.implementation import IMPLEMENTATIONS
-from autopallas.own.pattern import declared
+from autopallas.sites.operation import IMPLEMENTATIONS
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from autopallas import compat
+from autopallas.custom.site import OwnSite
 from autopallas.faults import contained, one_line
 from autopallas.graph import Graph
-from autopallas.kernels.implementation import Device
-from autopallas.own.site import OwnSite
 from autopallas.patterns import Match
-from autopallas.plan import Decision, alone
-from autopallas.rewrite import splice
+from autopallas.plan.decision import Decision
+from autopallas.rewrite.sites import splice
+from autopallas.sharding.local import alone
+from autopallas.sites.device import Device
 from autopallas.tuning.cache import WARNED
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.verdict import Verdict, Verdicts, verdict_key
+from autopallas.tuning.probe_cache import Verdict, Verdicts, verdict_key
 
 __all__ = [
     "Blamed",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopallas.tuning.case import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["AUTOPALLAS", "DIRECTIONS", "KERNELS", "ORIGINAL", "Benchmark", "Candidate", "Case", "Chosen", "Direction"]
 __all__ += ["benchmark"]

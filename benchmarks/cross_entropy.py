@@ -19,9 +19,8 @@ from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.cases import ORIGINALS, in_direction, table_grid
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
-from autopallas.kernels.implementation import Device
-from autopallas.kernels.programs import traced
-from autopallas.program import Index, Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Index, Score, Side, traced
 from benchmarks.case import AUTOPALLAS, ORIGINAL, Candidate, Case, Chosen, Direction
 
 ORACLE_LIMIT = 2048 * 32000

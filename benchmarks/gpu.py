@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.gpu import is_h100
-from autopallas.kernels.implementation import Device
-from autopallas.kernels.interpret import mode
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import mode
 from autopallas.tuning import measure
 from autopallas.tuning.table import Key, Row, table_device
 from autopallas.tuning.table_source import literal, source_with_rows
@@ -265,7 +265,7 @@ class _Run:
 
 def _estimate(op: str, only_print: bool) -> int:
     """Rows for the table on a machine without a GPU: memory by the compiler's account, times by arithmetic."""
-    from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+    from autopallas.compile.gpu import H100, Compiler, missing
 
     if (reason := missing()) is not None:
         print(reason)

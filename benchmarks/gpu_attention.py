@@ -22,8 +22,8 @@ from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import table_key
 from autopallas.kernels.gpu import array_bytes
-from autopallas.kernels.implementation import Device
-from autopallas.program import Index, Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Index, Score, Side
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
 
 IMPLEMENTATION = "pallas_gpu"

@@ -17,7 +17,7 @@ from autopallas.kernels.cross_entropy import pallas_gpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.cases import ORIGINALS, in_direction, types
 from autopallas.kernels.cross_entropy.tuned_block_sizes import table_key
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from benchmarks.case import DIRECTIONS, Case, Direction
 from benchmarks.cross_entropy import kernel, spec
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed

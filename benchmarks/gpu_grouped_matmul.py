@@ -20,7 +20,7 @@ from autopallas.kernels.grouped_matmul.api import apply, grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from benchmarks.gpu import MATMUL, ORIGINAL, Check, Timed
 
 IMPLEMENTATION = "pallas_gpu"

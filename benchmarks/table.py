@@ -16,11 +16,11 @@ import jax
 
 from autopallas import compat
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.implementation import Device
 from autopallas.patterns import Match, find
-from autopallas.plan import Decision
+from autopallas.plan.decision import Decision
 from autopallas.progress import Progress
-from autopallas.rewrite import splice
+from autopallas.rewrite.sites import splice
+from autopallas.sites.device import Device
 from autopallas.tuning import Measurement, measure
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.table import Key, Row, table_device

@@ -1,7 +1,8 @@
 """What ``python -m benchmarks.tpu_schedule`` compares: the TPU kernels, JAX's own, and plain matmuls of the same work.
 
 Data that is known at run time only reads as zero in a simulation.  So the tables that a kernel follows are replaced by
-arithmetic (:mod:`autopallas.kernels.tpu_tables`), in MegaBlox too, or by what makes every step of the grid a full one.
+arithmetic (:mod:`autopallas.kernels.tpu_schedule_tracing`), in MegaBlox too, or by what makes every step of the grid a
+full one.
 """
 
 from __future__ import annotations
@@ -28,11 +29,10 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Sid
 from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
-from autopallas.kernels.implementation import Device
-from autopallas.kernels.programs import traced
 from autopallas.kernels.tpu import generation
-from autopallas.kernels.tpu_tables import Table, limit_of
-from autopallas.program import Index, Score, Side
+from autopallas.kernels.tpu_schedule_tracing import Table, limit_of
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Index, Score, Side, traced
 
 __all__ = ["Candidate", "attentions", "grouped", "losses", "matmul"]
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import autopallas
 from autopallas import compat
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, missing
+from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, missing
 from autopallas.tuning.table import table_device
 
 RESULTS = Path(__file__).parent / "results" / "tpu-memory.json"

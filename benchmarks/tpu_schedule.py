@@ -22,9 +22,9 @@ from unittest import mock
 from jax.experimental import pallas as pl
 
 from autopallas import compat
+from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, Generation, missing
 from autopallas.kernels import tpu
-from autopallas.kernels.tpu_tables import in_main_memory
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Generation, missing
+from autopallas.kernels.tpu_schedule_tracing import in_main_memory
 from autopallas.tuning.table import table_device
 from benchmarks.tpu_candidates import Candidate, attentions, grouped, losses
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import autopallas
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, lowered_for, missing
+from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, lowered_for, missing
 
 
 def attention(x: jax.Array, layer: dict[str, jax.Array], heads: int) -> jax.Array:

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import autopallas
-from autopallas.tuning.verdict import Verdict, Verdicts
+from autopallas.tuning.probe_cache import Verdict, Verdicts
 
 SIGNATURES = [(batch, length) for batch in (1, 2) for length in (8, 16, 24, 32)]
 VOCABULARY, WIDTH, HEADS = 64, 32, 2

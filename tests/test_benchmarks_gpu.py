@@ -103,7 +103,7 @@ def test_an_estimate_does_not_replace_a_measured_row(monkeypatch, capsys):
 
 
 def test_grouped_matmul_has_cases_of_every_bucket_of_interest():
-    from autopallas.kernels.implementation import Device
+    from autopallas.sites.device import Device
     from benchmarks import gpu_grouped_matmul
 
     with Device("gpu", "NVIDIA H100 80GB HBM3").targeted():

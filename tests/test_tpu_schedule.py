@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Operation
+from autopallas.compile.tpu import GENERATIONS, Compilation, Operation
 from benchmarks import tpu_memory, tpu_schedule
 from benchmarks.tpu_candidates import Candidate
 

@@ -16,8 +16,8 @@ from typing import Any
 from autopallas.cli import CommandError
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
+from autopallas.tuning.probe_cache import Verdict, Verdicts
 from autopallas.tuning.table import Row
-from autopallas.tuning.verdict import Verdict, Verdicts
 
 __all__ = ["add"]
 

@@ -79,7 +79,7 @@ def _devices(problems: list[str]) -> tuple[list[dict[str, Any]], Any]:
     """(each kind of device and how many of it there are, the one that programs run on)."""
     import jax
 
-    from autopallas.kernels.implementation import Device
+    from autopallas.sites.device import Device
 
     try:
         kinds = Counter((device.platform, device.device_kind) for device in jax.devices())
@@ -96,8 +96,8 @@ def _operations(device: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
     from autopallas.compat import make_jaxpr
     from autopallas.environment import OPERATIONS
     from autopallas.graph import Graph, flatten
-    from autopallas.kernels.implementation import IMPLEMENTATIONS, Supported
     from autopallas.patterns import find
+    from autopallas.sites.operation import IMPLEMENTATIONS, Supported
 
     found: dict[str, dict[str, Any]] = {}
     for op in OPERATIONS:

@@ -17,11 +17,12 @@ from autopallas.cli.shapes import shapes_of
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
-from autopallas.kernels.implementation import Device
 from autopallas.optimize import Optimized, inside
 from autopallas.options import Options, resolve
 from autopallas.patterns import Match, NearMiss, find
-from autopallas.plan import Decision, plan
+from autopallas.plan.choose_implementation import plan
+from autopallas.plan.decision import Decision
+from autopallas.sites.device import Device
 from autopallas.tuning.choose import Tuner
 
 __all__ = ["Sites", "function_of", "one_line", "shapes_of", "sites_of"]

@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _target(name: str) -> Any:
-    from autopallas.tuning.offline import TARGETS, TargetError, target_of
+    from autopallas.workbench.tune import TARGETS, TargetError, target_of
 
     if name not in TARGETS:
         raise CommandError(f"there is no target {name}; there are {', '.join(TARGETS)}")
@@ -121,7 +121,7 @@ def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: An
 
 def _ahead(function: Any, shapes: tuple[Any, ...], generation: Any) -> dict[str, Any]:
     """What the TPU's compiler says."""
-    from autopallas.tuning.ahead_of_time import compile_for
+    from autopallas.compile.tpu import compile_for
 
     found = compile_for(function, shapes, generation, simulate=generation.simulates)
     if found.failure:

@@ -13,7 +13,7 @@ from typing import Any
 from autopallas import environment
 from autopallas.cli import CommandError
 from autopallas.environment import OBJECTIVES, OPERATIONS, REPORT_SUFFIXES
-from autopallas.kernels.implementation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS
 
 __all__ = ["add", "optimize_every_jit"]
 

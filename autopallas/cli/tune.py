@@ -16,19 +16,19 @@ import jax
 
 from autopallas.cli import CommandError
 from autopallas.cli.program import function_of, one_line, shapes_of
+from autopallas.compile.tpu import Compiler
 from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
 from autopallas.optimize import Optimized
 from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.report import Report
-from autopallas.tuning import results as raw
-from autopallas.tuning.ahead_of_time import Compiler
-from autopallas.tuning.case import DIRECTIONS, Cases, cases_of
-from autopallas.tuning.encoding import EncodingError, saved_site
-from autopallas.tuning.offline import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
+from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
 from autopallas.tuning.table_source import source_with_rows
+from autopallas.workbench import trial_log as raw
+from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
+from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
 
 __all__ = ["add"]
 

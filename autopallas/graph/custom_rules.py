@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from autopallas.program import Constant, Input, Instruction, Program, Side, parameters
+from autopallas.sites.elementwise import Constant, Input, Instruction, Program, Side, parameters
 
 __all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal
+from autopallas.graph.equal_loops import loops
 from autopallas.graph.flatten import Body, Child
-from autopallas.graph.loops import loops
 
 __all__ = [
     "branch_key",

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
-from autopallas.casts import rounds
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.numbering import Graph, Node
+from autopallas.numerics.casts import rounds
 
 Atom: TypeAlias = int
 Dimension: TypeAlias = tuple[int, tuple[Atom, ...]]

@@ -20,6 +20,7 @@ from jax import numpy as jnp
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
+from autopallas.graph.equal_loops import Loop, Loops, loops
 from autopallas.graph.flatten import Body, Child
 from autopallas.graph.keys import (
     branch_key,
@@ -31,7 +32,6 @@ from autopallas.graph.keys import (
     spread_over_all,
     stacked_key,
 )
-from autopallas.graph.loops import Loop, Loops, loops
 from autopallas.graph.steps import Steps
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})

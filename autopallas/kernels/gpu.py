@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from autopallas import compat
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.interpret import interpretation, refusal
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.interpret import interpretation, refusal
+from autopallas.sites.operation import Unsupported
 
 __all__ = [
     "MATRIX_DTYPES",

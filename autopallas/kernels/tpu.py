@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.interpret import interpretation, refusal
-from autopallas.kernels.tpu_tables import in_main_memory, limit_of, part_of, tables_of
-from autopallas.program import Program
+from autopallas.kernels.tpu_schedule_tracing import in_main_memory, limit_of, part_of, tables_of
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.interpret import interpretation, refusal
+from autopallas.sites.operation import Unsupported
 
 __all__ = [
     "ANY_GENERATION",

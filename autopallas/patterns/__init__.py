@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
+from autopallas.custom.declare import declared
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
-from autopallas.own import declared
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
@@ -37,7 +37,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
                 misses += missed
     if ops is None and (patterns := declared()):
         with contained(op="own patterns", stage="recognition"):
-            own = importlib.import_module("autopallas.patterns.own")
+            own = importlib.import_module("autopallas.patterns.spellings")
             found, missed = own.find(graph, patterns)
             matches = [*found, *matches]
             misses += missed

@@ -15,13 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import compat
-from autopallas.casts import rounds
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
-from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
+from autopallas.graph.proof_cache import Forms
+from autopallas.numerics.casts import rounds
 from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle

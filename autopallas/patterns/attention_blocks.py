@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.casts import keeps_range, rounds
 from autopallas.graph import Body, Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
-from autopallas.kernels.layout import Operand, Positions
+from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.attention_draft import AttentionDraft, Proved
 from autopallas.patterns.attention_site import Labels
 from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
@@ -28,7 +27,8 @@ from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import SEVERAL_BLOCKS, LogSumExp, Softmax, Term
-from autopallas.program import Constant, Index, Input, Instruction, Program, Side
+from autopallas.sites.elementwise import Constant, Index, Input, Instruction, Program, Side
+from autopallas.sites.index_notation import Operand, Positions
 
 __all__ = ["Block", "BlockDraft", "blocks", "sum_with"]
 

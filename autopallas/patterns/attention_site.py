@@ -14,19 +14,19 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import rounds
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
-from autopallas.kernels.layout import Operand, Positions, View
+from autopallas.numerics.casts import rounds
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.score_terms import Product, added
 from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.program import Constant, Program
+from autopallas.sites.elementwise import Constant, Program
+from autopallas.sites.index_notation import Operand, Positions, View
 
 __all__ = ["ProvedAttention"]
 

@@ -11,14 +11,24 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.graph import Body, Graph, Ref
-from autopallas.graph.crossing import linked
+from autopallas.graph.body_links import linked
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.kernels.layout import Operand, Positions
+from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.expressions import Apply, Expression, Scope, operation
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.program import Constant, Index, Input, Instruction, Program, Score, Side, conversion_params, parameters
+from autopallas.sites.elementwise import (
+    Constant,
+    Index,
+    Input,
+    Instruction,
+    Program,
+    Score,
+    Side,
+    conversion_params,
+    parameters,
+)
+from autopallas.sites.index_notation import Operand, Positions
 
 __all__ = ["Carrier", "ProgramBuilder", "at_hand", "leanest"]
 

@@ -17,13 +17,13 @@ from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom, View
 from autopallas.kernels.cross_entropy.site import CrossEntropySite, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
-from autopallas.kernels.layout import Operand
 from autopallas.patterns.attention_site import Labels
 from autopallas.patterns.carry import Carrier, ProgramBuilder, leanest
 from autopallas.patterns.cross_entropy_region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.program import Constant, Index, Program, Side
+from autopallas.sites.elementwise import Constant, Index, Program, Side
+from autopallas.sites.index_notation import Operand
 
 __all__ = ["passes"]
 

@@ -13,8 +13,8 @@ from jax import lax
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.graph.loops import loops
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.expressions import (
     Apply,

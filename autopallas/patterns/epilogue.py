@@ -15,7 +15,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, nodes_between
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.program import Constant, Instruction, Program, Score, parameters
+from autopallas.sites.elementwise import Constant, Instruction, Program, Score, parameters
 
 __all__ = ["with_epilogue"]
 

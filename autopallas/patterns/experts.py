@@ -21,10 +21,10 @@ from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
-from autopallas.graph.alike import Forms
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
+from autopallas.graph.proof_cache import Forms
 from autopallas.patterns.backward import (
     Backward,
     Dissolved,

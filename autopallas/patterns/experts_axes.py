@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopallas.casts import counts_exactly
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension
+from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.expressions import Scope
 
 __all__ = ["choice_axes", "narrow_positions", "passed_on", "position_of", "positions_along"]

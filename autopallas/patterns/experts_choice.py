@@ -18,7 +18,7 @@ from autopallas.patterns.experts_intervals import Interval, interval
 from autopallas.patterns.experts_quotients import Quotients
 from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
-from autopallas.program import Constant, Side
+from autopallas.sites.elementwise import Constant, Side
 
 __all__ = ["Choice", "Choices", "folded"]
 

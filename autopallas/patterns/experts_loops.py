@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
+from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.experts_choice import Choices
 from autopallas.patterns.experts_signs import Signs

@@ -18,7 +18,6 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
-from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_choice import Choice, Choices
 from autopallas.patterns.experts_intervals import Interval
 from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, pick_at, slots_picked
@@ -28,7 +27,8 @@ from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
-from autopallas.program import Constant, Instruction, Program, Side, conversion_params, parameters
+from autopallas.sites.elementwise import Constant, Instruction, Program, Side, conversion_params, parameters
+from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["Reading", "read"]
 

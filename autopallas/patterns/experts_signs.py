@@ -13,10 +13,10 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.graph import Graph
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
-from autopallas.program import Constant, Side
+from autopallas.numerics.casts import counts_exactly
+from autopallas.sites.elementwise import Constant, Side
 
 __all__ = ["Outside", "Signs"]
 

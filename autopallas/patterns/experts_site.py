@@ -18,13 +18,13 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
-from autopallas.kernels.layout import Operand, View
 from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import Reading, read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_signs import Outside
 from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
+from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["NoMixture", "Sites"]
 

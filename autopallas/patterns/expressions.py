@@ -16,7 +16,7 @@ from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call, rule_of
 from autopallas.graph.labels import is_product
 from autopallas.patterns.match import Mismatch
-from autopallas.program import Axis, Constant, custom_p
+from autopallas.sites.elementwise import Axis, Constant, custom_p
 
 Dtype: TypeAlias = np.dtype[Any]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 

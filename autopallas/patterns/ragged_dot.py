@@ -11,8 +11,8 @@ from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import closed
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
-from autopallas.kernels.layout import Label, Operand, View
 from autopallas.patterns.match import Match, Mismatch
+from autopallas.sites.index_notation import Label, Operand, View
 
 __all__ = ["precision", "ragged_dot"]
 

@@ -17,16 +17,16 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import rounds
 from autopallas.graph import Ref
 from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
-from autopallas.kernels.layout import Operand, Positions
+from autopallas.numerics.casts import rounds
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.program import Constant, Program, Side, conversion_params
+from autopallas.sites.elementwise import Constant, Program, Side, conversion_params
+from autopallas.sites.index_notation import Operand, Positions
 
 __all__ = ["RowFactor", "row_factor"]
 

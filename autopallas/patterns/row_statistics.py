@@ -20,14 +20,14 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import counts_exactly, rounds
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import counts_exactly, rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax, Term
-from autopallas.program import Constant
+from autopallas.sites.elementwise import Constant
 
 __all__ = ["RowStatistics"]
 

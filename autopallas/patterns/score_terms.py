@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopallas.casts import rounds
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import rounds
 from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from
-from autopallas.program import Constant
+from autopallas.sites.elementwise import Constant
 
 __all__ = ["Product", "added"]
 

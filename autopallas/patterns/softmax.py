@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
+from autopallas.numerics.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
 from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
 from autopallas.patterns.match import Mismatch
-from autopallas.program import Constant, conversion_params
+from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = [
     "HIDDEN",

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopallas.faults import contained
 from autopallas.report.records import Site
-from autopallas.tuning.encoding import encoded
+from autopallas.sites.encoding import encoded
 
 __all__ = ["Describer"]
 

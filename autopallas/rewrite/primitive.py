@@ -5,7 +5,7 @@ backward kernel wants.  Its JVP rule binds itself and ``tangent``, which is line
 ``tangent`` binds ``backward``.  So reverse mode runs the kernels, and everything else that JAX can do with the original
 (forward mode, second order) is done with the original, which all three carry along.
 
-Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.kernels.run`); ``decision``,
+Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.sites.calls`); ``decision``,
 what was chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
 """
 
@@ -24,12 +24,14 @@ from jax.extend.core import Primitive
 from autopallas import compat
 from autopallas.compat import ad, batching, mlir
 from autopallas.faults import one_line
-from autopallas.kernels.implementation import NOT_EXPORTED, Device
-from autopallas.kernels.interpret import settled
-from autopallas.kernels.placed import PlacedSite
-from autopallas.kernels.run import SiteDescription, kernel_backward, kernel_forward, with_residuals
-from autopallas.plan import Decision, elsewhere
+from autopallas.plan.cross_platform import elsewhere
+from autopallas.plan.decision import Decision
 from autopallas.report.late import Entry
+from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import settled
+from autopallas.sites.operation import NOT_EXPORTED
+from autopallas.sites.sharded_site import PlacedSite
 from autopallas.tuning.cache import WARNED
 
 

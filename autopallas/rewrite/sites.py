@@ -10,11 +10,11 @@ import jax
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
-from autopallas.graph.crossing import linked
+from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
 from autopallas.patterns.carry import at_hand
 from autopallas.patterns.match import BackwardMatch, Match
-from autopallas.plan import Decision
+from autopallas.plan.decision import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
 
 __all__ = ["splice"]

@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import jax
 
-from autopallas.kernels.implementation import Device
+from autopallas.autotune.search import search
+from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
+from autopallas.sites.device import Device
 from autopallas.tuning import coverage
-from autopallas.tuning.agree import agreement
 from autopallas.tuning.cache import WARNED, Cache
+from autopallas.tuning.distributed import agreement
 from autopallas.tuning.entry import Entry, EntryError
-from autopallas.tuning.isolated import isolated
 from autopallas.tuning.key import TuningKey, key_of
-from autopallas.tuning.search import search
 from autopallas.tuning.table import Row
 
 __all__ = ["Choice", "Tuner", "of_table"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
 

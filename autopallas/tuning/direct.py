@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from autopallas.kernels.implementation import Device
 from autopallas.options import resolve
+from autopallas.sites.device import Device
 from autopallas.tuning.choose import Tuner, of_table
 
 __all__ = ["Call", "block_sizes_for", "recorded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -16,7 +17,7 @@ import jax
 
 import autopallas
 from autopallas import compat
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning import processor
 
 __all__ = ["EXACT_UP_TO", "TuningKey", "canonical", "digest_of", "key_of"]
@@ -90,14 +91,27 @@ def _bucketed(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def kernel_version(operation: str) -> str:
-    """A hash of the sources that an operation's kernels are made of; a table of block sizes is not one of them."""
-    kernels = Path(autopallas.__file__).parent / "kernels"
-    sources = [*kernels.glob("*.py"), *(kernels / operation).glob("*.py"), kernels.parent / "program.py"]
+    """A hash of what an operation's kernels do: of the syntax of their modules, without comments and docstrings.
+
+    A table of block sizes is not one of them.
+    """
+    package = Path(autopallas.__file__).parent
+    folders = [package / "sites", package / "kernels", package / "kernels" / operation]
     total = hashlib.sha256(autopallas.__version__.encode())
-    for path in sorted(sources):
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.name != "tuned_block_sizes.py":
-            total.update(f"\n{path.name}\n".encode() + path.read_bytes())
+            total.update(f"\n{path.name}\n{_syntax(path.read_text())}".encode())
     return total.hexdigest()[:16]
+
+
+def _syntax(source: str) -> str:
+    """What a module does, without comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [s for s in body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]  # type: ignore[attr-defined]
+    return ast.dump(tree)
 
 
 def _runtime(platform: str) -> str:

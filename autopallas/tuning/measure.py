@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from autopallas.tuning.device_time import profiled
+from autopallas.autotune.device_time import profiled
 
 __all__ = ["Clocks", "Difference", "Failure", "Measurement", "Spread", "Stage", "Timing", "measure"]
 

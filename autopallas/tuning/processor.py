@@ -6,7 +6,7 @@ import functools
 import platform
 from pathlib import Path
 
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 
 __all__ = ["alike", "parsed", "told", "vector_extensions"]
 

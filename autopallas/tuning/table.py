@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 
 __all__ = [
     "DEVICES",

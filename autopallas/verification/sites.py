@@ -11,11 +11,11 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn
+from autopallas.numerics.compare import Comparison, compare, tolerance_of
+from autopallas.numerics.oracle import Oracle
+from autopallas.numerics.promote import quiet
 from autopallas.rewrite import primitive
-from autopallas.verification.compare import Comparison, compare, tolerance_of
-from autopallas.verification.oracle import Oracle
-from autopallas.verification.promote import quiet
-from autopallas.verification.taint import SITES, replaced, site_sources
+from autopallas.verification.influence import SITES, replaced, site_sources
 
 __all__ = ["SiteCheck", "applied_sites", "check_sites"]
 

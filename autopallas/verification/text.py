@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autopallas.verification.compare import Comparison
+from autopallas.numerics.compare import Comparison
 
 if TYPE_CHECKING:
     from autopallas.verification.verify import Verification

@@ -14,14 +14,14 @@ import numpy as np
 from autopallas import compat
 from autopallas.arguments import join, split
 from autopallas.errors import VerificationError
+from autopallas.numerics.compare import Comparison, compare, tolerance_of
+from autopallas.numerics.oracle import Oracle
+from autopallas.numerics.promote import quiet
 from autopallas.optimize import Optimized, inside, rewrite
 from autopallas.options import resolve
 from autopallas.verification import text
-from autopallas.verification.compare import Comparison, compare, tolerance_of
-from autopallas.verification.oracle import Oracle
-from autopallas.verification.promote import quiet
+from autopallas.verification.influence import Source, sources
 from autopallas.verification.sites import SiteCheck, applied_sites, check_sites
-from autopallas.verification.taint import Source, sources
 
 __all__ = ["Verification", "verify"]
 

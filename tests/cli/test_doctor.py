@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from autopallas.environment import OPERATIONS
-from autopallas.kernels.implementation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS
 from autopallas.tuning import processor
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import autopallas
 from autopallas.cli import COMMANDS, main, parser
-from autopallas.own import declared
+from autopallas.custom.declare import declared
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

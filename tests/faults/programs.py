@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import autopallas
-from autopallas.kernels.run import kernel_backward, kernel_forward
-from autopallas.tuning import cache, verdict
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.tuning import cache, probe_cache
 
 
 def attention(query, key, value):
@@ -83,7 +83,7 @@ def _wanted(op: str, backward: bool) -> Any:
 def forget() -> None:
     """What a new process does not know: all but the disk."""
     cache._at.cache_clear()
-    verdict._at.cache_clear()
+    probe_cache._at.cache_clear()
     cache.WARNED.forget()
     kernel_forward.cache_clear()
     kernel_backward.cache_clear()

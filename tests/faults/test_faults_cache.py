@@ -12,7 +12,7 @@ import pytest
 
 import autopallas
 from autopallas.tuning.entry import MAXIMUM_BYTES
-from autopallas.tuning.verdict import Verdicts
+from autopallas.tuning.probe_cache import Verdicts
 from tests.faults import programs
 from tests.faults.programs import break_kernel, forget, program, warned
 

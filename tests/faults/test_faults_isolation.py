@@ -180,7 +180,7 @@ PAIRS = [tuple(np.full((8, width), 0.5 + k, np.float32) for k in (0, 1)) for wid
 def test_an_exception_in_an_own_pattern_costs_that_pattern_or_candidate(place, gate_and_blend, monkeypatch):
     wanted = jax.jit(gated)(PAIRS)
     prepares = place.endswith("__init__")
-    owner = importlib.import_module("autopallas.patterns.own")._Finder
+    owner = importlib.import_module("autopallas.patterns.spellings")._Finder
     name = place.split(".")[1]
     real = getattr(owner, name)
 

@@ -10,8 +10,8 @@ import pytest
 from jax._src import compiler
 
 import autopallas
-from autopallas.kernels.implementation import Operation
-from autopallas.tuning.verdict import Verdicts
+from autopallas.sites.operation import Operation
+from autopallas.tuning.probe_cache import Verdicts
 from tests.faults import programs
 from tests.faults.programs import OPERATIONS, break_kernel, forget, program, raises, warned
 

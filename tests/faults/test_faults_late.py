@@ -12,8 +12,8 @@ import pytest
 from jax import export
 
 import autopallas
-from autopallas.kernels.run import kernel_backward, kernel_forward
 from autopallas.report import at_exit
+from autopallas.sites.calls import kernel_backward, kernel_forward
 from tests.faults.programs import OPERATIONS, attention, gradient, program, warned
 
 

@@ -10,12 +10,13 @@ import time
 import pytest
 
 import autopallas
+from autopallas.autotune import probe
 from autopallas.cli import main
-from autopallas.kernels.implementation import Device
-from autopallas.kernels.interpret import mode
+from autopallas.compile import subprocess
 from autopallas.options import Options
-from autopallas.tuning import child, probe
-from autopallas.tuning.verdict import DAY, Verdicts
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import mode
+from autopallas.tuning.probe_cache import DAY, Verdicts
 from tests.faults import programs
 from tests.faults.programs import OPERATIONS, break_kernel, forget, program, warned
 
@@ -31,7 +32,7 @@ def inside(monkeypatch):
     """In this process, as where no other can be started."""
 
     def cannot(x64):
-        raise child.ChildError("not here")
+        raise subprocess.ChildError("not here")
 
     monkeypatch.setattr(probe, "Child", cannot)
 
@@ -41,7 +42,7 @@ def started(monkeypatch):
     """The children that are started."""
     made = []
 
-    class Watched(child.Child):
+    class Watched(subprocess.Child):
         def __init__(self, x64):
             super().__init__(x64)
             made.append(self._process)
@@ -116,13 +117,13 @@ def test_a_probe_that_hangs_is_ended(started, monkeypatch):
 
 def test_a_probe_that_is_killed(started, monkeypatch):
     break_kernel(monkeypatch, "attention", "forward", programs.endless)
-    real = child.Child.tried
+    real = subprocess.Child.tried
 
     def killed(self, program, run, seconds):
         threading.Timer(1.0, os.kill, (self._process.pid, signal.SIGKILL)).start()
         return real(self, program, run, seconds)
 
-    monkeypatch.setattr(child.Child, "tried", killed)
+    monkeypatch.setattr(subprocess.Child, "tried", killed)
     kept("compile")
 
 
@@ -157,7 +158,7 @@ def test_verdicts_expire_and_can_be_cleared(inside, monkeypatch, capsys):
     assert applied() == 0
     now = time.time()
     with monkeypatch.context() as later:
-        later.setattr("autopallas.tuning.verdict.time.time", lambda: now + 8 * DAY)
+        later.setattr("autopallas.tuning.probe_cache.time.time", lambda: now + 8 * DAY)
         assert applied() == 1
     assert main(["cache", "clear"]) == 0
     assert applied() == 1

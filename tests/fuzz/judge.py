@@ -15,14 +15,14 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.numerics.oracle import Oracle
+from autopallas.numerics.promote import Value, decided, is_float, quiet
 from autopallas.optimize import rewrite
 from autopallas.options import resolve
 from autopallas.patterns.softmax import HIDDEN, UNSHIFTED
 from autopallas.rewrite.primitive import site_p
-from autopallas.verification.oracle import Oracle
-from autopallas.verification.promote import Value, decided, is_float, quiet
+from autopallas.verification.influence import replaced
 from autopallas.verification.sites import _edited, _watched, applied_sites
-from autopallas.verification.taint import replaced
 
 from .mutations import put_back
 from .program import RandomProgram

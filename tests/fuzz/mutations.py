@@ -95,17 +95,19 @@ def _shift_of_masked_keys(replace: Replace) -> None:
     def change(old: Any) -> Any:
         return lambda spec, weights, x, here: old(spec, [w for w in weights if w.kind == "where"], x, here)
 
-    replace("kernels.attention.contents", "heights", change)
+    replace("kernels.attention.tile_values", "heights", change)
 
 
 def _positions_of_any_dtype(replace: Replace) -> None:
     """Positions count in any dtype, whether it holds them or not."""
-    replace("casts", "counts_exactly", lambda old: lambda dtype, largest: True)
+    replace("numerics.casts", "counts_exactly", lambda old: lambda dtype, largest: True)
 
 
 def _rounded_to_the_operand(replace: Replace) -> None:
     """Probabilities are rounded to the dtype of the values, though the original promotes these."""
-    replace("kernels.attention.contents", "narrow", lambda old: lambda p, read, v, bounded: old(p, v.dtype, v, bounded))
+    replace(
+        "kernels.attention.tile_values", "narrow", lambda old: lambda p, read, v, bounded: old(p, v.dtype, v, bounded)
+    )
 
 
 def _rounded_rows_cancel(replace: Replace) -> None:
@@ -149,7 +151,7 @@ def _fill_of_the_inner_dtype(replace: Replace) -> None:
     """A fill is taken for -inf by the dtype in which it was made, though the exponential is of a wider one."""
 
     def change(old: Any) -> Any:
-        casts = importlib.import_module("autopallas.casts")
+        casts = importlib.import_module("autopallas.numerics.casts")
 
         def take_rows_out(self: Any, ref: Any, nothing: float, *further: Any) -> Any:
             if nothing != -float("inf"):

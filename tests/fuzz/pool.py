@@ -134,7 +134,7 @@ def verdicts(
             while not stopping.is_set():
                 seed = waiting.get_nowait()
                 found = judging.ask(seed, (), faults)
-                done.put(again.ask(seed, (), faults) if found[0].kind and not faults else found)
+                done.put(again.ask(seed, (), faults) if not faults and found[0].kind else found)
         except queue.Empty:
             pass
         except Exception as error:

@@ -10,10 +10,10 @@ import pytest
 from autopallas import compat
 from autopallas.kernels import gpu
 from autopallas.kernels.gpu import too_few_threads
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.interpret import mode
-from autopallas.kernels.programs import traced
-from autopallas.program import Score
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, traced
+from autopallas.sites.interpret import mode
+from autopallas.sites.operation import Unsupported
 
 H100, CPU = Device("gpu", "NVIDIA H100 80GB HBM3"), Device("cpu", "cpu")
 F32, BF16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)

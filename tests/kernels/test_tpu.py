@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from autopallas.kernels import tpu
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.interpret import interpretation, mode, refusal
-from autopallas.kernels.programs import traced
-from autopallas.program import Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side, traced
+from autopallas.sites.interpret import interpretation, mode, refusal
+from autopallas.sites.operation import Unsupported
 
 CPU, V5E = Device("cpu", "cpu"), Device("tpu", "TPU v5 lite")
 F32 = np.dtype(np.float32)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopallas.autotune.trial import Trial
+from autopallas.compile.tpu import lowered_for
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlocks
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
 from autopallas.kernels.grouped_matmul.visits import even_bounds, group_bounds
-from autopallas.kernels.interpret import mode
-from autopallas.kernels.tpu_tables import Table, part_of, simulated
-from autopallas.tuning.ahead_of_time import lowered_for
-from autopallas.tuning.case import Case, match_of
-from autopallas.tuning.trial import Trial
+from autopallas.kernels.tpu_schedule_tracing import Table, part_of, simulated
+from autopallas.sites.interpret import mode
+from autopallas.workbench.cases import Case, match_of
 
 
 @pytest.mark.parametrize("highest", [1, 2, 9, 1000, 2**31 - 1])

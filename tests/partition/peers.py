@@ -18,8 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 
 import autopallas
 from autopallas import compat
-from autopallas.partition import place, together
-from autopallas.tuning import agree
+from autopallas.sharding import processes, shard_sites
+from autopallas.tuning import distributed
 from partition import cases
 
 CHOSEN = ["attention backward: data and heads", "spelled loss backward: tokens and vocabulary", "train step: tensor"]
@@ -60,7 +60,7 @@ def failing(last):
         raise RuntimeError("no such dialect")
 
     if last:
-        place.survey = fails
+        shard_sites.survey = fails
     return CHOSEN[:1]
 
 
@@ -68,13 +68,13 @@ def absent(last):
     """The last process has autopallas switched off, so that it does not answer."""
     if last:
         autopallas.optimize = lambda function, **_: Plain(function)
-    agree.PROBE_SECONDS = 1.0
+    distributed.PROBE_SECONDS = 1.0
     return CHOSEN[:1]
 
 
 def lowered(last):
     """The last process alone lowers a program, and then all call it; nobody can verify it."""
-    together.LOOK_SECONDS = 1.0
+    processes.LOOK_SECONDS = 1.0
     name = CHOSEN[0]
     function, make, specs, _ = cases.CASES[name]
     mesh = jax.make_mesh(cases.meshes(), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

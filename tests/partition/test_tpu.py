@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from autopallas.tuning import ahead_of_time
+from autopallas.compile import tpu
 
 PROGRAM = """
 import json
@@ -55,7 +55,7 @@ Parts of the kernels' are added in float32, and the sum is rounded where the pro
 """
 
 
-@pytest.mark.skipif(ahead_of_time.missing() is not None, reason=str(ahead_of_time.missing()))
+@pytest.mark.skipif(tpu.missing() is not None, reason=str(tpu.missing()))
 def test_kernels_on_tpus_are_divided_like_the_original():
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopallas.graph import Graph, flatten
-from autopallas.graph.alike import Forms
+from autopallas.graph.proof_cache import Forms
 from autopallas.patterns import find
 from recognition import layouts, programs  # noqa: F401 - they fill the catalogue
 from recognition.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd

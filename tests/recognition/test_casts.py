@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopallas
-from autopallas.casts import counts_exactly, rounds, widens
+from autopallas.numerics.casts import counts_exactly, rounds, widens
 from recognition.catalogue import ODD, bhtd
 from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
 

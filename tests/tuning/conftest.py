@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from autopallas.kernels.run import kernel_backward, kernel_forward
+from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.tuning.cache import WARNED, Cache
 
 

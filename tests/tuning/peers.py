@@ -16,10 +16,10 @@ import jax
 from places import attend, attend_all, entry_for, match_of, qkv
 
 import autopallas
+from autopallas.autotune.probe import Prober
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.tuning.agree import agreement
 from autopallas.tuning.cache import Cache
-from autopallas.tuning.probe import Prober
+from autopallas.tuning.distributed import agreement
 
 
 def chosen(function, length):

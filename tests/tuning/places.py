@@ -11,8 +11,8 @@ import numpy as np
 
 from autopallas.graph import Graph, flatten
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Device
 from autopallas.patterns import Match, find
+from autopallas.sites.device import Device
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import TuningKey, key_of
 from autopallas.tuning.table import Row

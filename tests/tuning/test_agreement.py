@@ -15,9 +15,9 @@ import pytest
 from entries import key, tuned
 
 from autopallas.errors import AutopallasWarning
-from autopallas.tuning import agree
-from autopallas.tuning.agree import Agreement
+from autopallas.tuning import distributed
 from autopallas.tuning.cache import WARNED, Cache
+from autopallas.tuning.distributed import Agreement
 from autopallas.tuning.entry import Entry
 
 
@@ -220,7 +220,7 @@ def test_where_a_process_does_not_answer_no_kernel_is_used(absent, tmp_path):
 
 @pytest.mark.parametrize("asking", range(3))
 def test_who_waits_for_the_others_says_so_and_does_not_wait_longer_than_asked(asking, tmp_path, monkeypatch):
-    monkeypatch.setattr(agree, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(distributed, "QUIET_SECONDS", 0.0)
     agreement, waited = processes(tmp_path, [], [], [])[asking], []
     read = agreement._read
     monkeypatch.setattr(agreement, "_read", lambda name, seconds: waited.append(seconds) or read(name, seconds))

@@ -8,12 +8,12 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.compile import tpu
+from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, Operation, compile_for, lowered_for
+from autopallas.compile.tpu_process import Module
 from autopallas.kernels.tpu import call
-from autopallas.tuning import ahead_of_time
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Operation, compile_for, lowered_for
-from autopallas.tuning.tpu_compiler import Module
 
-needs_compiler = pytest.mark.skipif(ahead_of_time.missing() is not None, reason=str(ahead_of_time.missing()))
+needs_compiler = pytest.mark.skipif(tpu.missing() is not None, reason=str(tpu.missing()))
 
 
 def matmul(block, buffers=1):

@@ -13,8 +13,8 @@ from places import attend, entry_for, gradient, key_for, match_of, qkv
 import autopallas
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Device
 from autopallas.options import resolve
+from autopallas.sites.device import Device
 from autopallas.tuning import choose as module
 from autopallas.tuning.choose import Tuner
 from autopallas.tuning.entry import Entry

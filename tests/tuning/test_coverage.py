@@ -19,16 +19,16 @@ from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.attention.cases import square
 from autopallas.kernels.cross_entropy import tuned_block_sizes as cross_entropy_tables
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul_tables
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning import choose, processor
-from autopallas.tuning.case import DIRECTIONS, Case, cases_of
-from autopallas.tuning.case import match_of as match_of_case
 from autopallas.tuning.choose import of_table
 from autopallas.tuning.coverage import gap, products, stated
 from autopallas.tuning.entry import EntryError, parse
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
 from autopallas.tuning.table import Row
+from autopallas.workbench.cases import DIRECTIONS, Case, cases_of
+from autopallas.workbench.cases import match_of as match_of_case
 
 MASKS = ("full", "padded", "causal", "window")
 

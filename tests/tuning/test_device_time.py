@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from autopallas.autotune.device_time import busy_seconds, profiled
 from autopallas.tuning import measure
-from autopallas.tuning.device_time import busy_seconds, profiled
 
 
 def event(name, start, duration):

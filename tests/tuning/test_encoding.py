@@ -14,12 +14,12 @@ from places import CPU, attend, gradient, match_of, qkv
 from test_tables import PLAIN
 
 import autopallas
+from autopallas.autotune.trial import Trial
 from autopallas.report import Report
-from autopallas.tuning.case import Case
-from autopallas.tuning.case import match_of as match_of_case
-from autopallas.tuning.encoding import EncodingError, encoded, saved_site
+from autopallas.sites.encoding import EncodingError, encoded, saved_site
 from autopallas.tuning.key import key_of
-from autopallas.tuning.trial import Trial
+from autopallas.workbench.cases import Case
+from autopallas.workbench.cases import match_of as match_of_case
 
 PADDED = Case("attention", "forward+backward", "bfloat16", "padded", (("B", 2), ("T", 64), ("N", 2), ("D", 16)))
 BACKWARDS = [PADDED] + [Case(op, "forward+backward", c.dtype, c.mask, c.sizes) for op, c in PLAIN.items()]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopallas.tuning import gpu_compiler
-from autopallas.tuning.gpu_ahead_of_time import Compilation, Compiler, Kernel, compile_for, missing
+from autopallas.compile import gpu_process
+from autopallas.compile.gpu import Compilation, Compiler, Kernel, compile_for, missing
 
 needs_compiler = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 GOOD = Kernel("good", 168, 0, 0, 196656, 1224, {"HGMMA": 4, "UTMALDG": 3}, ())
@@ -36,7 +36,7 @@ PASSES = """\
 def test_what_ptxas_and_the_disassembler_write_is_read(tmp_path):
     for ending, text in ((".ptxas", LOG), (".sass_ctrl", SASS), (".mlir-passes.log", PASSES)):
         (tmp_path / f"good_3{ending}").write_text(text)
-    (found,) = gpu_compiler.kernels(tmp_path)
+    (found,) = gpu_process.kernels(tmp_path)
     assert found["name"] == "good"
     assert (found["registers"], found["spill_bytes"], found["stack_bytes"]) == (168, 64, 16)
     assert (found["shared_bytes"], found["instructions"]) == (196656, 3)

@@ -16,9 +16,9 @@ import autopallas
 from autopallas.errors import AutopallasWarning, OptionError
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Unsupported
 from autopallas.options import resolve
-from autopallas.plan import plan
+from autopallas.plan.choose_implementation import plan
+from autopallas.sites.operation import Unsupported
 from autopallas.tuning.choose import Tuner
 from autopallas.tuning.lock import Lock, LockError, identity, written
 

@@ -192,7 +192,7 @@ def test_check_counts_equal_sites(module, capsys):
 
 def test_check_fails_where_a_site_is_found_but_not_replaced(module, capsys, monkeypatch):
     from autopallas.kernels.attention import xla
-    from autopallas.kernels.implementation import Unsupported
+    from autopallas.sites.operation import Unsupported
 
     lock(capsys)
     monkeypatch.setattr(xla, "supports", lambda spec, device: Unsupported("too old"))

@@ -12,15 +12,15 @@ import pytest
 from test_ahead_of_time import matmul, needs_compiler
 from test_tables import PLAIN
 
+from autopallas.autotune.search import candidates_of
 from autopallas.cli import main
+from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, Operation
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Device
-from autopallas.tuning import offline, ranking
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compilation, Compiler, Operation
-from autopallas.tuning.ranking import ranked
-from autopallas.tuning.search import candidates_of
+from autopallas.sites.device import Device
 from autopallas.tuning.table_source import rows_name
+from autopallas.workbench import ranking, tune
+from autopallas.workbench.ranking import ranked
 
 BLOCKS = (128, 256, 512)
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_lowered_or_has_no_turn_is_recorded():
 
 
 def test_an_operation_offers_its_candidates_for_the_target_and_not_for_this_machine():
-    match = offline.of_case(PLAIN["attention"]).match
+    match = tune.of_case(PLAIN["attention"]).match
     tpu = candidates_of(match, "xla", AttentionBlockSizes(8, 8), GENERATIONS["tpu-v6e"].device)
     here = candidates_of(match, "xla", AttentionBlockSizes(8, 8), Device.current())
     with GENERATIONS["tpu-v6e"].device.targeted():
@@ -191,7 +191,7 @@ def test_an_operation_is_tuned_for_a_tpu_that_is_not_there(capsys, tmp_path, mon
 
 
 def test_without_the_compiler_there_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(offline, "missing", lambda: "libtpu is not installed")
+    monkeypatch.setattr(tune, "missing", lambda: "libtpu is not installed")
     assert main(["tune", "attention", "--target", "tpu-v6e"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -13,17 +13,17 @@ import pytest
 from places import attend, attend_all, gradient, key_for, match_of, qkv
 
 import autopallas
+from autopallas.autotune import search as module
+from autopallas.autotune.search import ORIGINAL, search
+from autopallas.autotune.trial import Trial
 from autopallas.kernels.attention import example as attention_example
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlockSizes
-from autopallas.kernels.layout import Operand, read
 from autopallas.patterns import Match
-from autopallas.tuning import search as module
+from autopallas.sites.index_notation import Operand, read
 from autopallas.tuning.entry import parse
 from autopallas.tuning.measure import Failure, Measurement, Timing
-from autopallas.tuning.search import ORIGINAL, search
-from autopallas.tuning.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -14,11 +14,12 @@ import autopallas
 from autopallas.errors import AutopallasWarning
 from autopallas.kernels.attention import OPERATION, reference, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Unsupported
+from autopallas.sites.operation import Unsupported
 from autopallas.tuning import choose as module
-from autopallas.tuning import offline, processor
+from autopallas.tuning import processor
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.table import Row
+from autopallas.workbench import tune
 
 SIZES = BlockSizes(64, 64)
 
@@ -253,10 +254,10 @@ def test_tuning_ahead_of_time_covers_all_and_shows_the_best(monkeypatch, searche
     def search(match, implementation, key, first, seconds, known, observe):
         return result(match, implementation, rows[implementation])
 
-    monkeypatch.setattr(offline, "search", search)
-    subject = offline.Subject(match_of(attend, *qkv()), "here")
+    monkeypatch.setattr(tune, "search", search)
+    subject = tune.Subject(match_of(attend, *qkv()), "here")
     for objective, best in (("time", "xla"), ("memory", "reference")):
-        outcome = offline.tune(subject, offline.Target(CPU), 7.0, objective=objective)
+        outcome = tune.tune(subject, tune.Target(CPU), 7.0, objective=objective)
         assert outcome.implementation == best
         assert {key[0] for key in outcome.rows("attention")} == {"xla", "reference"}
     assert site_of(autotune=True).implementation == "xla"
@@ -270,8 +271,8 @@ def test_tuning_ahead_of_time_tells_why_one_was_passed_over(monkeypatch):
             return Entry(key.description, "failed", reason="no such instruction")
         return result(match, implementation, row())
 
-    monkeypatch.setattr(offline, "search", search)
-    outcome = offline.tune(offline.Subject(match_of(attend, *qkv()), "here"), offline.Target(CPU), 7.0)
+    monkeypatch.setattr(tune, "search", search)
+    outcome = tune.tune(tune.Subject(match_of(attend, *qkv()), "here"), tune.Target(CPU), 7.0)
     assert outcome.implementation == "xla"
     assert outcome.reasons == ("reference: no such instruction",)
     assert not outcome.others

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopallas.compile.tpu import GENERATIONS
 from autopallas.environment import OPERATIONS
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Device
-from autopallas.tuning.ahead_of_time import GENERATIONS
-from autopallas.tuning.case import DIRECTIONS, Case, cases_of, match_of
+from autopallas.sites.device import Device
 from autopallas.tuning.table import DEVICES, LEAST_MEMORY, Bucket, Row, lookup, table_device
 from autopallas.tuning.table_source import source_with_rows
+from autopallas.workbench.cases import DIRECTIONS, Case, cases_of, match_of
 
 BUCKETS = tuple(Bucket(name, {}) for name in "abcd")
 TUNED = [op for op in OPERATIONS if cases_of(op) is not None]

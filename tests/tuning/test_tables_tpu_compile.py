@@ -8,10 +8,10 @@ import os
 import pytest
 from test_tables import TUNED
 
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
-from autopallas.tuning.case import cases_of, match_of
+from autopallas.autotune.trial import Trial
+from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.tuning.table import LEAST_MEMORY, table_device
-from autopallas.tuning.trial import Trial
+from autopallas.workbench.cases import cases_of, match_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None, reason="make check-tpu runs it, with the compiler"

@@ -13,18 +13,18 @@ import pytest
 from places import attend_all
 
 import autopallas
+from autopallas.autotune.search import Tried, _Search
 from autopallas.cli import CommandError, main
 from autopallas.cli.program import function_of, shapes_of
 from autopallas.kernels.attention import attention, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.implementation import Device
-from autopallas.tuning import offline
+from autopallas.sites.device import Device
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import key_of
-from autopallas.tuning.search import Tried, _Search
 from autopallas.tuning.table import Row
+from autopallas.workbench import tune
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -198,7 +198,7 @@ def no_search(monkeypatch):
         observe([Tried(fast.block_sizes, row=fast), Tried(lean.block_sizes, row=lean)])
         return Entry(key.description, "tuned", fast.block_sizes, fast, "", (), seconds, lean)
 
-    monkeypatch.setattr(offline, "search", search)
+    monkeypatch.setattr(tune, "search", search)
     return begun
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from autopallas.verification.oracle import Oracle
+from autopallas.numerics.oracle import Oracle
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.standard_normal((6, 8)).astype(np.float32)

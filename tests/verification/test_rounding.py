@@ -11,10 +11,10 @@ import pytest
 from jax import lax
 
 import autopallas
-from autopallas.kernels import run
 from autopallas.kernels.attention import xla
-from autopallas.verification.compare import tolerance
-from autopallas.verification.rounding import rounded
+from autopallas.numerics.compare import tolerance
+from autopallas.numerics.rounding import rounded
+from autopallas.sites import calls
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 WIDE, NARROW = jnp.ones((4, 4), F32), jnp.ones((4, 4), BF16)
@@ -72,7 +72,7 @@ def stepped(q, k, v):
 @pytest.fixture
 def planted(monkeypatch):
     """An error of a thousandth in the kernels' results."""
-    forget = [run.kernel_forward.cache_clear, run.kernel_backward.cache_clear]
+    forget = [calls.kernel_forward.cache_clear, calls.kernel_backward.cache_clear]
     true = xla.forward
 
     def wrong(*args, **kwargs):

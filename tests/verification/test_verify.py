@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 
 import autopallas
-from autopallas.kernels import run
 from autopallas.kernels.attention import xla
-from autopallas.verification.compare import compare, tolerance
+from autopallas.numerics.compare import compare, tolerance
+from autopallas.sites import calls
 
 RANDOM = np.random.default_rng(1)
 T, D = 32, 16
@@ -31,7 +31,7 @@ def attend(q, k, v):
 @pytest.fixture
 def plant(monkeypatch):
     """Puts an error into the kernels: ``plant(forward=f, backward=g)``, applied to their first result."""
-    forget = [run.kernel_forward.cache_clear, run.kernel_backward.cache_clear]
+    forget = [calls.kernel_forward.cache_clear, calls.kernel_backward.cache_clear]
 
     def plant(**errors):
         for name, error in errors.items():

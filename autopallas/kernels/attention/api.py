@@ -16,8 +16,8 @@ from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
-from autopallas.kernels.implementation import Device
-from autopallas.program import Index, Input, Program, Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Index, Input, Program, Score, Side
 from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["attention"]

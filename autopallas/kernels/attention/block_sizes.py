@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.implementation import Device
 from autopallas.kernels.tpu import generation
+from autopallas.sites.device import Device
 
 __all__ = ["BlockSizes"]
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.tuning.case import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", "table_grid", "types", "window_size"]
 

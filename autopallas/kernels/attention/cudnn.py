@@ -23,7 +23,8 @@ from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import simplified
 from autopallas.kernels.gpu import MATRIX_DTYPES, is_h100
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"]
 

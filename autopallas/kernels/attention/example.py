@@ -11,7 +11,7 @@ import numpy as np
 from autopallas.kernels.attention.site import AttentionSite, Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
-from autopallas.kernels.layout import Operand, fill
+from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands"]
 

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.casts import exponential_underflows_below
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.spec import AttentionSpec
@@ -37,7 +36,8 @@ from autopallas.kernels.attention.tiles import (
     rectangles,
     tile_map,
 )
-from autopallas.program import Constant, Index, Program, Score, Side
+from autopallas.numerics.casts import exponential_underflows_below
+from autopallas.sites.elementwise import Constant, Index, Program, Score, Side
 
 __all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "tile_states", "usual"]
 

@@ -21,7 +21,6 @@ from jax import lax
 from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import reciprocal
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
 from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, ring, share_registers, vectors
@@ -39,8 +38,9 @@ from autopallas.kernels.attention.gpu_grid import (
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.tile_values import reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, tile
-from autopallas.kernels.interpret import interpretation
+from autopallas.sites.interpret import interpretation
 
 __all__ = ["backward"]
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.attention.contents import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tile_values import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
 from autopallas.kernels.gpu import mosaic
-from autopallas.program import Constant, Program, Score
+from autopallas.sites.elementwise import Constant, Program, Score
 
 __all__ = ["Elements", "Value", "backward_elements", "forward_elements", "primitives", "scale_of"]
 

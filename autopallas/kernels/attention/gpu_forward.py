@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels import gpu
-from autopallas.kernels.attention.contents import halves
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
@@ -33,8 +32,9 @@ from autopallas.kernels.attention.gpu_grid import (
 )
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.kernels.attention.tile_values import halves
 from autopallas.kernels.gpu import mosaic, rounded, tile
-from autopallas.kernels.interpret import interpretation
+from autopallas.sites.interpret import interpretation
 
 __all__ = ["forward", "multiplied", "parts", "ring", "share_registers", "statistics", "vectors"]
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_elements import Value
-from autopallas.kernels.attention.run_time_tiles import run_time_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map

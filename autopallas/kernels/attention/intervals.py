@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.program import Constant, Index, Input, Instruction, Program
+from autopallas.sites.elementwise import Constant, Index, Input, Instruction, Program
 
 __all__ = ["Interval", "Ranges", "evaluate", "registers"]
 

@@ -17,7 +17,8 @@ from autopallas.kernels.attention import gpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, reason_against
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 

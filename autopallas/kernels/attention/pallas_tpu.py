@@ -15,8 +15,9 @@ import jax
 from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forward
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.implementation import Device, Supported, Unsupported
 from autopallas.kernels.tpu import MIB, generation, reason_against
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

@@ -6,8 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from autopallas.kernels.programs import traced
-from autopallas.program import Index, Program
+from autopallas.sites.elementwise import Index, Program, traced
 
 __all__ = ["causal", "traced"]
 

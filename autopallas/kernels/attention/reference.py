@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, exponentials, heights, weighted
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.attention.tile_values import Tile, exponentials, heights, weighted
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

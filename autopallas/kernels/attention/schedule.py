@@ -17,7 +17,7 @@ from autopallas.kernels.attention.fills import fill_of, tile_states
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tiles import FULL, HIDDEN, PARTIAL, Edges, increasing, simplified
-from autopallas.program import Program
+from autopallas.sites.elementwise import Program
 
 __all__ = [
     "Schedule",

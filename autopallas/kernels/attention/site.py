@@ -17,10 +17,10 @@ import numpy as np
 
 from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.kernels.division import Counted, Division, Extras, Parts
-from autopallas.kernels.implementation import Operation
-from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
-from autopallas.program import Index, Input, Program, Side
+from autopallas.sites.division import Counted, Division, Extras, Parts
+from autopallas.sites.elementwise import Index, Input, Program, Side
+from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
+from autopallas.sites.operation import Operation
 
 Dtype = np.dtype[Any]
 

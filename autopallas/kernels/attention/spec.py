@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.program import Program
+from autopallas.sites.elementwise import Program
 
 __all__ = ["AttentionSpec", "SideSpec", "Weight"]
 

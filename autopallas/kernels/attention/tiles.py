@@ -17,7 +17,7 @@ from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.program import Constant, Instruction, Program, Score
+from autopallas.sites.elementwise import Constant, Instruction, Program, Score
 
 __all__ = [
     "DEAD",

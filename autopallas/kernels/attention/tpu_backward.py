@@ -20,10 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, halves, logits, reciprocal, weighted
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
+from autopallas.kernels.attention.tile_values import Tile, halves, logits, reciprocal, weighted
 from autopallas.kernels.attention.tpu_forward import (
     contract,
     doubtful,
@@ -66,7 +66,7 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
-from autopallas.kernels.tpu_tables import assume, is_simulated
+from autopallas.kernels.tpu_schedule_tracing import assume, is_simulated
 
 __all__ = ["backward"]
 

@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import Tile, halves, heights, logits, narrow, row_maximum, weighted
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.tile_values import Tile, halves, heights, logits, narrow, row_maximum, weighted
 from autopallas.kernels.attention.tiles import FULL, PARTIAL, scale_of
 from autopallas.kernels.attention.tpu_grid import (
     Geometry,
@@ -49,8 +49,8 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
-from autopallas.kernels.interpret import interpretation
-from autopallas.kernels.tpu_tables import assume, is_simulated
+from autopallas.kernels.tpu_schedule_tracing import assume, is_simulated
+from autopallas.sites.interpret import interpretation
 
 __all__ = [
     "contract",

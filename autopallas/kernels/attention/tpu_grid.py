@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.dynamic_tiles import compacted, run_time_states
 from autopallas.kernels.attention.fills import tile_states
-from autopallas.kernels.attention.run_time_tiles import compacted, run_time_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL
 from autopallas.kernels.tpu import LANES, Semantics, rounded
-from autopallas.kernels.tpu_tables import concrete
+from autopallas.kernels.tpu_schedule_tracing import concrete
 
 __all__ = ["Geometry", "Grid", "Place", "as_operands", "geometry", "is_listed", "revealed"]
 __all__ += ["states_at_run_time"]

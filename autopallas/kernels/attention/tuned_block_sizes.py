@@ -23,8 +23,8 @@ from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.implementation import Device
 from autopallas.kernels.tpu import generation
+from autopallas.sites.device import Device
 from autopallas.tuning.coverage import Conditions, products
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 

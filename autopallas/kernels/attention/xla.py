@@ -21,19 +21,6 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.contents import (
-    Tile,
-    any_kept,
-    exponentials,
-    exponentials_vjp,
-    greatest,
-    logits,
-    narrow,
-    reciprocal,
-    row_maximum,
-    weighted,
-    weighted_vjp,
-)
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import (
     Schedule,
@@ -47,8 +34,22 @@ from autopallas.kernels.attention.schedule import (
     store,
 )
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.program import Program
+from autopallas.kernels.attention.tile_values import (
+    Tile,
+    any_kept,
+    exponentials,
+    exponentials_vjp,
+    greatest,
+    logits,
+    narrow,
+    reciprocal,
+    row_maximum,
+    weighted,
+    weighted_vjp,
+)
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

@@ -15,9 +15,8 @@ import numpy as np
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
-from autopallas.kernels.implementation import Device
-from autopallas.kernels.programs import traced
-from autopallas.program import Input, Program, Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Input, Program, Score, Side, traced
 from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["cross_entropy"]

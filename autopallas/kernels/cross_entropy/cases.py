@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopallas.tuning.case import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "accuracy", "case_of", "direct", "in_direction", "plain", "table_grid", "types"]
 

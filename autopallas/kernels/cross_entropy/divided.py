@@ -19,7 +19,7 @@ from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
-from autopallas.program import Index, Input, Program, Score, Side
+from autopallas.sites.elementwise import Index, Input, Program, Score, Side
 
 __all__ = ["DividedCrossEntropySite"]
 

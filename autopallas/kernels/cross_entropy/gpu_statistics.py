@@ -22,8 +22,8 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import call, mosaic, processors
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
-from autopallas.kernels.implementation import Device
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
 
 __all__ = ["plan_of", "statistics_call"]
 

@@ -21,8 +21,8 @@ from autopallas.kernels.cross_entropy.gpu_logits import Plan, Vectors, each_tile
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
-from autopallas.kernels.implementation import Device
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
 
 __all__ = ["Wanted", "plan_of", "values_call"]
 

@@ -14,8 +14,7 @@ import numpy as np
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, cut_row, cut_rows
-from autopallas.kernels.programs import traced
-from autopallas.program import Index, Program, Score, Side
+from autopallas.sites.elementwise import Index, Program, Score, Side, traced
 
 __all__ = ["Pull"]
 

@@ -20,14 +20,15 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy import xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.contraction import Target, contracted
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
+from autopallas.kernels.cross_entropy.tile_products import Target, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 

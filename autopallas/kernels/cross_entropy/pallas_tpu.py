@@ -21,16 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.contraction import Target
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import required
+from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Operands, Tile
-from autopallas.kernels.cross_entropy.tpu_blocks import SUBLANES, Packed, Task, fitting
 from autopallas.kernels.cross_entropy.tpu_kernels import Make, Reader, contract, statistics, summed_apart, values_of
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.kernels.interpret import interpretation
+from autopallas.kernels.cross_entropy.tpu_memory import SUBLANES, Packed, Task, fitting
 from autopallas.kernels.tpu import LANES, call, cost_of, generation, reason_against
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import interpretation
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 

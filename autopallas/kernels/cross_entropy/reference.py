@@ -15,8 +15,9 @@ from jax import lax
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Statistic
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
-from autopallas.kernels.division import Counted, Division, Extras, Parts
-from autopallas.kernels.implementation import Operation
-from autopallas.kernels.layout import Label, Operand, Positions, View, read, write
-from autopallas.program import Index, Program
+from autopallas.sites.division import Counted, Division, Extras, Parts
+from autopallas.sites.elementwise import Index, Program
+from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
+from autopallas.sites.operation import Operation
 
 Dtype = np.dtype[Any]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.program import Program, honoured
+from autopallas.sites.elementwise import Program, honoured
 
 __all__ = ["CrossEntropySpec", "Product", "SideSpec", "Statistic"]
 
@@ -102,7 +102,7 @@ class CrossEntropySpec:
         return np.dtype(np.float64 if self.doubled or self.logit_dtype == np.float64 else np.float32)
 
     def honoured(self) -> CrossEntropySpec:
-        """The same with roundings that XLA cannot leave out (:func:`autopallas.program.honoured`)."""
+        """The same with roundings that XLA cannot leave out (:func:`autopallas.sites.elementwise.honoured`)."""
         return replace(
             self,
             statistics=tuple(replace(s, program=honoured(s.program)) for s in self.statistics),

@@ -12,7 +12,7 @@ from jax import lax
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
-from autopallas.program import Program
+from autopallas.sites.elementwise import Program
 
 __all__ = ["advanced", "finite", "initial", "required", "stream"]
 

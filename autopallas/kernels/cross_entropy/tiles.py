@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
-from autopallas.kernels.implementation import Device
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
 
 __all__ = ["Block", "Operands", "Rows", "Tile", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
 

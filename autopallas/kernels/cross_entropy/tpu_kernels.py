@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.cross_entropy.contraction import Target
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
+from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Tile
-from autopallas.kernels.cross_entropy.tpu_blocks import Packed, Shape, Task
-from autopallas.kernels.interpret import interpretation
-from autopallas.program import Program
+from autopallas.kernels.cross_entropy.tpu_memory import Packed, Shape, Task
+from autopallas.sites.elementwise import Program
+from autopallas.sites.interpret import interpretation
 
 __all__ = ["Reader", "contract", "statistics"]
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]

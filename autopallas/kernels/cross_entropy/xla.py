@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.contraction import Target, added, contracted
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
+from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.program import Program
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

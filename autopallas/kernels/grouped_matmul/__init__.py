@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopallas.kernels.implementation import Operation
+from autopallas.sites.operation import Operation
 
 if TYPE_CHECKING:
     from autopallas.kernels.grouped_matmul.api import grouped_matmul

@@ -15,7 +15,7 @@ from jax import lax
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["apply", "grouped_matmul"]

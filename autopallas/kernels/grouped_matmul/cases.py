@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopallas.tuning.case import DIRECTIONS, Case, Direction
+from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["DENSE", "ORIGINALS", "case_of", "direct", "in_direction", "mixture", "ragged_dot", "table_grid", "types"]
 

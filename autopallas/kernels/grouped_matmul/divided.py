@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.kernels.division import Counted, Division, Parts
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.layout import Label, Operand
+from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.index_notation import Label, Operand
 
 __all__ = ["DividedGroupsSite"]
 

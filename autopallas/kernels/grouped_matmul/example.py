@@ -12,7 +12,7 @@ from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.layout import fill
+from autopallas.sites.index_notation import fill
 
 __all__ = ["example", "operands"]
 

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.division import Counted, Division, Parts
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
 from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
-from autopallas.kernels.implementation import Operation
-from autopallas.kernels.layout import Label, Operand, View, read, write
-from autopallas.program import Constant
+from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.elementwise import Constant
+from autopallas.sites.index_notation import Label, Operand, View, read, write
+from autopallas.sites.operation import Operation
 
 __all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
 

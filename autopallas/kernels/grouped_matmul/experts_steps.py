@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from autopallas import compat
-from autopallas.kernels.layout import Label, Operand
-from autopallas.program import Constant, Program
+from autopallas.sites.elementwise import Constant, Program
+from autopallas.sites.index_notation import Label, Operand
 
 __all__ = ["Gathered", "Labels", "Pointwise", "Prelude", "Product", "Reads", "Step"]
 

@@ -22,7 +22,7 @@ from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, pl
 from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 
 __all__ = ["rows_call", "weights_call"]
 

@@ -23,7 +23,8 @@ from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 

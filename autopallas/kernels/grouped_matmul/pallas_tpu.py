@@ -32,11 +32,12 @@ from autopallas.kernels.grouped_matmul.visits import (
     visits_by_group,
     visits_by_tile,
 )
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.kernels.interpret import refusal
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
-from autopallas.kernels.tpu_tables import assume, concrete, is_simulated, unknown
-from autopallas.program import Program
+from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Program
+from autopallas.sites.interpret import refusal
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["Tile", "backward", "candidates", "forward", "supports"]
 

@@ -14,7 +14,8 @@ from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 

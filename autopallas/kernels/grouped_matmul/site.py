@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.division import Counted, Division, Parts
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
-from autopallas.kernels.implementation import Operation
-from autopallas.kernels.layout import Label, Operand, View, read, write
-from autopallas.program import Program
+from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.elementwise import Program
+from autopallas.sites.index_notation import Label, Operand, View, read, write
+from autopallas.sites.operation import Operation
 
 __all__ = ["GroupedMatmulSite"]
 

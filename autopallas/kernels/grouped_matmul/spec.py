@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.program import Program
+from autopallas.sites.elementwise import Program
 
 __all__ = ["GroupedMatmulSpec", "Use"]
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopallas import compat
-from autopallas.kernels.interpret import interpretation
+from autopallas.sites.interpret import interpretation
 
 __all__ = ["pays", "shares", "split_call"]
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, ExpertsSpec
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]

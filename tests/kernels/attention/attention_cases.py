@@ -13,7 +13,7 @@ import numpy as np
 from autopallas.kernels.attention import reference
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.program import Constant, Index, Instruction, Program, Score, Side
+from autopallas.sites.elementwise import Constant, Index, Instruction, Program, Score, Side
 
 F32, I32, BOOL = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.bool_)
 QUERY, KEY, SCORE = Index("query", I32), Index("key", I32), Score(F32)

@@ -13,8 +13,9 @@ from autopallas.kernels.attention import OPERATION, tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
-from autopallas.kernels.implementation import IMPLEMENTATIONS, Device
 from autopallas.kernels.tpu import generation
+from autopallas.sites.device import Device
+from autopallas.sites.operation import IMPLEMENTATIONS
 from autopallas.tuning.table import LEAST_MEMORY, Bucket, Row, bucket_of, lookup
 
 CPU = Device("cpu", "cpu")

@@ -13,7 +13,8 @@ from test_attention_implementations import BY_NAME, computed
 from autopallas.kernels.attention import cudnn
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.cudnn import Reduced
-from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Unsupported
 
 BF16 = np.dtype(jnp.bfloat16)
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")

@@ -23,8 +23,8 @@ from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.kernels.attention.tiles import DEAD, HIDDEN, classify, scale_of, simplified, tile_map
 from autopallas.kernels.attention.tpu_grid import geometry
-from autopallas.kernels.interpret import mode
-from autopallas.program import Score
+from autopallas.sites.elementwise import Score
+from autopallas.sites.interpret import mode
 
 F32, BF16, F16, F64 = (np.dtype(jnp.dtype(name)) for name in ("float32", "bfloat16", "float16", "float64"))
 FULL_GRID = os.environ.get("FULL_GRID") == "1"

@@ -12,10 +12,10 @@ import pytest
 from attention_cases import Case
 from test_attention_implementations import BY_NAME
 
+from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.tuned_block_sizes import TABLE
-from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None,

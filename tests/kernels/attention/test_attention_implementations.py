@@ -16,7 +16,8 @@ from autopallas.kernels.attention import OPERATION, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.spec import Weight
-from autopallas.kernels.implementation import Device, Unsupported
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Unsupported
 
 TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
 BY_NAME = {case.name: case for case in CASES}

@@ -25,8 +25,9 @@ from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map
 from autopallas.kernels.attention.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, SHARED_MEMORY, too_few_threads
-from autopallas.kernels.implementation import Device, Supported, Unsupported
-from autopallas.kernels.interpret import mode
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import mode
+from autopallas.sites.operation import Supported, Unsupported
 
 FULL_GRID = os.environ.get("FULL_GRID") == "1"
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")

@@ -24,8 +24,9 @@ from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.tiles import DEAD
 from autopallas.kernels.attention.tpu_grid import Grid, geometry
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.interpret import mode
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import mode
+from autopallas.sites.operation import Unsupported
 
 FULL_GRID = os.environ.get("FULL_GRID") == "1"
 QUICK = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_attention_implementations import BY_NAME
 
-from autopallas.kernels.attention.run_time_tiles import compacted, run_time_states
+from autopallas.kernels.attention.dynamic_tiles import compacted, run_time_states
 from autopallas.kernels.attention.tiles import DEAD, PARTIAL
 
 T, S, BQ, BK = 37, 70, 8, 16

@@ -17,7 +17,7 @@ from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, classify, increasing, scale_of, simplified, tile_map
-from autopallas.program import Index, Program, Score
+from autopallas.sites.elementwise import Index, Program, Score
 
 I32, F32 = np.dtype(np.int32), np.dtype(np.float32)
 QUERY, KEY = Index("query", I32), Index("key", I32)

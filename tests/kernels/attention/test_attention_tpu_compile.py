@@ -13,11 +13,11 @@ import pytest
 from attention_cases import Case, causal
 from test_attention_implementations import BY_NAME
 
+from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.tpu_block_sizes import candidates, default, fitting, vmem_bytes
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None, reason="make check-tpu runs it, with the compiler"

@@ -13,8 +13,7 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy import reference
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
-from autopallas.kernels.programs import traced
-from autopallas.program import Constant, Index, Program, Score, Side
+from autopallas.sites.elementwise import Constant, Index, Program, Score, Side, traced
 
 F32, F64, I32, BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.bool_)
 BF16 = np.dtype(jnp.bfloat16)

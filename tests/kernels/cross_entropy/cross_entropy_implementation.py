@@ -27,9 +27,9 @@ from cross_entropy_cases import (
 from autopallas.kernels.cross_entropy import OPERATION, reference
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.programs import traced
-from autopallas.program import Score, Side
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side, traced
+from autopallas.sites.operation import Unsupported
 
 TOLERANCES = {"float32": (1e-5, 5e-5), "float16": (4e-3, 1e-2), "bfloat16": (2e-2, 4e-2)}
 BY_NAME = {case.name: case for case in CASES}

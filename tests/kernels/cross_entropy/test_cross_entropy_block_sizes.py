@@ -14,7 +14,8 @@ from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import SideSpec
 from autopallas.kernels.cross_entropy.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
-from autopallas.kernels.implementation import IMPLEMENTATIONS, Device
+from autopallas.sites.device import Device
+from autopallas.sites.operation import IMPLEMENTATIONS
 
 CPU = Device("cpu", "cpu")
 SIZE = st.integers(1, 200_000)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import autopallas
+from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.cross_entropy import gpu_statistics, gpu_values, pallas_gpu
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
-from autopallas.kernels.programs import traced
-from autopallas.program import Score, Side
-from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+from autopallas.sites.elementwise import Score, Side, traced
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None,

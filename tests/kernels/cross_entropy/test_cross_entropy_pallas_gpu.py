@@ -13,7 +13,6 @@ from cross_entropy_cases import BF16, F32, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
 from autopallas import compat
-from autopallas.kernels import interpret
 from autopallas.kernels.cross_entropy import pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
@@ -21,9 +20,10 @@ from autopallas.kernels.cross_entropy.spec import Product
 from autopallas.kernels.cross_entropy.statistics import stream
 from autopallas.kernels.cross_entropy.tiles import Operands
 from autopallas.kernels.gpu import too_few_threads
-from autopallas.kernels.implementation import Device, Supported
-from autopallas.kernels.programs import traced
-from autopallas.program import Score
+from autopallas.sites import interpret
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, traced
+from autopallas.sites.operation import Supported
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-gpu` runs what `make test` has no time for."""

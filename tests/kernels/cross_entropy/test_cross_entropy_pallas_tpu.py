@@ -16,13 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import autopallas
-from autopallas.kernels import interpret
 from autopallas.kernels.cross_entropy import OPERATION, cross_entropy, pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
-from autopallas.kernels.cross_entropy.tpu_blocks import fitting, vmem_bytes
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.kernels.cross_entropy.tpu_memory import fitting, vmem_bytes
 from autopallas.kernels.tpu import GENERATIONS
+from autopallas.sites import interpret
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-tpu` runs what `make test` has no time for."""

@@ -12,11 +12,11 @@ import pytest
 from cross_entropy_cases import BF16, F32, KINDS, LOSS, Case
 from cross_entropy_implementation import BY_NAME
 
+from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.cross_entropy import pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.tpu_blocks import fitting, vmem_bytes
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
+from autopallas.kernels.cross_entropy.tpu_memory import fitting, vmem_bytes
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None, reason="make check-tpu runs it, with the compiler"

@@ -7,7 +7,7 @@ import pytest
 from cross_entropy_cases import BF16, F32, LOSS, Case
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
-from autopallas.kernels.cross_entropy import contraction, tiles
+from autopallas.kernels.cross_entropy import tile_products, tiles
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 
 
@@ -35,7 +35,7 @@ class TestXla(CrossEntropyImplementation):
     def test_the_gradient_of_the_weight_grows_part_by_part(self, module, monkeypatch, name, dtype):
         """The last part is the shorter one."""
         case = BY_NAME[name]
-        monkeypatch.setattr(contraction, "_PART", 5 * case.hidden)
+        monkeypatch.setattr(tile_products, "_PART", 5 * case.hidden)
         assert case.vocabulary % 5
         for sizes in (SIZES["rows stream"], SIZES["tiles"]):
             self.check_products(module, case, "finish", sizes, dtype)

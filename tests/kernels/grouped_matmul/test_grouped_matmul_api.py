@@ -13,7 +13,7 @@ from autopallas.kernels.grouped_matmul import OPERATION, grouped_matmul
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as tuned
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.implementation import Device
+from autopallas.sites.device import Device
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -13,14 +13,13 @@ import pytest
 from test_grouped_matmul_implementations import USES, spec_of
 
 import autopallas
+from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.grouped_matmul import pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import capacity
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import TABLE
-from autopallas.kernels.programs import traced
-from autopallas.program import Score
-from autopallas.tuning.gpu_ahead_of_time import H100, Compiler, missing
+from autopallas.sites.elementwise import Score, traced
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.programs import traced
-from autopallas.program import Score
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, traced
+from autopallas.sites.operation import Unsupported
 
 TOLERANCES = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
 """Of accumulation in float32 and one rounding to the dtype; the gradients are products of the same kind."""

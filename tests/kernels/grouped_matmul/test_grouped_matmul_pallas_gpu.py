@@ -18,14 +18,15 @@ from test_grouped_matmul_implementations import (
 )
 
 from autopallas import compat
-from autopallas.kernels import interpret
 from autopallas.kernels.gpu import SHARED_MEMORY, too_few_threads
 from autopallas.kernels.grouped_matmul import OPERATION, pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW, capacity, visits
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
-from autopallas.kernels.implementation import Device, Supported, Unsupported
+from autopallas.sites import interpret
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-gpu` runs what `make test` has no time for."""

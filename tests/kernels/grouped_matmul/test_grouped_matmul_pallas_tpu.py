@@ -26,16 +26,17 @@ from test_grouped_matmul_implementations import (
 from test_grouped_matmul_implementations import error as error_of
 
 import autopallas
-from autopallas.kernels import interpret, tpu
+from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import OPERATION, pallas_tpu, tpu_cores
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
-from autopallas.kernels.implementation import Device, Unsupported
-from autopallas.kernels.programs import traced
 from autopallas.kernels.tpu import GENERATIONS
-from autopallas.program import Score
+from autopallas.sites import interpret
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, traced
+from autopallas.sites.operation import Unsupported
 
 EVERYTHING = os.environ.get("FULL_GRID") == "1"
 """`make check-tpu` runs what `make test` has no time for."""

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import pytest
 from test_grouped_matmul_implementations import USES, spec_of
 
+from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.programs import traced
-from autopallas.program import Score
-from autopallas.tuning.ahead_of_time import GENERATIONS, Compiler, missing
+from autopallas.sites.elementwise import Score, traced
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("FULL_GRID") != "1" or missing() is not None, reason="make check-tpu runs it, with the compiler"

@@ -1,0 +1,197 @@
+"""Probes: before a kernel is spliced into a program, it is compiled alone, and run once on dummy inputs.
+
+So a kernel that cannot be compiled, or that hangs the compiler, costs one failure per machine, and none in the user's
+program, also where no frame of this package exists when that is compiled: under somebody else's jit or grad.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopallas import compat
+from autopallas.autotune.search import free_bytes
+from autopallas.autotune.trial import Trial
+from autopallas.compile.outside_trace import isolated
+from autopallas.compile.subprocess import Child, ChildError, tried
+from autopallas.options import Options
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import interpretation, settled
+from autopallas.tuning.distributed import agreement
+from autopallas.tuning.key import TuningKey
+from autopallas.tuning.probe_cache import Verdict, Verdicts, verdict_key
+
+__all__ = ["Prober"]
+
+SECONDS = 60.0
+"""How long a probe of one kernel may take."""
+
+_PLAIN = ("xla", "reference")
+"""Implementations in plain JAX, which XLA compiles like any other part of the program."""
+
+_probing = threading.Lock()
+
+
+class Prober:
+    """What is known to fail, and what a probe finds out, for the sites of one program.
+
+    Args:
+      device: where the program will run.
+      options: the options in force.
+      runs: whether anything may be compiled or run.
+    """
+
+    def __init__(self, device: Device, options: Options, runs: bool = True):
+        self._device = device
+        self.runs = runs
+        self._lock = options.lock is not None
+        self._alone = jax.process_count() == 1
+        self._verdicts = Verdicts.current()
+        self._child: Child | None = None
+        self.found: list[tuple[Any, str, str, str]] = []
+        """What failed just now: (match, implementation, stage, error)."""
+
+    def __enter__(self) -> Prober:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def wanted(self, implementation: str) -> bool:
+        """Whether a kernel is probed.  Plain JAX on a CPU, interpreted kernels too, is not: that would cost a
+        second compilation, of what fails no more often than the program around it."""
+        return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
+
+    def objection(self, match: Any, name: str, block_sizes: Any, again: bool, measured: bool) -> tuple[str, str] | None:
+        """None where an implementation may be used for a site; else the stage that fails, and how.
+
+        Args:
+          match: the site.
+          name: the implementation.
+          block_sizes: its block sizes.
+          again: whether a failure that is remembered does not count.
+          measured: whether it was compiled and run just now.
+        """
+        probing = self.runs and not self._lock and self.wanted(name)
+        if not probing and not self._verdicts.known():
+            return None
+        key = verdict_key(match, name, block_sizes, self._device)
+        if not self._alone:
+            return self._agreed(match, name, block_sizes, key, probing)
+        known = self._verdicts.own(key) if self._lock else self._verdicts.get(key)
+        if known is not None and known.outcome == "fails" and not again:
+            return known.stage, known.error
+        if not probing or (known is not None and known.outcome == "works"):
+            return None
+        return self._found_out(match, name, block_sizes, key, measured)
+
+    def condemn(self, match: Any, name: str, block_sizes: Any, stage: str, error: str) -> None:
+        """Remembers a failure."""
+        self.found.append((match, name, stage, error))
+        if self._alone:
+            self._verdicts.put(Verdict.of(verdict_key(match, name, block_sizes, self._device), stage, error))
+
+    # ------------------------------------------------------------------ one probe
+
+    def _found_out(
+        self, match: Any, name: str, block_sizes: Any, key: TuningKey, measured: bool
+    ) -> tuple[str, str] | None:
+        with _probing:
+            known = self._verdicts.get(key)  # another thread may have probed the same meanwhile
+            if known is not None:
+                return None if known.outcome == "works" else (known.stage, known.error)
+            fault = None if measured else self._probed(match, name, block_sizes)
+            self._verdicts.put(Verdict.of(key, *fault) if fault else Verdict.of(key))
+            if fault:
+                self.found.append((match, name, *fault))
+            return fault
+
+    def _probed(self, match: Any, name: str, block_sizes: Any) -> tuple[str, str] | None:
+        free = free_bytes()
+        needed = Trial.bytes_needed(match) + block_sizes.temporary_bytes(match.spec, match.direction)
+        run = free is None or needed <= free
+        try:
+            program = isolated(lambda: _exported(match, name, block_sizes, self._device), SECONDS)
+        except TimeoutError:
+            return "hang", f"tracing and lowering took more than {SECONDS:g} seconds"
+        except Exception as error:
+            return "lowering", f"{type(error).__name__}: {error}"
+        try:
+            child = self._process()
+            if child is not None:
+                return child.tried(program, run, SECONDS)
+            return isolated(lambda: tried(program, run), SECONDS)
+        except TimeoutError:
+            self.__exit__()
+            return "hang", f"compiling and running it took more than {SECONDS:g} seconds"
+        except ChildError as error:
+            self.__exit__()
+            return "compile", f"the process that compiled it died: {error}"
+
+    def _process(self) -> Child | None:
+        """A child on the same kind of device; None where this process has to do it itself."""
+        if self._child is None and self._device.platform != "tpu":  # which belongs to one process
+            try:
+                child = Child(compat.numeric_setting()[0])
+            except ChildError:
+                return None
+            if child.device[1] != self._device.kind:
+                child.end()
+                return None
+            self._child = child
+        return self._child
+
+    # ------------------------------------------------------------------ several processes
+
+    def _agreed(self, match: Any, name: str, block_sizes: Any, key: TuningKey, probing: bool) -> tuple[str, str] | None:
+        """What all processes found out: one that fails is enough for all."""
+        shared = agreement()
+        if not probing:
+            return None
+        if shared is None:
+            return "probe", "the processes of this program cannot agree on whether it works"
+        known = self._verdicts.get(key)
+        fault = (known.stage, known.error) if known is not None and known.outcome == "fails" else None
+        if known is None:
+            fault = self._found_out(match, name, block_sizes, key, False)
+        return shared.unanimous(key, fault, jax.process_count())
+
+
+def _exported(match: Any, name: str, block_sizes: Any, device: Device) -> bytes:
+    """All kernels of a site as one program."""
+    functions = [_kernels(part, name, block_sizes) for part in match.passes]
+    counts = [len(part.original.in_avals) for part in match.passes]
+
+    def run(*operands: Any) -> list[Any]:
+        results, begin = [], 0
+        for function, count in zip(functions, counts, strict=True):
+            results += function(operands[begin : begin + count])
+            begin += count
+        return results
+
+    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for part in match.passes for t in part.original.in_avals]
+    with device.targeted(), settled():
+        return compat.exported(run, types, device.platform)
+
+
+def _kernels(part: Any, name: str, block_sizes: Any) -> Any:
+    """Forward and backward of one pass; the backward also where the program does not hold it, since a transformation
+    around the program may ask for it."""
+
+    def run(operands: Any) -> list[Any]:
+        results, residuals = kernel_forward(part.site, name, block_sizes)(*operands)
+        active = tuple(i for i, t in enumerate(part.original.in_avals) if jnp.issubdtype(t.dtype, jnp.inexact))
+        found = {tuple(position for position, _ in backward.gradients) for backward in part.backwards}
+        if part.site.has_backward and active and all(jnp.issubdtype(r.dtype, jnp.inexact) for r in results):
+            for wanted in sorted(found) or [active]:
+                pull = kernel_backward(part.site, name, block_sizes, wanted)
+                results = (*results, *pull(operands, results[: len(part.original.out_avals)], residuals, results))
+        return [*results, *residuals]
+
+    return run

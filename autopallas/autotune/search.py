@@ -1,0 +1,377 @@
+"""The search for the block sizes of one site: compile, compare with the reference, time, within a budget of seconds."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autopallas.autotune.trial import Trial
+from autopallas.progress import Progress
+from autopallas.sites.device import Device
+from autopallas.tuning.coverage import stated
+from autopallas.tuning.entry import Entry, Rejected
+from autopallas.tuning.key import TuningKey
+from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
+from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
+
+__all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
+
+ORIGINAL = "original"
+
+_SCREENING_SHARE = 0.6
+"""The part of the budget that compiling and comparing may take; the rest is for timing."""
+_FINALISTS = 4
+_CLOSE = 1.5
+"""A candidate whose first timed run took this much longer than the best one's is not timed again."""
+_ROUNDS = 3
+_RUNS_BEFORE = 2
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One candidate, and how far it came.
+
+    Attributes:
+      block_sizes: by name.
+      stage: where it failed; "budget": its turn did not come; an empty string: nowhere.
+      error: how it failed.
+      microseconds: of one run; None where it was not run.
+      temporary_bytes: as the compiler planned them; None where it was not compiled.
+      difference: the greatest from the reference.
+      row: what it cost, and the original, where it was in the race.
+      cycles, vmem_bytes: simulated, and by the compiler's account, where it was compiled for a TPU that is not there.
+    """
+
+    block_sizes: Mapping[str, Any]
+    stage: str = ""
+    error: str = ""
+    microseconds: float | None = None
+    temporary_bytes: int | None = None
+    difference: float | None = None
+    row: Row | None = None
+    cycles: int | None = None
+    vmem_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """A candidate that is right."""
+
+    compiled: Any
+    seconds: float
+    temporary_bytes: int
+
+
+@dataclass
+class _Search:
+    """One search while it runs."""
+
+    match: Any
+    implementation: str
+    seconds: float
+    clock: Callable[[], float]
+    say: Callable[[str], None]
+    rejected: list[Rejected] = field(default_factory=list)
+    tried: dict[Any, Tried] = field(default_factory=dict)
+    lean: Row | None = None
+
+    def __post_init__(self) -> None:
+        self.begin = self.clock()
+        self.limit = free_bytes()
+
+    def left(self, share: float = 1.0) -> float:
+        """The seconds that are left of a share of the budget."""
+        return self.begin + share * self.seconds - self.clock()
+
+    def run(self, candidates: Sequence[Any]) -> tuple[Any, Row | None, str]:
+        """(the best block sizes or None, what they cost, why there are none)."""
+        needed = Trial.bytes_needed(self.match)
+        if self.limit is not None and needed > self.limit:
+            return None, None, f"its inputs and results need {needed} bytes, and {self.limit} are free"
+        trial = Trial.of(self.match)
+        self.say("the reference")
+        reference, problem = self._reference(trial)
+        if problem:
+            return None, None, problem
+        self.say("the original")
+        compiled, failure = self._compiled(trial.original(), trial)
+        if failure is None:
+            original = self._once(compiled, trial, reference)
+            failure = original.failure
+        if failure is not None:
+            return None, None, f"the original cannot be run on its own: {failure}"
+
+        works: dict[Any, _Works] = {}
+        tried = 0
+        for number, sizes in enumerate(candidates, 1):
+            if self.left(_SCREENING_SHARE) <= 0:
+                break
+            tried += 1
+            self.say(f"candidate {number} of {len(candidates)}")
+            found = self._screened(sizes, trial, reference, original)
+            if found is not None:
+                works[sizes] = found
+        if not works:
+            if tried < len(candidates):
+                return None, None, self._used_up()
+            # A candidate can break the device for all that come after it.
+            broken = self._once(compiled, trial, None).failure
+            return None, None, "" if broken is None else f"the original fails too by now: {broken}"
+        self.say("timing")
+        return self._raced(works, compiled, original.wall[-1], trial)
+
+    def told(self, candidates: Sequence[Any]) -> list[Tried]:
+        """How far each candidate came."""
+        late = Tried({}, "budget", self._used_up())
+        return [self.tried.get(c) or replace(late, block_sizes=c.to_dict()) for c in candidates]
+
+    def _used_up(self) -> str:
+        return f"the budget of {self.seconds:g} seconds was used up"
+
+    # ------------------------------------------------------------------ one candidate
+
+    def _reference(self, trial: Trial) -> tuple[Any, str]:
+        with jax.default_matmul_precision("highest"):
+            compiled, failure = self._compiled(trial.kernel("reference", None), trial)
+        if failure is None:
+            analysis = compiled.memory_analysis()
+            needed = 0 if analysis is None else analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+            if self.limit is not None and needed > self.limit:
+                return None, f"the reference needs {needed} bytes, and {self.limit} are free"
+            try:
+                return jax.device_get(compiled(*trial.arguments)), ""
+            except Exception as error:
+                failure = Failure("run", f"{type(error).__name__}: {error}")
+        return None, f"the reference cannot be run: {failure}"
+
+    def _compiled(self, function: Any, trial: Trial) -> tuple[Any, Failure | None]:
+        stage: Any = "lower"
+        try:
+            lowered = jax.jit(function).lower(*trial.arguments)
+            stage = "compile"
+            return lowered.compile(), None
+        except Exception as error:
+            return None, Failure(stage, f"{type(error).__name__}: {error}")
+
+    def _once(self, compiled: Any, trial: Trial, reference: Any) -> Timing:
+        """One run that is compared, and one that is timed."""
+        measured = measure(
+            {"it": compiled},
+            trial.arguments,
+            repetitions=1,
+            minimum_repetitions=1,
+            warm_up=0,
+            reference=reference,
+            memory_limit=self.limit,
+        )
+        return measured["it"]
+
+    def _screened(self, sizes: Any, trial: Trial, reference: Any, original: Timing) -> _Works | None:
+        """A candidate that works and is right, or None."""
+        compiled, failure = self._compiled(trial.kernel(self.implementation, sizes), trial)
+        timing = Timing()
+        if failure is None:
+            timing = self._once(compiled, trial, reference)
+            failure = timing.failure
+        if failure is None:
+            fault = trial.fault(timing.differences, original.differences)
+            failure = None if fault is None else Failure("compare", fault)
+        if failure is not None and (failure.stage == "memory" or any(s in failure.error for s in _OUT_OF_MEMORY)):
+            failure = Failure("memory", failure.error)  # which says something of this moment, not of the kernel
+        self.tried[sizes] = Tried(
+            block_sizes=sizes.to_dict(),
+            stage="" if failure is None else failure.stage,
+            error="" if failure is None else failure.error,
+            microseconds=timing.wall[-1] * 1e6 if timing.wall else None,
+            temporary_bytes=timing.temporary_bytes,
+            difference=None if timing.difference is None else timing.difference.maximum,
+        )
+        if failure is None:
+            return _Works(compiled, timing.wall[-1], timing.temporary_bytes or 0)
+        self.rejected.append(Rejected(sizes.to_dict(), failure.stage, failure.error))
+        return None
+
+    # ------------------------------------------------------------------ the race
+
+    def _finalists(self, works: Mapping[Any, _Works], original_seconds: float) -> list[Any]:
+        """The few that may be the fastest, and the one that may need the least memory in bearable time."""
+        runs = _ROUNDS + _RUNS_BEFORE
+        room = self.left() - runs * original_seconds
+        fastest = min(work.seconds for work in works.values())
+        bearable = [s for s, work in works.items() if work.seconds <= _CLOSE * MEMORY_SLOWDOWN * original_seconds]
+        leanest = min(bearable, key=lambda s: (works[s].temporary_bytes, works[s].seconds), default=None)
+        chosen: list[Any] = []
+        for sizes, work in sorted(works.items(), key=lambda item: item[1].seconds):
+            if work.seconds > _CLOSE * fastest or len(chosen) == _FINALISTS or runs * work.seconds > room:
+                break
+            room -= runs * work.seconds
+            chosen.append(sizes)
+        if chosen and leanest is not None and leanest not in chosen and runs * works[leanest].seconds <= room:
+            chosen.append(leanest)
+        return chosen
+
+    def _raced(
+        self, works: Mapping[Any, _Works], original: Any, original_seconds: float, trial: Trial
+    ) -> tuple[Any, Row | None, str]:
+        finalists = {str(sizes): sizes for sizes in self._finalists(works, original_seconds)}
+        if not finalists:
+            return None, None, self._used_up()
+        fastest = min(work.seconds for work in works.values())
+        measured = measure(
+            {ORIGINAL: original, **{name: works[sizes].compiled for name, sizes in finalists.items()}},
+            trial.arguments,
+            baseline=ORIGINAL,
+            seconds=max(self.left() - _RUNS_BEFORE * (original_seconds + fastest), 0.0),
+            minimum_repetitions=_ROUNDS,
+            warm_up=_RUNS_BEFORE - 1,
+        )
+        clock: Clock = "device" if all(measured[name].device for name in (ORIGINAL, *finalists)) else "wall"
+        rows: dict[str, Row] = {}
+        for name, sizes in finalists.items():
+            row = _row(sizes, measured, name, clock)
+            if row is not None:
+                rows[name] = row = stated(row, self.match, Device.current())
+                if sizes in self.tried:
+                    self.tried[sizes] = replace(self.tried[sizes], row=row)
+        if not rows:
+            return None, None, f"timing failed: {'; '.join(map(str, measured.failures.values()))}"
+        best = min(rows, key=lambda name: _score(measured[name], clock) or 0.0)
+        self.lean = _leanest(rows, rows[best])
+        return finalists[best], rows[best], ""
+
+
+def _leanest(rows: Mapping[str, Row], fastest: Row) -> Row | None:
+    """The row of least memory among those that are not too slow, where it needs less than the fastest."""
+    bearable = [row for row in rows.values() if row.kernel_us <= MEMORY_SLOWDOWN * row.original_us]
+    least = min(bearable, key=lambda row: (row.kernel_bytes, row.kernel_us), default=None)
+    return least if least is not None and least.kernel_bytes < fastest.kernel_bytes else None
+
+
+def _score(timing: Timing, clock: Clock) -> float | None:
+    """Mean and spread together, for a candidate that is fast now and then is not a fast one."""
+    sample = timing.samples(clock)
+    if timing.failure is not None or not sample:
+        return None
+    return statistics.fmean(sample) + statistics.pstdev(sample)
+
+
+def _row(sizes: Any, measured: Measurement, name: str, clock: Clock) -> Row | None:
+    kernel, ratio = measured[name].spread(clock), measured.ratio(name, clock=clock)
+    own, base = _score(measured[name], clock), _score(measured[ORIGINAL], clock)
+    if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
+        return None
+    microseconds = kernel.median * 1e6
+    gain = ratio.median if own < base else min(ratio.median, 1.0)  # a gain that the spread hides is none
+    return Row(
+        block_sizes=sizes,
+        kernel_us=float(f"{microseconds:.4g}"),
+        original_us=float(f"{microseconds * gain:.4g}"),  # so that the row's ratio is that of paired runs
+        kernel_bytes=measured[name].temporary_bytes or 0,
+        original_bytes=measured[ORIGINAL].temporary_bytes or 0,
+        evidence="measured",
+        date=datetime.date.today().isoformat(),
+        versions=f"jax {jax.__version__}",
+    )
+
+
+def free_bytes() -> int | None:
+    """What is left of the device's memory, or of the machine's; None where that is not known."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return int(statistics["bytes_limit"]) - int(statistics.get("bytes_in_use", 0))
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def candidates_of(match: Any, implementation: str, first: Any, device: Device) -> list[Any]:
+    """The block sizes to try, best guess first: those of the implementation, else those of the operation.
+
+    Args:
+      match: the site.
+      implementation: the implementation's name; its module may have a function ``candidates(spec, device)``.
+      first: block sizes to begin with.
+      device: where it is to run.
+    """
+    module = match.site.operation.implementation(implementation)
+    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+    own = getattr(module, "candidates", None)
+    with device.targeted():
+        return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))
+
+
+def search(
+    match: Any,
+    implementation: str,
+    key: TuningKey,
+    first: Any,
+    seconds: float,
+    known: Entry | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    observe: Callable[[Sequence[Tried]], None] | None = None,
+) -> Entry:
+    """Measures the candidates for a site's block sizes against each other and the original.
+
+    No step begins after the budget; the one that runs then is not broken off.
+
+    Args:
+      match: the site, as recognised.
+      implementation: the implementation's name.
+      key: what the result is for.
+      first: block sizes to begin with, such as the nearest known ones.
+      seconds: the budget.
+      known: an earlier, unfinished result; what was wrong then is not tried again.
+      clock: a clock in seconds.
+      observe: called with all candidates and how far each came, those that failed or had no turn included.
+
+    Returns:
+      The result, with or without block sizes.
+    """
+    spec = match.spec
+    wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
+    with Progress(f"autopallas: tuning {match.op}") as say:
+        run = _Search(match, implementation, seconds, clock, say, list(wrong))
+        every = [
+            sizes
+            for sizes in candidates_of(match, implementation, first, Device.current())
+            if all(sizes.to_dict() != dict(r.block_sizes) for r in wrong)
+        ]
+        candidates = []
+        for sizes in every:
+            estimate = sizes.temporary_bytes(spec, match.direction)
+            if run.limit is None or estimate <= run.limit:
+                candidates.append(sizes)
+            else:
+                error = f"it needs {estimate} bytes by the estimate, and {run.limit} are free"
+                run.tried[sizes] = Tried(sizes.to_dict(), "memory", error)
+        if candidates or wrong:
+            sizes, row, reason = run.run(candidates)
+        else:
+            sizes, row, reason = None, None, "no candidate fits into memory"
+    if observe is not None:
+        observe(run.told(every))
+    rejected = tuple(run.rejected)
+    if sizes is not None:
+        lean = None if run.lean is None else replace(run.lean, block_sizes=run.lean.block_sizes.to_dict())
+        return Entry(key.description, "tuned", sizes.to_dict(), row, "", rejected, seconds, lean)
+    if reason:
+        return Entry(key.description, "unfinished", None, None, reason, rejected, seconds)
+    reasons = "; ".join(dict.fromkeys(f"{r.stage}: {r.error}".split("\n")[0][:300] for r in rejected))
+    passing = any(r.stage == "memory" for r in rejected)
+    return Entry(
+        key.description,
+        "unfinished" if passing else "failed",
+        reason=f"none of {len(rejected)} candidates works: {reasons}",
+        rejected=rejected,
+        seconds=seconds,
+    )

@@ -1,0 +1,161 @@
+"""One site as functions that can be run on their own: the original, each candidate, and the reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.numerics.compare import tolerance_of
+from autopallas.numerics.rounding import gradient_function, rounded
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.tuning.measure import Difference
+
+__all__ = ["Trial"]
+
+_DIFFERENT_INTEGERS = 0.02
+"""Of integers, such as the position of a maximum, some may differ by rounding; this is for the mean difference."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The passes of one match with inputs to run them on.
+
+    Attributes:
+      passes: the matches.
+      arguments: for each pass, (operands, cotangents of its results where the program holds its backward).
+    """
+
+    passes: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+
+    @staticmethod
+    def of(match: Any, seed: int = 0) -> Trial:
+        """The trial of a match on the example inputs of its operation.
+
+        Raises:
+          ImportError: the operation has no example inputs.
+        """
+        examples = importlib.import_module(f"autopallas.kernels.{match.op}.example")
+        arguments = []
+        for number, part in enumerate(match.passes):
+            operands = examples.operands(part.site, part.original.in_avals, seed + number)
+            random = np.random.default_rng(seed + number)
+            cotangents = []
+            if part.backwards:
+                for kind in part.original.out_avals:
+                    cotangents.append(random.standard_normal(kind.shape, np.float32).astype(kind.dtype))
+            arguments.append(([jnp.asarray(x) for x in operands], [jnp.asarray(x) for x in cotangents]))
+        return Trial(tuple(match.passes), tuple(arguments))
+
+    @staticmethod
+    def abstract(match: Any) -> Trial:
+        """The trial of a match on nothing: shapes and dtypes in the place of inputs, to compile with."""
+
+        def types(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+            return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals]
+
+        arguments = [
+            (types(part.original.in_avals), types(part.original.out_avals) if part.backwards else [])
+            for part in match.passes
+        ]
+        return Trial(tuple(match.passes), tuple(arguments))
+
+    @staticmethod
+    def bytes_needed(match: Any) -> int:
+        """What the inputs and results of all passes take."""
+        types = [t for part in match.passes for t in (*part.original.in_avals, *part.original.out_avals)]
+        return sum(t.size * np.dtype(t.dtype).itemsize for t in types)
+
+    # ------------------------------------------------------------------ the ways to compute it
+
+    def original(self) -> Callable[..., Any]:
+        """What the program computes as it stands: results and gradients of all passes, as one flat list."""
+
+        def one(part: Any, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            run = compat.jaxpr_as_fun(part.original)
+            if not part.backwards:
+                return list(run(*operands))
+            active = _active(part)
+
+            def varied(*chosen: Any) -> Any:
+                filled = list(operands)
+                for position, x in zip(active, chosen, strict=True):
+                    filled[position] = x
+                return run(*filled)
+
+            results, pull = jax.vjp(varied, *(operands[i] for i in active))
+            return [*results, *pull(list(cotangents))]
+
+        return self._all(one)
+
+    def kernel(self, implementation: str, block_sizes: Any) -> Callable[..., Any]:
+        """The same by an implementation."""
+
+        def one(part: Any, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            results, residuals = kernel_forward(part.site, implementation, block_sizes)(*operands)
+            if not part.backwards:
+                return list(results)
+            pull = kernel_backward(part.site, implementation, block_sizes, _active(part))
+            return [*results, *pull(operands, results, residuals, cotangents)]
+
+        return self._all(one)
+
+    def _all(self, one: Callable[..., list[Any]]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> list[Any]:
+            pairs = zip(self.passes, arguments, strict=True)
+            return [x for part, (operands, cotangents) in pairs for x in one(part, operands, cotangents)]
+
+        return run
+
+    # ------------------------------------------------------------------ what is right
+
+    @functools.cached_property
+    def _limits(self) -> tuple[tuple[bool, float], ...]:
+        """For each result, whether it is an integer, and how far it may be from the reference."""
+        limits = []
+        for number, part in enumerate(self.passes):
+            types = [*part.original.out_avals]
+            found = rounded(part.original)
+            if part.backwards:
+                active = _active(part)
+                types += [part.original.in_avals[i] for i in active]
+                arguments = [*part.original.in_avals, *part.original.out_avals]
+                abstract = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arguments]
+                found += rounded(compat.make_jaxpr(gradient_function(part.original, active), *abstract))
+            for position, (kind, source) in enumerate(zip(types, found, strict=True)):
+                gradient = number > 0 or position >= len(part.original.out_avals)
+                floating = jnp.issubdtype(kind.dtype, jnp.inexact)
+                limits.append((not floating, tolerance_of(kind.dtype, replace(source, gradient=gradient))))
+        return tuple(limits)
+
+    def fault(self, found: Sequence[Difference] | None, original: Sequence[Difference] | None) -> str | None:
+        """What is wrong with a candidate: None where it is within the tolerance, or within twice the original's error.
+
+        Args:
+          found: the candidate's difference from the reference, for each result.
+          original: that of the original.
+        """
+        if found is None:
+            return "it was not compared"
+        allowed = original or [Difference(0.0, 0.0)] * len(found)
+        for position, ((integer, limit), own, base) in enumerate(zip(self._limits, found, allowed, strict=True)):
+            if integer:
+                wrong = own.mean > max(_DIFFERENT_INTEGERS, 2 * base.mean)
+            else:
+                wrong = own.maximum > max(limit, 2 * base.maximum)
+            if wrong or own.maximum != own.maximum:
+                return f"result {position} differs from the reference by {own.maximum:.2g} of its largest value"
+        return None
+
+
+def _active(part: Any) -> tuple[int, ...]:
+    """Positions of the operands whose gradients the program computes."""
+    return tuple(sorted({position for backward in part.backwards for position, _ in backward.gradients}))

@@ -1,0 +1,231 @@
+"""What a GPU program needs, on a machine without a GPU: it is compiled ahead of time for an H100.
+
+XLA's compiler for CUDA, ptxas and libdevice come with the extra ``gpu-check``.  They run in a child process, since what
+they are to write down has to be said before they are loaded.  A function is traced and lowered here, which needs none
+of them, and handed over as a serialized module.  There is no autotuning without a GPU, so that what XLA makes of other
+programs in this way says nothing of their speed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from autopallas import compat
+from autopallas.compile.tpu import Child
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import settled
+
+__all__ = ["H100", "Compilation", "Compiler", "Kernel", "compile_for", "lowered_for", "missing"]
+
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
+"""The device that is compiled for."""
+
+_TARGET = Path(__file__).with_name("h100.txtpb")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One Mosaic kernel of a compiled program, by ptxas' account.
+
+    Attributes:
+      name: that of its ``plgpu.kernel``.
+      registers: of each thread, before warpgroups give some to each other.
+      spill_bytes: written to and read from local memory, because registers ran out.
+      stack_bytes: of a thread's frame; above 0 where registers are indexed at run time.
+      shared_bytes: of a block's shared memory.
+      instructions: in the program.
+      operations: how often instructions of interest stand in it: HGMMA (wgmma), HMMA (the slow way), UTMALDG and
+        UTMASTG (TMA), LDL and STL (spills), ...
+      warnings: numbers of ptxas' warnings that wgmma is serialized, such as C7511 and C7512.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: int
+    operations: Mapping[str, int]
+    warnings: tuple[str, ...]
+
+    def faults(self) -> tuple[str, ...]:
+        """What a kernel whose work is matrix products must not have, in words; empty where all is well."""
+        found = []
+        if self.spill_bytes or self.operations.get("LDL", 0):
+            found.append(f"{self.name} spills {self.spill_bytes} bytes of registers")
+        if self.warnings:
+            found.append(f"{self.name}: wgmma is serialized ({', '.join(self.warnings)})")
+        if not self.operations.get("HGMMA", 0):
+            found.append(f"{self.name} has no HGMMA instruction")
+        if self.operations.get("HMMA", 0):
+            found.append(f"{self.name} multiplies with HMMA, at half the rate")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        counts = " ".join(f"{name} {count}" for name, count in self.operations.items())
+        return (
+            f"{self.name}: {self.registers} registers, {self.shared_bytes} bytes of shared memory, "
+            f"{self.instructions} instructions ({counts})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What the compiler says of one function.
+
+    Attributes:
+      failure: None, or what the compiler said.
+      temporary_bytes, argument_bytes, output_bytes: of the device's memory.
+      calls: how many calls of Mosaic kernels there are.
+      kernels: those of them that differ.
+      seconds: what compiling took.
+    """
+
+    failure: str | None = None
+    temporary_bytes: int = 0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    calls: int = 0
+    kernels: tuple[Kernel, ...] = ()
+    seconds: float = 0.0
+
+    def faults(self) -> tuple[str, ...]:
+        """What the compiler said, or those of all kernels."""
+        if self.failure is not None:
+            return (self.failure,)
+        if not self.kernels:
+            return ("there is no kernel in it",)
+        return tuple(fault for kernel in self.kernels for fault in kernel.faults())
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for GPUs here, or None."""
+    if (reason := compat.missing_mosaic_gpu()) is not None:
+        return reason
+    for package in ("jax_cuda13_plugin", "flatbuffers"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed; the extra gpu-check has it: pip install 'autopallas[gpu-check]'"
+    if _toolkit() is None:
+        return "nvidia-cuda-nvcc is not installed; the extra gpu-check has it: pip install 'autopallas[gpu-check]'"
+    return None
+
+
+def lowered_for(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+    """A function lowered for an H100, serialized.  Needs no GPU software.
+
+    Args:
+      function: traced with ``arguments``.
+      arguments: arrays, or anything with shape and dtype, in pytrees.
+
+    Raises:
+      Exception: what tracing and lowering raise, such as too much shared memory.
+    """
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+    def flat(*values: Any) -> Any:
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
+
+    device = AbstractDevice(device_kind=H100.kind, num_cores=None, platform="gpu")
+    with H100.targeted(), settled(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return compat.exported(flat, types, "gpu")
+
+
+def compile_for(function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
+    """Compiles a function for an H100 that need not be there.
+
+    Args:
+      function: a function of ``arguments``, jitted or not.
+      arguments: arrays, or anything with shape and dtype, in pytrees.
+      seconds: how long the compiler may take.
+
+    Returns:
+      Memory and the resources of its Mosaic kernels.  What the compiler refuses is a result too: ``failure``.
+
+    Raises:
+      RuntimeError: the compiler is not installed.
+      Exception: what tracing and lowering raise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((128, 128))
+      >>> if missing() is None:
+      ...     assert compile_for(lambda x: x @ x, (x,)).failure is None
+    """
+    with Compiler() as compiler:
+        return compiler.compile(function, arguments, seconds=seconds)
+
+
+@dataclass
+class Compiler:
+    """The GPU's compiler in a child process, for many programs: ``with Compiler() as compiler``."""
+
+    _children: list[Child] = field(default_factory=list)
+
+    def __enter__(self) -> Compiler:
+        if (reason := missing()) is not None:
+            raise RuntimeError(reason)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._children:
+            self._children.pop().end()
+
+    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
+        """As :func:`compile_for`."""
+        module = lowered_for(function, arguments)
+        if not self._children:
+            self._children.append(Child(_started))
+        begin = time.monotonic()
+        answer = self._children[0].ask(module, seconds)
+        took = round(time.monotonic() - begin, 3)
+        if "failure" in answer:
+            if answer.get("stage") in ("died", "time"):
+                self._children.pop().end()
+            return Compilation(answer["failure"], seconds=took)
+        told = answer.pop("kernels")
+        kernels = tuple(Kernel(**kernel | {"warnings": tuple(kernel["warnings"])}) for kernel in told)
+        return Compilation(kernels=kernels, seconds=took, **answer)
+
+
+def _toolkit() -> Path | None:
+    """Where the wheels put ptxas and libdevice."""
+    spec = importlib.util.find_spec("nvidia")
+    places = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations) or ()]
+    return next((place for place in places if (place / "bin" / "ptxas").exists()), None)
+
+
+def _started(folder: Path, log: Any) -> subprocess.Popen[bytes]:
+    toolkit = _toolkit()
+    assert toolkit is not None
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={toolkit}"
+    dump = folder / "mosaic"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": "1",  # the module's types are what they are
+        "MOSAIC_GPU_DUMP_TO": str(dump),
+        "PATH": f"{toolkit / 'bin'}:{os.environ.get('PATH', '')}",
+        "XLA_FLAGS": flags.strip(),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("gpu_compiler.py")), str(_TARGET), str(dump)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+    )

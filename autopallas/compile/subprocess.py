@@ -1,0 +1,159 @@
+"""A process of its own that compiles and runs programs, and that can be ended where a thread could not.
+
+``python -m autopallas.compile.subprocess`` reads exported programs from standard input and answers each with one
+line of JSON.  It is started by :class:`Child`, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from typing import Any, BinaryIO, cast
+
+__all__ = ["Child", "ChildError", "tried"]
+
+_HEADER = struct.Struct(">Q?d")
+"""Length of the program that follows, whether it is to be run, and the seconds that this may take."""
+_STARTING_SECONDS = 60.0
+_GRACE_SECONDS = 5.0
+
+
+class ChildError(RuntimeError):
+    """The process could not be started, or is gone; it says nothing of the program, unless it was at work on one."""
+
+
+class Child:
+    """A running child.
+
+    Args:
+      x64: whether it has 64-bit types.
+
+    Raises:
+      ChildError: it cannot be started here.
+    """
+
+    def __init__(self, x64: bool):
+        import jax
+
+        if not sys.executable or os.environ.get("PYTHONEXECUTABLE"):
+            raise ChildError("there is no Python to start")
+        settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "JAX_ENABLE_X64": str(int(x64))}
+        settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory is this process's
+        config: Any = jax.config
+        if config.jax_platforms:
+            settings["JAX_PLATFORMS"] = config.jax_platforms
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "autopallas.compile.subprocess"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | settings,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ChildError(str(error)) from None
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._listen, name="autopallas-child", daemon=True).start()
+        try:
+            self.device = self._answer(_STARTING_SECONDS)
+        except TimeoutError:
+            raise ChildError("it does not start") from None
+
+    def tried(self, program: bytes, run: bool, seconds: float) -> tuple[str, str] | None:
+        """Compiles a program, and runs it on dummy inputs; None, or (the stage that failed, how).
+
+        Raises:
+          TimeoutError: it took longer than ``seconds``, and was ended.
+          ChildError: the process ended by itself.
+        """
+        stream = cast(BinaryIO, self._process.stdin)
+        try:
+            stream.write(_HEADER.pack(len(program), run, seconds) + program)
+            stream.flush()
+        except OSError as error:
+            raise ChildError(str(error)) from None
+        answer = self._answer(seconds)
+        return None if answer is None else (str(answer[0]), str(answer[1]))
+
+    def end(self) -> None:
+        """Ends the process, whatever it does."""
+        if self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                if hasattr(os, "killpg"):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # with what the compiler may have started
+                else:
+                    self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            cast(BinaryIO, self._process.stdin).close()
+
+    def _listen(self) -> None:
+        for line in cast(BinaryIO, self._process.stdout):
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _answer(self, seconds: float) -> Any:
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self.end()
+            raise TimeoutError(f"no result after {seconds:g} seconds") from None
+        if line is None:
+            self.end()
+            raise ChildError(f"it ended with status {self._process.returncode}")
+        return json.loads(line)
+
+
+def tried(program: bytes, run: bool) -> tuple[str, str] | None:
+    """Compiles an exported program, and runs it on dummy inputs; None, or (the stage that failed, how)."""
+    import jax
+    from jax import export
+
+    stage = "compile"
+    try:
+        exported = export.deserialize(bytearray(program))
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in exported.in_avals]
+        compiled = jax.jit(exported.call).lower(*types).compile()
+        if run:
+            stage = "run"
+            jax.block_until_ready(compiled(*map(_dummy, types)))
+    except Exception as error:
+        memory = stage == "run" and ("RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError))
+        return "memory" if memory else stage, f"{type(error).__name__}: {error}"[:1000]
+    return None
+
+
+def _dummy(kind: Any) -> Any:
+    """Harmless values: small numbers, true, and the integer that is a position in whatever it may index."""
+    import jax.numpy as jnp
+
+    value = 0.5 if jnp.issubdtype(kind.dtype, jnp.inexact) else kind.dtype == jnp.bool_
+    return jnp.full(kind.shape, value, kind.dtype)
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries that print do not answer
+    import jax
+
+    device = jax.devices()[0]
+    print(json.dumps([device.platform, device.device_kind]), file=answers, flush=True)
+    while header := sys.stdin.buffer.read(_HEADER.size):
+        length, run, seconds = _HEADER.unpack(header)
+        program = sys.stdin.buffer.read(length)
+        faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)  # should the other process be gone
+        print(json.dumps(tried(program, run)), file=answers, flush=True)
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,466 @@
+"""What a TPU program needs and roughly costs, on a machine without a TPU: it is compiled ahead of time.
+
+The TPU's compiler comes with the extra ``tpu-check``.  It runs in a child process, because it ends the process on some
+programs, and because the simulation of the scheduled program has to be asked for before it is loaded.  A function is
+traced and lowered here, which needs no TPU software, and handed over as a serialized module.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import IO, Any, Literal
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from autopallas import compat
+from autopallas.kernels import tpu
+from autopallas.kernels.tpu_schedule_tracing import simulated
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import settled
+
+__all__ = [
+    "GENERATIONS",
+    "Child",
+    "Compilation",
+    "Compiler",
+    "Generation",
+    "Operation",
+    "compile_for",
+    "lowered_for",
+    "missing",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of TPUs, as one device of it appears to JAX.
+
+    Attributes:
+      name: as ``--target`` takes it.
+      kind: ``device_kind`` of its devices.
+      topology: the smallest one that the compiler knows.
+      cores: TensorCores in one device, in that topology.
+      bytes_per_second: nominal bandwidth of a device's memory.
+      operations_per_second: nominal peak of a device's matrix units, bfloat16.
+      clock: nominal cycles per second, from which simulated cycles become time.
+      simulates: whether the compiler can simulate its programs.
+    """
+
+    name: str
+    kind: str
+    topology: str
+    cores: int
+    bytes_per_second: float
+    operations_per_second: float
+    clock: float
+    simulates: bool = True
+
+    @property
+    def device(self) -> Device:
+        """The device that implementations and tables are asked for."""
+        return Device("tpu", self.kind)
+
+
+# Bandwidths and peaks are those published for a chip, divided by its devices; clocks follow from the peaks.
+GENERATIONS: Mapping[str, Generation] = MappingProxyType(
+    {
+        g.name: g
+        for g in (
+            Generation("tpu-v4", "TPU v4", "v4:2x2x1", 1, 1.228e12, 275e12, 1.05e9, simulates=False),
+            Generation("tpu-v5e", "TPU v5 lite", "v5e:2x2", 1, 8.19e11, 197e12, 1.5e9),
+            Generation("tpu-v5p", "TPU v5", "v5p:2x2x1", 2, 2.765e12, 459e12, 1.75e9),
+            Generation("tpu-v6e", "TPU v6 lite", "v6e:2x2", 1, 1.64e12, 918e12, 1.75e9),
+            Generation("tpu-v7x", "TPU7x", "tpu7x:2x2x1", 1, 3.69e12, 1153e12, 2.2e9),
+        )
+    }
+)
+"""All generations that programs can be compiled for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of a compiled program.
+
+    Attributes:
+      name: in the compiled module; a Pallas kernel's begins with the name that its ``pallas_call`` was given.
+      kernel: whether it is a Pallas kernel.
+      vmem_bytes: what it allocates in VMEM by the compiler's account; of a kernel blocks, their second buffers, and
+        scratch.
+      cycles: simulated, for one run of it; None where it was not simulated.
+      runs: how often it runs, for the loops around it.
+    """
+
+    name: str
+    kernel: bool
+    vmem_bytes: int
+    cycles: int | None
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What the compiler says of one function on one generation.
+
+    Attributes:
+      generation: for which it was compiled.
+      failure: None, or what the compiler said.
+      stage: None, or where it failed.  "memory": it exceeds VMEM or the device's memory.  "died": the compiler ended
+        the process.  "time": it was not done in time.
+      temporary_bytes, argument_bytes, output_bytes: of the device's memory.
+      bytes_accessed, operations_counted: device memory read and written, and arithmetic; of kernels as their
+        ``cost_estimate`` has them.
+      operations: those for which the compiler allocated VMEM or simulated a schedule.
+      seconds: what compiling took.
+      note: why nothing was simulated, or an empty string.
+    """
+
+    generation: Generation
+    failure: str | None = None
+    stage: Literal["memory", "compile", "died", "time"] | None = None
+    temporary_bytes: int = 0
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    bytes_accessed: int = 0
+    operations_counted: int = 0
+    operations: tuple[Operation, ...] = ()
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def vmem_bytes(self) -> int:
+        """The most that one operation allocates in VMEM."""
+        return max((operation.vmem_bytes for operation in self.operations), default=0)
+
+    @property
+    def cycles(self) -> int | None:
+        """Simulated cycles of all operations, one after the other; None where a kernel was not simulated.
+
+        Data read at run time counts as 0 in the simulation.
+        """
+        counted = [o for o in self.operations if o.cycles is not None]
+        if self.failure is not None or not counted or any(o.kernel and o.cycles is None for o in self.operations):
+            return None
+        return sum((o.cycles or 0) * o.runs for o in counted)
+
+    @property
+    def seconds_of_memory(self) -> float:
+        """The time below which the memory's bandwidth does not let the program come."""
+        moved = max(self.bytes_accessed, self.argument_bytes + self.output_bytes)
+        return moved / self.generation.bytes_per_second
+
+    @property
+    def bound_seconds(self) -> float:
+        """The time below which neither bandwidth nor arithmetic lets the program come."""
+        return max(self.seconds_of_memory, self.operations_counted / self.generation.operations_per_second)
+
+    @property
+    def estimated_seconds(self) -> float | None:
+        """Of simulated cycles and memory traffic the slower; None where nothing was simulated."""
+        cycles = self.cycles
+        return None if cycles is None else max(cycles / self.generation.clock, self.seconds_of_memory)
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled for TPUs here, or None."""
+    for package in ("libtpu", "flatbuffers"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed; the extra tpu-check has it: pip install 'autopallas[tpu-check]'"
+    return None
+
+
+def lowered_for(function: Callable[..., Any], arguments: Sequence[Any], generation: str | Generation) -> bytes:
+    """A function lowered for one generation, serialized.  Needs no TPU software.
+
+    Args:
+      function: traced with ``arguments``; what it asks Pallas of the TPU is answered for the generation.
+      arguments: arrays, or anything with shape and dtype, in pytrees.
+      generation: or its name.
+
+    Raises:
+      Exception: what tracing and lowering raise, such as a block shape that Pallas does not take.
+    """
+    target = _generation(generation)
+    leaves, tree = jax.tree.flatten(tuple(arguments))
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+
+    def flat(*values: Any) -> Any:
+        return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
+
+    device = AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform="tpu")
+    with target.device.targeted(), settled(), use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return compat.exported(flat, types, "tpu")
+
+
+def compile_for(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    generation: str | Generation,
+    *,
+    simulate: bool = False,
+    seconds: float = 300.0,
+) -> Compilation:
+    """Compiles a function for a generation of TPUs that need not be there.
+
+    Args:
+      function: a function of ``arguments``, jitted or not.
+      arguments: arrays, or anything with shape and dtype, in pytrees.
+      generation: such as "tpu-v6e".
+      simulate: whether the schedule is simulated too, which takes seconds per thousand steps of a kernel's grid.
+      seconds: how long the compiler may take.
+
+    Returns:
+      Memory, VMEM and, where simulated, cycles.  What the compiler refuses is a result too: ``failure`` and ``stage``.
+
+    Raises:
+      ValueError: there is no such generation.
+      RuntimeError: the compiler is not installed.
+      Exception: what tracing and lowering raise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jnp.ones((128, 128))
+      >>> if missing() is None:
+      ...     assert compile_for(lambda x: x @ x, (x,), "tpu-v5e").failure is None
+    """
+    with Compiler(generation, simulate=simulate) as compiler:
+        return compiler.compile(function, arguments, seconds=seconds)
+
+
+def _generation(name: str | Generation) -> Generation:
+    if isinstance(name, Generation):
+        return name
+    if name not in GENERATIONS:
+        raise ValueError(f"no generation of TPUs is called {name!r}; there are {', '.join(GENERATIONS)}")
+    return GENERATIONS[name]
+
+
+@dataclass
+class Compiler:
+    """The TPU's compiler in a child process, for many programs of one generation: ``with Compiler(...) as compiler``.
+
+    Attributes:
+      generation: or its name.
+      simulate: whether schedules are simulated.  A program on which the simulation fails is compiled without.
+      steps: how many steps of a kernel's grid are simulated, where they are alike; the cycles told are those of all,
+        and what begins and ends a kernel counts as often as the part.  None: all steps.
+    """
+
+    generation: str | Generation
+    simulate: bool = False
+    steps: int | None = 8
+    _children: dict[bool, Child] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Generation:
+        """The generation."""
+        return _generation(self.generation)
+
+    @property
+    def version(self) -> str:
+        """The compiler's name and version, as tables have them."""
+        return f"libtpu {metadata.version('libtpu')}"
+
+    def __enter__(self) -> Compiler:
+        self.generation = self.target
+        if (reason := missing()) is not None:
+            raise RuntimeError(reason)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._children.values():
+            child.end()
+        self._children.clear()
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        seconds: float = 300.0,
+        simulate: bool | None = None,
+    ) -> Compilation:
+        """As :func:`compile_for`.  Of a function with kernels what is simulated is a program that computes their tables
+        and runs some of their steps (:mod:`autopallas.kernels.tpu_schedule_tracing`); memory is that of the function.
+        ``simulate`` says otherwise than the compiler's own."""
+        if simulate is False or not (self.simulate and self.target.simulates):
+            return self.compile_lowered(
+                lowered_for(function, arguments, self.target), seconds=seconds, simulate=simulate
+            )
+        begin = time.monotonic()
+
+        def left() -> float:
+            return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
+
+        # A simulation sets aside what kernels ask for beside what they take: less than half each.
+        vmem = tpu.generation(self.target.device).vmem
+        with simulated(self.steps, vmem // 2 - vmem // 32) as record:
+            module = lowered_for(function, arguments, self.target)
+        if not (record.kernels or record.altered or record.unknown):
+            return self.compile_lowered(module, seconds=seconds)
+        found = self._asked(lowered_for(function, arguments, self.target), False, seconds)
+        if found.failure is not None:
+            return found
+        if record.unknown:
+            return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
+        other = self.compile_lowered(module, seconds=left())
+        if other.stage == "memory":
+            # In main memory arrays need blocks that they did not need before, so a quarter more.
+            taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
+            with simulated(self.steps, taken + taken // 4) as record:
+                module = lowered_for(function, arguments, self.target)
+            other = self.compile_lowered(module, seconds=left())
+        if other.failure is not None:
+            return replace(found, note=f"what would be simulated does not compile: {other.failure}")
+        return replace(
+            found,
+            operations=tuple(_whole(operation, record.parts) for operation in other.operations),
+            bytes_accessed=other.bytes_accessed,
+            operations_counted=other.operations_counted,
+            seconds=found.seconds + other.seconds,
+            note=other.note,
+        )
+
+    def compile_lowered(self, module: bytes, *, seconds: float = 300.0, simulate: bool | None = None) -> Compilation:
+        """Compiles what :func:`lowered_for` gave."""
+        generation, simulate = self.target, self.simulate if simulate is None else simulate
+        note = f"programs for {generation.kind} cannot be simulated" if simulate else ""
+        begin = time.monotonic()
+        if simulate and generation.simulates:
+            found = self._asked(module, True, seconds)
+            if found.stage not in ("died", "time"):
+                return found
+            note = f"the simulation failed: {found.failure}"
+        left = max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
+        found = self._asked(module, False, left)
+        return Compilation(**{name: getattr(found, name) for name in _FIELDS if name != "note"}, note=note)
+
+    def _asked(self, module: bytes, simulate: bool, seconds: float) -> Compilation:
+        generation = self.target
+        if simulate not in self._children:
+            self._children[simulate] = Child(partial(_started, generation.topology, simulate))
+        child = self._children[simulate]
+        begin = time.monotonic()
+        answer = child.ask(module, seconds)
+        took = round(time.monotonic() - begin, 3)
+        if "failure" in answer:
+            if answer["stage"] in ("died", "time"):
+                child.end()
+                del self._children[simulate]
+            return Compilation(generation, answer["failure"], answer["stage"], seconds=took)
+        operations = tuple(Operation(**operation) for operation in answer.pop("operations"))
+        return Compilation(generation, operations=operations, seconds=took, **answer)
+
+
+def _whole(operation: Operation, parts: Mapping[str, float]) -> Operation:
+    """An operation of which a part was simulated, with the cycles of the whole."""
+    part = parts.get(re.sub(r"(\.\d+)*$", "", operation.name), 1.0) if operation.kernel else 1.0
+    return operation if operation.cycles is None else replace(operation, cycles=round(operation.cycles * part))
+
+
+_FIELDS = tuple(Compilation.__dataclass_fields__)
+
+
+class Child:
+    """One child process: a module's file goes in, a line of JSON comes out.
+
+    Args:
+      start: starts it; of a folder that lives as long as it does, and a file for its standard error.
+    """
+
+    def __init__(self, start: Callable[[Path, IO[bytes]], subprocess.Popen[bytes]]):
+        self._folder = tempfile.TemporaryDirectory(prefix="autopallas-")
+        folder = Path(self._folder.name)
+        self._log = folder / "log"
+        with open(self._log, "wb") as log:
+            self._process = start(folder, log)
+
+    def ask(self, module: bytes, seconds: float) -> dict[str, Any]:
+        """What the child answers; a failure where it dies or takes too long."""
+        path = Path(self._folder.name) / "module"
+        path.write_bytes(module)
+        sender, receiver = self._process.stdin, self._process.stdout
+        assert sender is not None
+        assert receiver is not None
+        try:
+            sender.write(json.dumps(str(path)).encode() + b"\n")
+            sender.flush()
+        except OSError:
+            return {"stage": "died", "failure": self._last_words()}
+        line = _line(receiver, time.monotonic() + seconds)
+        if line is None:
+            return {"stage": "time", "failure": f"the compiler was not done after {seconds:.0f} seconds"}
+        if not line.endswith(b"\n"):
+            return {"stage": "died", "failure": self._last_words()}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        status = self._process.wait()
+        text = self._log.read_text(errors="replace")
+        fatal = [line for line in text.splitlines() if re.match(r"F\d{4} ", line)]
+        said = (fatal or text.strip().splitlines()[-1:] or [""])[0]
+        return f"the compiler ended with status {status}: {said.strip()[:400]}"
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except OSError:  # what was not sent can not be
+                pass
+        self._folder.cleanup()
+
+
+def _started(topology: str, simulate: bool, folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file ends the second of two processes
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_STDERR_LOG_LEVEL": "3",
+        "JAX_ENABLE_X64": "1",  # the module's types are what they are
+    }
+    if simulate:
+        given = os.environ.get("LIBTPU_INIT_ARGS", "")
+        environment["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_static_llo_profile_to={folder}".strip()
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("tpu_compiler.py")), topology],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+    )
+
+
+def _line(stream: IO[bytes], until: float) -> bytes | None:
+    """The next line; without its end where the stream ends; None where it does not come in time."""
+    got = b""
+    while not got.endswith(b"\n"):
+        ready, _, _ = select.select([stream], [], [], max(until - time.monotonic(), 0.0))
+        if not ready:
+            return None
+        part = os.read(stream.fileno(), 65536)
+        if not part:
+            break
+        got += part
+    return got

@@ -1,0 +1,155 @@
+"""The child process of :mod:`autopallas.compile.tpu`: ``python tpu_compiler.py TOPOLOGY``.
+
+It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for one device of the
+topology, and answers with a line of JSON.  It imports nothing of autopallas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][\w\-]*)\(([^()]*)")
+_ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\](\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_VMEM = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
+_VMEM_SIZE = re.compile(r'"memory_space":"1","offset":"\d+","size":"(\d+)"')
+_CYCLES = re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"')
+_KERNEL_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:to_apply|true_computation|false_computation|called_computations=\{?)=?%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Ran out of memory", "exceeded scoped vmem limit")
+_KERNEL = 'custom_call_target="tpu_custom_call"'
+_MOVES_NOTHING = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call call-start async-start".split()
+)
+_READS_A_PART = frozenset(("gather", "slice", "dynamic-slice"))
+
+
+class Module:
+    """The text of a compiled module: instructions as (name, type, kind, operands, line), by computation."""
+
+    def __init__(self, text: str):
+        self._bodies: dict[str, dict[str, tuple[str, str, str, str, str]]] = {}
+        self._entry = ""
+        current = None
+        for line in text.splitlines():
+            if heading := _COMPUTATION.match(line):
+                current = self._bodies.setdefault(heading[2], {})
+                self._entry = heading[2] if heading[1] else self._entry
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                current[found[1]] = (found[1], found[2], found[3], found[4], line)
+
+    def operations(self) -> list[dict[str, Any]]:
+        """The operations that have VMEM or cycles, with how often loops run them."""
+        found = []
+        for runs, _, (name, _, _, _, line) in self._run(self._entry, 1):
+            vmem, cycles = _VMEM.search(line), _CYCLES.search(line)
+            size = sum(map(int, _VMEM_SIZE.findall(vmem[1]))) if vmem else 0
+            kernel = _KERNEL in line
+            if cycles or size or kernel:
+                count = int(cycles[1]) if cycles else None
+                found.append({"name": name, "kernel": kernel, "vmem_bytes": size, "cycles": count, "runs": runs})
+        return found
+
+    def traffic(self) -> int:
+        """Bytes that operations read from and write to main memory; arrays that the compiler keeps in VMEM have none.
+
+        What a kernel says of itself counts; of what may read a part of an operand, the result alone.
+        """
+        total = 0
+        for runs, body, (_, result, kind, operands, line) in self._run(self._entry, 1):
+            if kind in _MOVES_NOTHING or kind.endswith(("-done", "-update")):
+                continue
+            if _KERNEL in line and (known := _KERNEL_BYTES.search(line)):
+                total += runs * int(known[1])
+                continue
+            if kind.endswith("-start"):  # its type has source and destination
+                ends = sorted(_sizes(result), reverse=True)[:2]
+                total += runs * min((size for size, _ in ends), default=0) * sum(main for _, main in ends)
+                continue
+            read = [] if kind in _READS_A_PART else [body[n][1] for n in _OPERAND.findall(operands) if n in body]
+            total += runs * sum(size for each in (result, *read) for size, main in _sizes(each) if main)
+        return total
+
+    def _run(self, name: str, runs: int, depth: int = 0) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        body = self._bodies.get(name, {}) if depth < 32 else {}
+        for instruction in body.values():
+            _, _, kind, _, line = instruction
+            yield runs, body, instruction
+            if kind == "while" and (inner := _BODY.search(line)):
+                trips = _TRIPS.search(line)
+                yield from self._run(inner[1], runs * (int(trips[1]) if trips else 1), depth + 1)
+            elif kind == "conditional" and (branches := _BRANCHES.search(line)):
+                for branch in branches[1].split(","):
+                    yield from self._run(branch.strip().lstrip("%"), runs, depth + 1)
+            elif kind in ("call", "conditional"):
+                for called in _CALLED.findall(line):
+                    yield from self._run(called, runs, depth + 1)
+
+
+def _sizes(types: str) -> list[tuple[int, bool]]:
+    """Bytes of each array of a type, and whether its layout says that it is in main memory."""
+    found = []
+    for name, bits, shape, layout in _ARRAY.findall(types):
+        elements = math.prod(int(n) for n in shape.split(",") if n)
+        found.append((-(-elements * (8 if name == "pred" else int(bits or 0)) // 8), "S(" not in layout))
+    return found
+
+
+def main(topology: str) -> None:
+    # What libraries print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    import jax
+    import numpy as np
+    from jax import export
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    sharding = NamedSharding(Mesh(np.array(devices[:1]), ("device",)), PartitionSpec())
+
+    def compiled(path: str) -> dict[str, Any]:
+        with open(path, "rb") as file:
+            module = export.deserialize(bytearray(file.read()))
+        types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for t in module.in_avals]
+        done: Any = jax.jit(module.call).lower(*types).compile()
+        memory, costs, text = done.memory_analysis(), done.cost_analysis() or {}, Module(done.as_text())
+
+        def counted(name: str) -> int:
+            count = float(costs.get(name, 0.0))
+            return int(count) if math.isfinite(count) and count > 0 else 0
+
+        return {
+            "temporary_bytes": int(memory.temp_size_in_bytes),
+            "argument_bytes": int(memory.argument_size_in_bytes),
+            "output_bytes": int(memory.output_size_in_bytes),
+            # The one counts arrays in VMEM too, the other all of an operand of which a fusion reads a part.
+            "bytes_accessed": min(counted("bytes accessed"), text.traffic()),
+            "operations_counted": counted("flops"),
+            "operations": text.operations(),
+        }
+
+    for line in sys.stdin:
+        try:
+            answer = compiled(json.loads(line))
+        except Exception as error:
+            said = str(error)
+            stage = "memory" if any(sign in said for sign in _OUT_OF_MEMORY) else "compile"
+            answer = {"stage": stage, "failure": f"{type(error).__name__}: {said}"[:4000]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,186 @@
+"""The decision about a site of an own pattern: it was asked for, so it is applied, once it has been compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.custom.site import NoBlockSizes, OwnSite
+from autopallas.graph import Graph
+from autopallas.graph.edit import surviving
+from autopallas.patterns.match import Match
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Unsupported
+
+__all__ = ["apart", "judged"]
+
+D = TypeVar("D", bound=Any)
+
+_MOST_BYTES = 2**28
+"""Sites with larger operands are compared at the sizes that the pattern was declared with."""
+
+
+class _Verdicts:
+    """What was found out about replacements in this process: None, or what is wrong."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str | None] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, compute: Callable[[], str | None]) -> str | None:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = compute()
+            return self._known[key]
+
+
+_VERDICTS = _Verdicts()
+
+
+def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
+    """(the implementation or None, why, its block sizes) for a site of an own pattern.
+
+    Args:
+      match: the site.
+      device: where the program will run.
+      strict: whether an exception in the replacement is raised.
+      runs: whether anything may run; if not, as in ``explain``, a replacement is taken at its word.
+    """
+    site: OwnSite = match.site
+    name = getattr(site.pattern.replacement, "__name__", "replacement")
+    answer = site.operation.supports(name, site.spec, device)
+    if isinstance(answer, Unsupported):
+        return None, answer.reason, None
+    if not runs:
+        return name, "asked for by its pattern; it is compared with the reference before its first use", NoBlockSizes()
+    asked = {site.inputs[p] for backward in match.backwards for p, _ in backward.gradients}
+    active = tuple(i for i, argument in enumerate(site.inputs) if argument in asked)
+    key = (site, active, compat.numeric_setting())
+    try:
+        fault = _VERDICTS.get(key, lambda: _fault(match, name, active))
+    except Exception as error:
+        if strict:
+            raise
+        return None, f"the replacement fails with {type(error).__name__}: {str(error).splitlines()[0]}", None
+    if fault is not None:
+        return None, fault, None
+    return name, "asked for by its pattern, and found equal to the reference within tolerance", NoBlockSizes()
+
+
+def apart(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
+    """The sites and decisions without those that lie within another site that is applied: the outer one stays."""
+    pairs = list(zip(matches, decisions, strict=True))
+    if not any(isinstance(match.site, OwnSite) for match in matches):
+        return list(matches), list(decisions)
+
+    def outside(some: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
+        given = {n for match, decision in others if decision.verdict == "applied" for n in match.replaced}
+        still = surviving(graph, given) | given
+        return [pair for pair in some if not still.isdisjoint(pair[0].results)]
+
+    own = [pair for pair in pairs if isinstance(pair[0].site, OwnSite)]
+    others = [pair for pair in pairs if not isinstance(pair[0].site, OwnSite)]
+    own = outside(own, others)
+    left = [*own, *outside(others, own)]
+    return [match for match, _ in left], [decision for _, decision in left]
+
+
+def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
+    """What is wrong with the replacement for this site, or None."""
+    from autopallas.compile.outside_trace import isolated
+    from autopallas.numerics.compare import compare, tolerance
+    from autopallas.numerics.oracle import Oracle
+
+    site: OwnSite = match.site
+    kernel = kernel_forward(site, name, NoBlockSizes())
+    results, _ = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
+    (wanted,) = match.original.out_avals
+    if (results[0].shape, results[0].dtype) != (wanted.shape, wanted.dtype):
+        found = f"{results[0].dtype}{list(results[0].shape)}"
+        return f"the replacement gives {found} where the reference gives {wanted.dtype}{list(wanted.shape)}"
+    if site.maps or _bytes(match.original.in_avals) > _MOST_BYTES:
+        return None
+
+    backward = active and site.has_backward
+
+    def cotangent(value: Any) -> Any:
+        return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
+
+    def summed(gradients: Sequence[Any]) -> list[Any]:
+        """Those of the uses of one argument added up."""
+        sums: dict[int, Any] = {}
+        for position, gradient in zip(active, gradients, strict=True):
+            argument = site.inputs[position]
+            sums[argument] = sums[argument] + gradient if argument in sums else gradient
+        return list(sums.values())
+
+    def original(*operands: Any) -> list[Any]:
+        run = compat.jaxpr_as_fun(match.original)
+        if not backward:
+            return list(run(*operands))
+
+        def varied(*chosen: Any) -> Any:
+            filled = list(operands)
+            for position, x in zip(active, chosen, strict=True):
+                filled[position] = x
+            return run(*filled)[0]
+
+        value, pull = jax.vjp(varied, *(operands[i] for i in active))
+        return [value, *summed(pull(cotangent(value)))]
+
+    def ours(*operands: Any) -> list[Any]:
+        results, _ = kernel(*operands)
+        if not backward:
+            return list(results)
+        pull = kernel_backward(site, name, NoBlockSizes(), active)
+        return [*results, *summed(pull(operands, results, (), (cotangent(results[0]),)))]
+
+    def work() -> str | None:
+        operands = _operands(match)
+        plain, found = jax.jit(original)(*operands), jax.jit(ours)(*operands)
+        oracle = Oracle(compat.make_jaxpr(original, *operands))(*operands)
+        for position, (x, y, exact) in enumerate(zip(plain, found, oracle, strict=True)):
+            what = "result" if position == 0 else f"gradient {position - 1}"
+            dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.float32
+            comparison = compare(what, x, y, exact, tolerance(dtype, position > 0))
+            if not comparison.ok:
+                error = comparison.rewritten.max_relative
+                return f"the replacement's {what} differs from the reference's by {error:.2g} of the largest value"
+        return None
+
+    return isolated(work)
+
+
+def _operands(match: Match) -> list[Any]:
+    """Operands for the comparison; uses of one argument get the same."""
+    site: OwnSite = match.site
+    first = [match.original.in_avals[site.inputs.index(i)] for i in range(len(site.spec.operands))]
+    shapes = list(map(_shape, first))
+    given: Sequence[Any]
+    if site.pattern.inputs is not None:
+        given = [jnp.asarray(x, s.dtype) for x, s in zip(site.pattern.inputs(shapes), shapes, strict=True)]
+    else:
+        random = np.random.default_rng(0)
+        given = [_random(random, s) for s in shapes]
+    return [given[i] for i in site.inputs]
+
+
+def _random(random: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    if jnp.issubdtype(shape.dtype, jnp.inexact):
+        return jnp.asarray(random.standard_normal(shape.shape), shape.dtype)
+    return jnp.asarray(random.integers(0, 2, shape.shape), shape.dtype)
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _bytes(avals: Sequence[Any]) -> int:
+    return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in avals)

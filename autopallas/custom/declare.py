@@ -1,0 +1,172 @@
+"""The declaration of an own pattern, and the list of those that are declared."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopallas.environment import OPERATIONS
+from autopallas.errors import OptionError
+
+__all__ = ["Pattern", "declared", "pattern"]
+
+_PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """A reference computation and its replacement; made by :func:`pattern`.  Calling it calls the replacement.
+
+    Attributes:
+      name: how reports call it.
+      reference: plain JAX; the equations that it traces to are what is looked for.
+      replacement: what runs instead.
+      shapes: types of the operands for which the reference was declared; other sizes are found too.
+      scalars: names of the keyword arguments that may have any value.
+      differentiable: whether JAX can differentiate the replacement, or else differentiates the reference.
+      platforms: where it is used.
+      inputs: gives operands of certain types, for the check before first use; None: random numbers.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    replacement: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    scalars: tuple[str, ...] = ()
+    differentiable: bool = False
+    platforms: tuple[str, ...] = _PLATFORMS
+    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None
+
+    def __call__(self, *operands: Any, **scalars: Any) -> Any:
+        return self.replacement(*operands, **scalars)
+
+    def remove(self) -> None:
+        """Functions that are traced from now on do not look for it any more."""
+        _DECLARED.remove(self)
+
+    def __repr__(self) -> str:
+        return f"<autopallas.pattern {self.name}>"
+
+
+class _Declared:
+    """The patterns of this process, in the order of their declaration."""
+
+    def __init__(self) -> None:
+        self._patterns: tuple[Pattern, ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, pattern: Pattern) -> None:
+        with self._lock:  # a name that is declared again, as in a notebook, is meant to change
+            self._patterns = (*(p for p in self._patterns if p.name != pattern.name), pattern)
+
+    def remove(self, pattern: Pattern) -> None:
+        with self._lock:
+            self._patterns = tuple(p for p in self._patterns if p is not pattern)
+
+    def all(self) -> tuple[Pattern, ...]:
+        return self._patterns
+
+
+_DECLARED = _Declared()
+
+
+def declared() -> tuple[Pattern, ...]:
+    """The own patterns that programs are searched for."""
+    return _DECLARED.all()
+
+
+def pattern(
+    reference: Callable[..., Any],
+    *,
+    shapes: Sequence[Any],
+    scalars: Sequence[str] = (),
+    name: str | None = None,
+    differentiable: bool = False,
+    platforms: Sequence[str] = _PLATFORMS,
+    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None,
+) -> Callable[[Callable[..., Any]], Pattern]:
+    """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
+
+    Counts for every optimized function that is traced from then on.  The reference is traced, and its equations are
+    looked up in the program's value-numbered graph, for whatever sizes the program has; layout copies, inner jits,
+    operand order of sums and products, and bodies of loops make no difference, other equations do.  In a train step the
+    backward is found as that of the built-in operations is, by differentiating the matched equations.
+
+    A replacement runs only after it was compared with the reference in float64, once for each set of types and scalars:
+    values, and gradients where the program has them.  Where it fails or is off, the original equations stay, and the
+    report says why.
+
+    Args:
+      reference: a function of arrays, and of ``scalars`` by keyword, that returns one array.
+      shapes: an example of each operand: an array or a ``jax.ShapeDtypeStruct``.
+      scalars: names of keyword arguments that stand in the reference as they are, such as an epsilon or a scale: their
+        values are read from the program and given to the replacement.
+      name: how reports call it; the decorated function's name if None.
+      differentiable: whether JAX can differentiate the replacement (it has a rule, or is plain JAX).  If not, the
+        backward differentiates the reference.
+      platforms: out of "cpu", "gpu", "tpu"; elsewhere the original runs.
+      inputs: gives operands of the types that it is given, for the comparison, where random numbers make no sense.
+
+    Returns:
+      A decorator; what it gives is a :class:`Pattern`, which can be called as the function, and has ``remove()``.
+
+    Raises:
+      OptionError: the reference cannot be looked for, with the reason.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopallas
+      >>> def reference(x, *, eps):
+      ...     return x / (jnp.sum(jnp.abs(x), axis=-1, keepdims=True) + eps)
+      >>> @autopallas.pattern(reference, shapes=[jnp.ones((8, 16))], scalars=["eps"], differentiable=True)
+      ... def l1_normalize(x, *, eps):
+      ...     return x * (1 / (jnp.sum(jnp.abs(x), axis=-1, keepdims=True) + eps))
+      >>> step = autopallas.optimize(lambda x: l1_normalize.reference(2 * x, eps=1e-3) + 1)
+      >>> step(jnp.ones((4, 32))).shape, step.report().counts()
+      ((4, 32), Counter({'l1_normalize': 1}))
+      >>> l1_normalize.remove()
+    """
+    types = tuple(jax.ShapeDtypeStruct(np.shape(x), _dtype(x)) for x in shapes)
+    if not callable(reference):
+        raise OptionError(f"the reference of a pattern is a function, not {reference!r}")
+    if not types:
+        raise OptionError("a pattern has at least one operand; give an example of each as shapes=[...]")
+    if isinstance(scalars, str) or not all(isinstance(s, str) and s.isidentifier() for s in scalars):
+        raise OptionError(f"scalars is {scalars!r}; give a list of names of keyword arguments")
+    wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in _PLATFORMS]
+    if wrong or isinstance(platforms, str):
+        raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(_PLATFORMS)}")
+
+    def declare(replacement: Callable[..., Any]) -> Pattern:
+        from autopallas.patterns.spellings import check
+
+        called = name if name is not None else str(getattr(replacement, "__name__", ""))
+        if not called.isidentifier() or called in OPERATIONS:
+            raise OptionError(f"{called!r} is no name for a pattern; give name=, other than {', '.join(OPERATIONS)}")
+        _keywords(replacement, scalars)
+        made = Pattern(called, reference, replacement, types, tuple(scalars), differentiable, tuple(platforms), inputs)
+        check(made)
+        _DECLARED.add(made)
+        return made
+
+    return declare
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+
+
+def _keywords(function: Callable[..., Any], names: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    missing = [name for name in names if name not in signature.parameters and not takes_any]
+    if missing:
+        raise OptionError(f"the replacement takes no keyword argument {', '.join(missing)}")

@@ -1,0 +1,154 @@
+"""How far a result is from the oracle's, how far it may be, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.numerics.rounding import Source
+
+__all__ = ["Comparison", "Errors", "compare", "errors", "tolerance", "tolerance_of"]
+
+_TOLERANCES = {
+    "float64": (1e-12, 5e-12),
+    "float32": (1e-5, 5e-5),
+    "float16": (4e-3, 1e-2),
+    "bfloat16": (2e-2, 4e-2),
+}
+"""Per dtype: (of values, of gradients).  Those of float64 allow for the oracle, which is no more precise than that:
+some four thousand roundings, 1e-12, where float32's allow for eighty."""
+_ROUNDINGS = 4
+"""Of a dtype that the table lacks, as many roundings are allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The distance of an array from the oracle's, over the elements that are finite in the oracle and the original."""
+
+    max_absolute: float
+    mean_absolute: float
+    max_relative: float
+    """max |x - oracle| / max |oracle|; the absolute one where the oracle is zero throughout."""
+    mean_relative: float
+    """mean |x - oracle| / mean |oracle|; the absolute one where the oracle is zero throughout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One result: how far the original and what replaces it are from the float64 oracle.
+
+    Of integers, booleans and random keys the oracle is the original, and the error the share of elements that differ.
+    """
+
+    name: str
+    """Where the result stands in what the function returns, such as "[0]['loss']"."""
+    dtype: str
+    shape: tuple[int, ...]
+    original: Errors
+    rewritten: Errors
+    allowed: float
+    """What the rewritten's ``max_relative`` may be: the tolerance or twice the original's, whichever is larger."""
+    non_finite: int
+    """How many elements are NaN or infinite and were not in the original."""
+    ok: bool
+
+
+def tolerance(dtype: Any, gradient: bool) -> float:
+    """The relative error that is allowed whatever the original's own is.
+
+    Args:
+      dtype: the least precise floating-point dtype that the original rounds to on the way to the value.
+      gradient: whether a backward kernel had part in it.
+
+    Example:
+      >>> tolerance("bfloat16", gradient=False)
+      0.02
+    """
+    name = np.dtype(jnp.finfo(dtype).dtype).name  # of a complex dtype that of its parts
+    if name in _TOLERANCES:
+        return _TOLERANCES[name][gradient]
+    return _ROUNDINGS * float(jnp.finfo(dtype).eps) * (2 if gradient else 1)
+
+
+def tolerance_of(dtype: Any, source: Source) -> float:
+    """The tolerance of a result of a dtype, as far as it is known what the original rounds on the way to it."""
+    if not jnp.issubdtype(dtype, np.inexact):
+        return 0.0
+    return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
+
+
+def errors(x: Any, original: Any, oracle: Any) -> Errors:
+    """The distance of ``x`` from the oracle, over what is finite in the original and the oracle.
+
+    Args:
+      x, original: arrays of the same dtype.
+      oracle: the float64 (or complex128) array.
+    """
+    counts = np.isfinite(_wide(original)) & np.isfinite(oracle) & np.isfinite(_wide(x))
+    wanted = np.abs(oracle[counts])
+    distance = np.abs(_wide(x)[counts] - oracle[counts])
+    if not distance.size:
+        return Errors(0.0, 0.0, 0.0, 0.0)
+    worst, mean = float(distance.max()), float(distance.mean())
+    return Errors(worst, mean, _relative(worst, float(wanted.max()), x), _relative(mean, float(wanted.mean()), x))
+
+
+def _relative(distance: float, size: float, x: Any) -> float:
+    """Results below a dtype's normal numbers have no relative precision: processors flush them to zero."""
+    if size == 0 or distance == 0:
+        return distance
+    kind = jnp.finfo(x.dtype)
+    return distance / max(size, float(kind.tiny) / float(kind.eps))
+
+
+def compare(
+    name: str, original: Any, rewritten: Any, oracle: Any, allowed: float, perturbed: Sequence[Any] = ()
+) -> Comparison:
+    """Judges one result.
+
+    Args:
+      name: what to call it.
+      original, rewritten: the result as the two programs give it.
+      oracle: the same from :class:`autopallas.numerics.oracle.Oracle`.
+      allowed: the tolerance.
+      perturbed: further samples of the original's own error: its results for arguments a rounding away, which replace
+        none of the numbers in the comparison but ``allowed``.
+
+    Returns:
+      The comparison.
+    """
+    shape, dtype = tuple(np.shape(original)), str(original.dtype)
+    if not jnp.issubdtype(original.dtype, np.inexact):
+        share = _share_that_differs(original, rewritten)
+        return Comparison(name, dtype, shape, Errors(*[0.0] * 4), Errors(*[share] * 4), 0.0, 0, share == 0)
+    own = errors(original, original, oracle)
+    ours = errors(rewritten, original, oracle)
+    samples = [own, *(errors(x, original, oracle) for x in perturbed)]
+    bound = max(allowed, 2 * max(sample.max_relative for sample in samples))
+    introduced = _introduced(_wide(original), _wide(rewritten))
+    return Comparison(name, dtype, shape, own, ours, bound, introduced, introduced == 0 and ours.max_relative <= bound)
+
+
+def _wide(x: Any) -> Any:
+    complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return np.asarray(x).astype(np.complex128 if complex_ else np.float64)
+
+
+def _introduced(original: Any, rewritten: Any) -> int:
+    """A NaN in place of anything else; an infinity in place of a finite number or of the other infinity."""
+    nan = np.isnan(rewritten) & ~np.isnan(original)
+    infinite = np.isinf(rewritten) & ~np.isnan(original) & (rewritten != original)
+    return int(np.sum(nan | infinite))
+
+
+def _share_that_differs(original: Any, rewritten: Any) -> float:
+    if jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
+        original, rewritten = jax.random.key_data(original), jax.random.key_data(rewritten)
+    if original.dtype == jax.dtypes.float0 or not np.size(original):
+        return 0.0
+    return float(np.mean(np.asarray(original) != np.asarray(rewritten)))

@@ -1,0 +1,207 @@
+"""The oracle: a float64 evaluation of a jaxpr, which takes every decision as the program itself does.
+
+All floats become float64, those behind explicit casts to float32 or bfloat16 too, and complex numbers complex128.
+Integers, booleans and random bits are the program's own: next to each float64 value its own-precision twin is computed,
+and comparisons, indices, conversions to integers, roundings to a grid, trip counts and branches are read off the twins.
+So the oracle is a very accurate evaluation of the path that the program took, not of another one.
+
+Values that enter (arguments, captured arrays, literals) are those of the program: a constant that it holds as bfloat16
+is that bfloat16 number.  ``reduce_precision`` to a dtype's own width is the identity; a narrower one is a rounding that
+the program asked for, and stays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal
+from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
+
+__all__ = ["Oracle"]
+
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_partitioning",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+    }
+)
+"""Equations whose one body computes their results from their operands."""
+_SILENT = frozenset({"debug_callback", "debug_print"})
+"""Equations that are only there for their effect, which a check must not repeat."""
+
+
+class Oracle:
+    """A closed jaxpr, to be evaluated in float64.  Compiled once, at the first call.
+
+    Args:
+      program: the closed jaxpr.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = jax.make_jaxpr(lambda x: jnp.sum(x.astype(jnp.bfloat16) / 3))(jnp.ones(3))
+      >>> [x.item() for x in Oracle(program)(jnp.ones(3))]
+      [1.0]
+    """
+
+    def __init__(self, program: Any):
+        self._program = program
+        self._compiled: Callable[..., Any] | None = None
+        self._notes: set[str] = set()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """After a call: what could not be evaluated in float64, a line each."""
+        return tuple(sorted(self._notes))
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """The results as numpy arrays (random keys as they are): float64, complex128, or the own dtype if no float.
+
+        Args:
+          *arguments: the program's arguments, in its own dtypes.
+        """
+        with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            with _device(arguments):
+                if self._compiled is None:
+                    # What no decision reads is not computed twice.
+                    twice = compat.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
+                    self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
+                results = self._compiled(*arguments)
+            return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
+
+    def _evaluate(self, *arguments: Any) -> list[Any]:
+        return [v.high for v in self._run(self._program, [decided(jnp.asarray(x)) for x in arguments])]
+
+    # ------------------------------------------------------------------ bodies
+
+    def _run(self, body: Any, values: Sequence[Value]) -> list[Value]:
+        jaxpr, consts = compat.opened(body)
+        known = dict(zip(jaxpr.invars, values, strict=True))
+        known.update(zip(jaxpr.constvars, (decided(jnp.asarray(c)) for c in consts), strict=True))
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, Literal):
+                return known[atom]
+            aval: Any = atom.aval
+            return decided(jnp.asarray(atom.val, aval.dtype))
+
+        for equation in jaxpr.eqns:
+            with equation.ctx.manager:
+                results = self._equation(equation, [read(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        name = equation.primitive.name
+        if name in _SILENT and not equation.outvars:
+            return []
+        if name in _CALLS:
+            ((_, _, body),) = compat.bodies(equation)
+            return self._run(body, values)
+        rule = _STRUCTURES.get(name)
+        if rule is not None:
+            return rule(self, equation, values)
+        return equation_twice(equation, values, self._run, self._notes)
+
+    # ------------------------------------------------------------------ structures
+
+    def _scan(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        params = equation.params
+        constants, carried = compat.scan_parts(equation)
+        fixed, start, rows = values[:constants], values[constants : constants + carried], values[constants + carried :]
+
+        def step(carry: Any, row: Any) -> tuple[Any, Any]:
+            results = self._run(params["jaxpr"], [*fixed, *_unpacked(carry), *_unpacked(row)])
+            return _packed(results[:carried]), _packed(results[carried:])
+
+        carry, stacked = lax.scan(
+            step, _packed(start), _packed(rows), params["length"], params["reverse"], params["unroll"]
+        )
+        return [*_unpacked(carry), *_unpacked(stacked)]
+
+    def _while(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        params = equation.params
+        first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+        def goes_on(carry: Any) -> Any:
+            return self._run(params["cond_jaxpr"], [*values[:first], *_unpacked(carry)])[0].own
+
+        def step(carry: Any) -> Any:
+            return _packed(self._run(params["body_jaxpr"], [*values[first:second], *_unpacked(carry)]))
+
+        return _unpacked(lax.while_loop(goes_on, step, _packed(values[second:])))
+
+    def _cond(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        def branch(body: Any, operands: Any) -> Any:
+            return _packed(self._run(body, _unpacked(operands)))
+
+        branches = [functools.partial(branch, body) for body in equation.params["branches"]]
+        return _unpacked(lax.switch(values[0].own, branches, _packed(values[1:])))
+
+    def _shard_map(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        params = equation.params
+
+        def twice(specs: Any, types: Sequence[Any]) -> Any:
+            return [(s, s) if is_float(t.dtype) else (s,) for s, t in zip(specs, types, strict=True)]
+
+        mapped: Callable[..., Any] = jax.shard_map(
+            lambda packed: _packed(self._run(params["jaxpr"], _unpacked(packed))),
+            mesh=params["mesh"],
+            in_specs=(twice(params["in_specs"], [v.own for v in values]),),
+            out_specs=twice(params["out_specs"], [v.aval for v in equation.outvars]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return _unpacked(mapped(_packed(values)))
+
+    def _linear_solve(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
+        """Only the solution counts; the other bodies are for derivatives, which were taken before."""
+        lengths, bodies = equation.params["const_lengths"], equation.params["jaxprs"]
+        start = lengths.matvec + lengths.vecmat
+        return self._run(bodies.solve, [*values[start : start + lengths.solve], *values[sum(lengths) :]])
+
+
+_STRUCTURES: dict[str, Callable[[Oracle, JaxprEqn, list[Value]], list[Value]]] = {
+    "scan": Oracle._scan,
+    "while": Oracle._while,
+    "cond": Oracle._cond,
+    "shard_map": Oracle._shard_map,
+    "custom_linear_solve": Oracle._linear_solve,
+}
+
+
+def _packed(values: Sequence[Value]) -> list[tuple[Any, ...]]:
+    """Values as a pytree of arrays: (own, high) of a float, (own,) of anything else."""
+    return [tuple(map(_strong, v)) if is_float(v.own.dtype) else (_strong(v.own),) for v in values]
+
+
+def _unpacked(packed: Sequence[tuple[Any, ...]]) -> list[Value]:
+    return [Value(item[0], item[-1]) for item in packed]
+
+
+def _strong(x: Any) -> Any:
+    """Without a weak type, which a loop would not carry round."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
+
+
+def _device(arguments: Sequence[Any]) -> Any:
+    """A TPU has no float64, so there the host evaluates."""
+    if jax.default_backend() != "tpu":
+        return jax.default_device(None)
+    return jax.default_device(jax.local_devices(backend="cpu")[0])

@@ -1,0 +1,442 @@
+"""Own patterns: where a program computes a user's reference function.
+
+Two steps.  The reference's value-numbered graph is laid over the program's by the names of primitives alone, which
+tells the operands and the values of scalars.  Then the reference is traced for exactly these operands and scalars, and
+its equations are looked up, with all their parameters.  Nothing is compared loosely but to find out what to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import compat
+from autopallas.compat import Literal, Var
+from autopallas.custom.declare import Pattern
+from autopallas.custom.site import OwnSite, spec_of
+from autopallas.errors import OptionError
+from autopallas.faults import contained
+from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.edit import surviving
+from autopallas.graph.extract import closed, jaxpr_of, nodes_between
+from autopallas.patterns.backward import Backward, Forward, Lookup, Search, settle
+from autopallas.patterns.match import BackwardMatch, Match, NearMiss
+
+__all__ = ["check", "find"]
+
+_COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
+_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
+_LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
+_MARK = 0.618033
+"""Scalars are given values near this to be told from other numbers, each its own."""
+
+
+class Reference:
+    """A reference function, traced and numbered for operands of certain types.
+
+    ``dissolved``: custom rules, such as that of ``jax.nn.relu``, are replaced by what they compute, as JAX does when it
+    differentiates.
+    """
+
+    def __init__(self, pattern: Pattern, types: Sequence[Any], scalars: dict[str, float], dissolved: bool = False):
+        shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        program = compat.make_jaxpr(lambda *x: pattern.reference(*x, **scalars), *shapes)
+        if dissolved:
+            program = compat.make_jaxpr(lambda *x: _dissolved(program, x), *shapes)
+        self.graph = Graph(flatten(program))
+        root = self.graph.root
+        positions = self.graph.numbers[root]
+        self.inputs = [positions[v] for v in root.invars]
+        self.results = [a if isinstance(a, Literal) else positions[a] for a in root.outvars]
+
+    @property
+    def result(self) -> int:
+        found = self.results[0]
+        assert isinstance(found, int)
+        return found
+
+
+def _dissolved(program: Any, operands: Sequence[Any]) -> Any:
+    """Evaluates a closed jaxpr without its custom rules."""
+    jaxpr, consts = compat.opened(program)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+    for equation in jaxpr.eqns:
+        inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
+        bodies = compat.bodies(equation)
+        if equation.primitive.name in _CALLS or compat.is_plain_jit(equation):
+            results = _dissolved(bodies[0][2], inputs)
+        else:
+            read = list(dict.fromkeys(atom for atom in equation.invars if isinstance(atom, Var)))
+            given = [Var(v.aval) for v in equation.outvars]
+            alone = closed(read, given, [equation.replace(outvars=given)])
+            results = compat.jaxpr_as_fun(alone)(*(known[v] for v in read))
+        known.update(zip(equation.outvars, results, strict=True))
+    return [atom.val if isinstance(atom, Literal) else known[atom] for atom in jaxpr.outvars]
+
+
+def check(pattern: Pattern) -> None:
+    """Whether a reference can be looked for.
+
+    Raises:
+      OptionError: it cannot, and why.
+    """
+
+    def wrong(why: str) -> OptionError:
+        return OptionError(f"the reference of the pattern {pattern.name} {why}")
+
+    marks = _marks(pattern)
+    try:
+        reference = Reference(pattern, pattern.shapes, marks)
+    except Exception as error:
+        raise wrong(f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    graph = reference.graph
+    if len(reference.results) != 1:
+        raise wrong(f"returns {len(reference.results)} arrays, not one")
+    if not isinstance(reference.results[0], int) or reference.result not in graph.definitions:
+        raise wrong("computes nothing")
+    if graph.constants:
+        raise wrong("holds an array of its own; make it an operand")
+    nodes, _ = nodes_between(graph, reference.inputs, [reference.result])
+    for node in nodes:
+        if node.name in _LOOPS:
+            raise wrong(f"holds a {node.name}, which cannot be looked for")
+        if node.equation.effects:
+            raise wrong("has side effects")
+    read = {number for node in nodes for number in node.inputs}
+    for position, number in enumerate(reference.inputs):
+        if number not in read:
+            raise wrong(f"does not use its operand {position}")
+    found = {float(value) for number, value in graph.literals.items() if number in read and np.ndim(value) == 0}
+    for name, mark in marks.items():
+        if not any(_close(mark, value) for value in found):
+            raise wrong(f"does not use its scalar {name} as it is given")
+
+
+def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[NearMiss]]:
+    """Every use of own patterns in a graph, and uses that cannot be replaced."""
+    matches: list[Match] = []
+    misses: list[NearMiss] = []
+    alive = surviving(graph) if patterns else frozenset()
+    for pattern in patterns:
+        with contained(op=pattern.name):
+            finders = [_Finder(graph, pattern, alive)]
+            if finders[0].calls:
+                finders.append(_Finder(graph, pattern, alive, dissolved=True))
+            sites = [site for finder in finders for site in finder.sites()]
+            found, missed = _settled(graph, sites)
+            matches += found
+            misses += missed
+    return matches, misses
+
+
+def _marks(pattern: Pattern) -> dict[str, float]:
+    return {name: _MARK + 0.01 * i for i, name in enumerate(pattern.scalars)}
+
+
+def _close(mark: float, value: float) -> bool:
+    return abs(mark - value) < 4e-3  # bfloat16 keeps three digits
+
+
+class _Finder:
+    """Looks for one pattern."""
+
+    def __init__(self, graph: Graph, pattern: Pattern, alive: frozenset[int], dissolved: bool = False):
+        self.graph, self.pattern, self.alive, self.dissolved = graph, pattern, alive, dissolved
+        self.marks = _marks(pattern)
+        self.shape = Reference(pattern, pattern.shapes, self.marks, dissolved)
+        self.calls = any(node.name in _CALLS for node in self.shape.graph.nodes)
+        self._exact: dict[Any, Reference] = {}
+
+    def sites(self) -> Iterator[tuple[Match, Node]]:
+        """(forward, the node that gives its result) of each place; those inside one that was found are left out."""
+        name = self.shape.graph.definitions[self.shape.result].name
+        covered: set[int] = set()
+        for node in reversed(self.graph.nodes):
+            if node.name != name or node.outputs[0] not in self.alive or node.outputs[0] in covered:
+                continue
+            match = None
+            with contained(node):
+                match = self._match(node)
+            if match is not None:
+                covered.update(number for inner in match.equations for number in inner.outputs)
+                yield match, node
+
+    def _match(self, node: Node) -> Match | None:
+        for bound in self._laid(self.shape.result, node.outputs[0], {}):
+            operands = [bound.get(number) for number in self.shape.inputs]
+            if None in operands:
+                continue
+            numbers = [n for n in operands if n is not None]
+            if any(n in self.graph.literals for n in numbers):
+                continue
+            match = self._exactly(node, numbers, self._scalars(bound))
+            if match is not None:
+                return match
+        return None
+
+    # ------------------------------------------------------------------ by the names of primitives
+
+    def _laid(self, ours: int, theirs: int, bound: dict[int, int]) -> Iterator[dict[int, int]]:
+        """Ways to lay a value of the reference over one of the program."""
+        if ours in bound:
+            if bound[ours] == theirs:
+                yield bound
+            return
+        pattern = self.shape.graph
+        if ours in self.shape.inputs:
+            yield bound | {ours: theirs}
+            return
+        if ours in pattern.literals:
+            if theirs in self.graph.literals:
+                yield bound | {ours: theirs}
+            return
+        node, other = pattern.definitions.get(ours), self.graph.definitions.get(theirs)
+        if node is None or other is None or node.name != other.name or len(node.inputs) != len(other.inputs):
+            return
+        if node.outputs.index(ours) != other.outputs.index(theirs):
+            return
+        orders = [other.inputs]
+        if node.name in _COMMUTATIVE and len(other.inputs) == 2 and other.inputs[0] != other.inputs[1]:
+            orders.append(other.inputs[::-1])
+        for inputs in orders:
+            yield from self._all_laid(list(zip(node.inputs, inputs, strict=True)), bound | {ours: theirs})
+
+    def _all_laid(self, pairs: list[tuple[int, int]], bound: dict[int, int]) -> Iterator[dict[int, int]]:
+        if not pairs:
+            yield bound
+            return
+        for wider in self._laid(*pairs[0], bound):
+            yield from self._all_laid(pairs[1:], wider)
+
+    def _scalars(self, bound: dict[int, int]) -> dict[str, float]:
+        """The program's values of the scalars: of the literals that lie under theirs."""
+        scalars: dict[str, float] = {}
+        for number, value in self.shape.graph.literals.items():
+            if number in bound and np.ndim(value) == 0 and np.issubdtype(self.shape.graph.dtype(number), np.inexact):
+                for name, mark in self.marks.items():
+                    if _close(mark, float(value)):
+                        scalars.setdefault(name, float(self.graph.literals[bound[number]]))
+        return scalars
+
+    # ------------------------------------------------------------------ with all their parameters
+
+    def _exactly(self, node: Node, operands: Sequence[int], scalars: dict[str, float]) -> Match | None:
+        """The match, if the program computes exactly what the reference does from these operands."""
+        graph, pattern = self.graph, self.pattern
+        if set(scalars) != set(pattern.scalars):
+            return None
+        types = tuple((graph.shape(n), str(graph.dtype(n))) for n in operands)
+        key = (types, tuple(sorted(scalars.items())))
+        if key not in self._exact:
+            try:
+                self._exact[key] = Reference(pattern, [graph.avals[n] for n in operands], scalars, self.dissolved)
+            except Exception:  # these shapes are none of the reference's
+                return None
+        reference = self._exact[key]
+        if not isinstance(reference.results[0], int):
+            return None
+        numbers = _looked_up(graph, reference, operands, graph.frames[node.body])
+        if numbers is None or numbers.get(reference.result) != node.outputs[0]:
+            return None
+        nodes, free = nodes_between(graph, operands, [node.outputs[0]])
+        if free or any(inner.equation.effects for inner in nodes):
+            return None
+        spec = spec_of(pattern, [graph.avals[n] for n in operands], graph.avals[node.outputs[0]], scalars)
+        return Match(
+            op=pattern.name,
+            site=OwnSite(pattern, spec, tuple(range(len(operands)))),
+            direction="forward",
+            operands=tuple(operands),
+            results=(node.outputs[0],),
+            equations=tuple(nodes),
+            original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
+            body=node.body,
+            location=compat.location(node.equation),
+        )
+
+
+def _looked_up(
+    graph: Graph, reference: Reference, operands: Sequence[int], frame: tuple[int, ...]
+) -> dict[int, int] | None:
+    """The program's number of each of the reference's values, or None where the program does not compute it."""
+    known = dict(zip(reference.inputs, operands, strict=True))
+    if len(known) != len(operands):
+        return None
+    nodes, _ = nodes_between(reference.graph, reference.inputs, [reference.result])
+    for node in nodes:
+        inputs: list[int] = []
+        for number in node.inputs:
+            if number in reference.graph.literals:
+                literal = Literal(reference.graph.literals[number][()], reference.graph.avals[number])
+                value = graph.find_literal(literal)
+            else:
+                value = known.get(number)
+            if value is None:
+                return None
+            inputs.append(value)
+        found: Sequence[int] | None = graph.find(node.equation, inputs, frame)
+        if found is None and node.name in _CALLS:
+            found = _call(graph, node, inputs)
+        if found is None:
+            return None
+        known.update(zip(node.outputs, found, strict=True))
+    return known
+
+
+def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
+    """The results of a call of a custom rule with the same primal, which no key can tell."""
+    wanted = [str(body) for _, _, body in compat.bodies(node.equation)]
+    for user in graph.users.get(inputs[0], ()) if inputs else ():
+        if user.name == node.name and list(user.inputs) == list(inputs):
+            if [str(body) for _, _, body in compat.bodies(user.equation)] == wanted:
+                return user.outputs
+    return None
+
+
+# ---------------------------------------------------------------------- the backward
+
+
+def _settled(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Match], list[NearMiss]]:
+    """The sites of one pattern that can be replaced, with their backwards, and near misses for the others."""
+    alone, leaks = list(sites), []
+    while True:  # sites may share values in the middle, such as the mean of the same squares
+        still = surviving(graph, {number for match, _ in alone for number in match.results})
+        leaking = [pair for pair in alone if _inner(pair[0]) & still]
+        if not leaking:
+            break
+        leaks += leaking
+        alone = [pair for pair in alone if pair not in leaking]
+    matches = [match for match, _ in alone]
+    waiting: list[tuple[Match, Node, Search | None]] = []
+    for match, node in leaks:
+        search = None
+        with contained(match.location):
+            search = _search(graph, match)
+        waiting.append((match, node, search))
+    searches = [search for *_, search in waiting if search is not None]
+    given = {number for match in matches for number in match.results}
+    complete: list[Search] = []
+    with contained():
+        complete = settle(graph, Lookup(graph), searches, given) if searches else []
+    misses: list[NearMiss] = []
+    for match, node, search in waiting:
+        whole = None
+        with contained(match.location):
+            whole = _with_backward(graph, match, search) if search is not None and search in complete else None
+        if whole is not None:
+            matches.append(whole)
+        else:
+            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0]))
+    return matches, misses
+
+
+def _inner(match: Match) -> set[int]:
+    """The values between operands and result."""
+    return {number for node in match.equations for number in node.outputs} - set(match.results)
+
+
+def _escape(graph: Graph, match: Match) -> str:
+    """Which of the values between is needed elsewhere, and where."""
+    own = {id(e) for e in match.equations}
+    still = surviving(graph, match.results)
+    for equation in match.equations:
+        for number in set(equation.outputs) & still - set(match.results):
+            for user in graph.users[number]:
+                if id(user) not in own:
+                    return (
+                        f"a value in the middle of it is also used by {user.name} at {compat.location(user.equation)}"
+                    )
+    return "a value in the middle of it is used elsewhere"
+
+
+def _search(graph: Graph, match: Match) -> Search | None:
+    inside = {n for e in match.equations for n in e.outputs}
+    forward = Forward(graph, match.body, match.results[0], inside.__contains__, calls=_CALLS)
+    if not forward.complete or any(use.number not in match.operands for use in forward.uses):
+        return None
+    wanted = [i for i, u in enumerate(forward.uses) if jnp.issubdtype(u.variable.aval.dtype, jnp.floating)]
+    return Search(forward, wanted, ())
+
+
+def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
+    """The match with the backwards that were found, each use of an operand one operand."""
+    forward = search.forward
+    numbers = [use.number for use in forward.uses]
+    backwards = []
+    for backward in search.found:
+        cotangents = _gradients(graph, backward, numbers)
+        body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
+        if body is None:
+            return None
+        backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents)))
+    if not backwards:
+        return None
+    return replace(
+        match,
+        site=replace(match.site, inputs=tuple(match.operands.index(number) for number in numbers)),
+        direction="forward+backward",
+        operands=tuple(numbers),
+        original=forward.jaxpr(),
+        backwards=tuple(backwards),
+    )
+
+
+def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None:
+    for body, positions in graph.positions.items():
+        if cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in gradients):
+            return body
+    return None
+
+
+def _gradients(graph: Graph, backward: Backward, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(use, number of its cotangent), each number once, and of the uses of one value first the one that is to have the
+    cotangent of them all; nothing where that cannot be.
+
+    The cotangents of the uses of one value have to do nothing but add up: then only their sum counts, wherever else it
+    goes.
+    """
+    of_value: dict[int, list[tuple[int, int]]] = {}
+    for use, levels in backward.levels.items():
+        of_value.setdefault(numbers[use], []).append((use, levels[0].cotangent))
+    gradients: list[tuple[int, int]] = []
+    for uses in of_value.values():
+        found = [cotangent for _, cotangent in uses]
+        for use, cotangent in uses:
+            others = {number for number in found if number != cotangent}
+            if found.count(cotangent) == 1 and _meet(graph, cotangent, others):
+                rest = {number: other for other, number in uses if number != cotangent}
+                gradients += [(use, cotangent), *((other, number) for number, other in rest.items())]
+                break
+        else:
+            return []
+    return gradients
+
+
+def _meet(graph: Graph, number: int, others: set[int]) -> bool:
+    """Whether values go into one sum, and into nothing else before, and ``number`` does so once."""
+    chain = [number]
+    while len(users := graph.users[chain[-1]]) == 1 and users[0].name == "add_any":
+        chain.append(users[0].outputs[0])
+    return not others or any(
+        _times(graph, number, total) == 1 and all(_times(graph, other, total) for other in others) for total in chain
+    )
+
+
+def _times(graph: Graph, number: int, total: int) -> int:
+    """How many times a value is added into ``total``; 0 where it, or a sum with it, goes anywhere else."""
+    if number == total:
+        return 1
+    if number > total or number in graph.returned:
+        return 0
+    times = 0
+    for user in graph.users[number]:
+        further = _times(graph, user.outputs[0], total) if user.name == "add_any" else 0
+        if not further:
+            return 0
+        times += user.inputs.count(number) * further
+    return times

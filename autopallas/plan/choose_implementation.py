@@ -1,0 +1,299 @@
+"""Whether a recognised site is replaced, by which implementation, with which block sizes, and on what evidence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import jax
+
+from autopallas import compat
+from autopallas.autotune.probe import Prober
+from autopallas.custom import check
+from autopallas.custom.site import OwnSite
+from autopallas.errors import UnsupportedError
+from autopallas.faults import MEANT
+from autopallas.options import Options
+from autopallas.patterns.match import Match
+from autopallas.plan.decision import Decision
+from autopallas.report.late import Entry
+from autopallas.sharding.local import alone
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import interpretation, settled
+from autopallas.sites.operation import HOME, Operation, Unsupported
+from autopallas.sites.sharded_site import PlacedSite
+from autopallas.tuning import lock as lockfile
+from autopallas.tuning.choose import Choice, Tuner, of_table
+from autopallas.tuning.coverage import REMEDY
+from autopallas.tuning.evidence import Evidence, in_words, ranked
+
+__all__ = ["judged", "plan"]
+
+
+def plan(
+    matches: Sequence[Match], device: Device, options: Options, tuner: Tuner, prober: Prober | None = None
+) -> list[Decision]:
+    """A decision for each match.  Equal sites share theirs; at most ``options.fuel`` are applied.
+
+    Args:
+      matches: the sites.
+      device: where the program will run.
+      options: the options in force.
+      tuner: gives the block sizes, and counts what it cost to find them.
+      prober: knows which kernels fail; None: nothing is known, and nothing is tried.
+
+    Raises:
+      UnsupportedError: the options name a single implementation, which does not support some site.
+      OptionError: the options name a lockfile that cannot be read.
+    """
+    lock = None if options.lock is None else lockfile.read(options.lock)
+    prober = prober or Prober(device, options, runs=False)
+    known: dict[Any, Decision] = {}
+    decisions: list[Decision] = []
+    applied = 0
+    for match in matches:
+        key: Any = None
+        try:
+            key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
+            if key not in known:
+                known[key] = _planned(match, device, options, tuner, prober, lock)
+            decision = known[key]
+        except MEANT:
+            raise
+        except Exception as error:
+            if options.strict:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            prober.found.append((match, "any implementation", "plan", reason))
+            attempts = (("", "plan", reason),)
+            decision = Decision("kept", f"planning failed: {reason}", device.platform, attempts=attempts)
+            with contextlib.suppress(TypeError):  # where the site itself is at fault, it may have no hash
+                known[key] = decision
+        if decision.verdict == "applied":
+            applied += 1
+            decision = replace(decision, entry=Entry())
+            if options.fuel is not None and applied > options.fuel:
+                decision = replace(decision, verdict="kept", reason=f"the fuel of {options.fuel} is used up")
+        decisions.append(decision)
+    return decisions
+
+
+def _planned(
+    match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober, lock: lockfile.Lock | None
+) -> Decision:
+    if match.obstacle:
+        return _hindered(match, device, options)
+    if isinstance(match.site, OwnSite):
+        return _own(match, device, options, prober)
+    if lock is not None and options.implementation_for(match.op) is None:
+        return _locked(match, device, options, lock, prober)
+    return _decide(match, device, options, tuner, prober)
+
+
+def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
+    """The best implementation, by evidence, that supports the site and works for it, judged."""
+    operation: Operation = match.site.operation
+    wanted = options.implementation_for(operation.name)
+    # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
+    foreign = isinstance(wanted, str) and HOME.get(wanted, device.platform) != device.platform and not interpretation()
+    if isinstance(wanted, str) and foreign:
+        device = Device(HOME[wanted], "")
+    foreign = foreign or not device.here
+    measured = alone(match)
+    attempts: list[tuple[str, str, str]] = []
+
+    def choices(names: Sequence[str]) -> Mapping[str, Choice]:
+        if foreign:
+            return {name: of_table(match, name, device, options.objective) for name in names}
+        return tuner.choices(measured, names)
+
+    for decision in judged(operation, match.spec, device, options, choices, attempts):
+        if decision.verdict == "kept":
+            return decision
+        name, sizes = decision.implementation or "", decision.block_sizes
+        found_now = decision.block_sizes_from == "autotune"
+        objection: tuple[str, str] | None = None
+        if not foreign:
+            objection = prober.objection(measured, name, sizes, again=isinstance(wanted, str), measured=found_now)
+        if objection is None:
+            try:
+                with device.targeted(), settled(), compat.on_mesh_of(match.original.in_avals):
+                    for part in match.passes:
+                        _check_types(part, decision)
+                return replace(decision, kind=device.kind, direction=match.direction, options=options)
+            except Exception as error:
+                if options.strict or isinstance(wanted, str):
+                    raise
+                objection = "trace", f"{type(error).__name__}: {error}"
+                prober.condemn(measured, name, sizes, *objection)
+        attempts.append((name, *objection))
+    why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
+    if isinstance(wanted, str):
+        raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
+    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+def _hindered(match: Match, device: Device, options: Options) -> Decision:
+    wanted = options.implementation_for(match.op)
+    if isinstance(wanted, str):
+        raise UnsupportedError(f"{match.op} was to run on {wanted} only: {match.obstacle}. The site: {match.spec}")
+    return Decision("kept", match.obstacle, device.platform)
+
+
+def _own(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
+    """An own pattern asks for its replacement: the evidence is the comparison with the reference."""
+    name, reason, sizes = check.judged(match, device, options.strict, prober.runs)
+    if name is None:
+        return Decision("kept", reason, device.platform)
+    return Decision(
+        "applied", reason, device.platform, name, sizes, kind=device.kind, direction=match.direction, options=options
+    )
+
+
+def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober) -> Decision:
+    """What the lockfile says; where it says nothing, the original stays, so that every process runs the same."""
+
+    def kept(reason: str, *attempt: str) -> Decision:
+        attempts = (cast(tuple[str, str, str], attempt),) if attempt else ()
+        return Decision("kept", f"{reason} (lockfile {options.lock})", device.platform, attempts=attempts)
+
+    if (lock.platform, lock.device_kind) != (device.platform, device.kind):
+        return kept(f"the lockfile is for {lock.platform} ({lock.device_kind}), not {device.platform} ({device.kind})")
+    site = lock.find(match)
+    if site is None:
+        return kept("the lockfile has no such site")
+    if site.verdict == "kept" or site.implementation is None:
+        return kept(site.reason)
+    operation: Operation = match.site.operation
+    answer = operation.supports(site.implementation, match.spec, device)
+    if isinstance(answer, Unsupported):
+        return kept(f"{site.implementation} cannot compute it", site.implementation, "supports", answer.reason)
+    try:
+        given = site.sizes_for(match.op)
+        sizes = given.fitted(match.spec)
+        reason = f"{site.reason} (lockfile {options.lock})"
+        decision = Decision(
+            "applied",
+            reason,
+            device.platform,
+            site.implementation,
+            sizes,
+            "explicit",
+            site.row(given),
+            must=options.strict,
+        )
+        objection = prober.objection(alone(match), site.implementation, sizes, again=False, measured=False)
+        if objection is not None:
+            return kept(f"{site.implementation} failed", site.implementation, *objection)
+        with compat.on_mesh_of(match.original.in_avals):
+            for part in match.passes:
+                _check_types(part, decision)
+    except Exception as error:
+        if options.strict:
+            raise
+        return kept(
+            f"{site.implementation} cannot be used", site.implementation, "trace", f"{type(error).__name__}: {error}"
+        )
+    return decision
+
+
+def _check_types(match: Match, decision: Decision) -> None:
+    """Traces the kernels: they must give what the original and its derivative give."""
+    name, sizes = decision.implementation or "", decision.block_sizes
+    original, of = match.original, compat.shape_of if isinstance(match.site, PlacedSite) else _shape
+    operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
+    results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
+    _same((*results, *residuals), (*cotangents, *match.site.residual_types()))
+    if not match.site.has_backward:
+        return
+    for active in {tuple(position for position, _ in backward.gradients) for backward in match.backwards}:
+        backward = kernel_backward(match.site, name, sizes, active)
+        gradients = jax.eval_shape(backward, operands, list(results), list(residuals), cotangents)
+        _same(gradients, [operands[position] for position in active])
+
+
+def _same(found: Sequence[Any], types: Sequence[Any]) -> None:
+    for given, wanted in zip(found, types, strict=True):
+        if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
+            raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
+
+
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def judged(
+    operation: Operation,
+    spec: Any,
+    device: Device,
+    options: Options,
+    choices: Callable[[Sequence[str]], Mapping[str, Choice]],
+    attempts: list[tuple[str, str, str]],
+) -> Iterator[Decision]:
+    """Go or no-go for each supported implementation, the one to be taken first.
+
+    What a user names is tried in that order, each by itself; without a name, the best evidence comes first.
+
+    Args:
+      operation: the site's.
+      spec: the site's.
+      device: where it will run.
+      options: the options in force.
+      choices: gives block sizes and evidence of implementations.
+      attempts: what failed so far; those that cannot are added, and the caller adds those that do not work.
+    """
+    wanted = options.implementation_for(operation.name)
+
+    def among(names: Sequence[str]) -> Iterator[Decision]:
+        found = choices(names)
+        attempts.extend((name, "tune", choice.failure) for name, choice in found.items() if choice.failure is not None)
+        order = ranked({name: choice for name, choice in found.items() if choice.failure is None}, options.objective)
+        for position, (name, choice) in enumerate(order):
+            decision = _judge(operation, name, choice, device, options, tuple(attempts))
+            yield replace(decision, reason=decision.reason + in_words(order[position:], options.objective))
+
+    able: list[str] = []
+    for name, answer in operation.candidates(spec, device, wanted):
+        if isinstance(answer, Unsupported):
+            attempts.append((name, "supports", answer.reason))
+        elif wanted is None:
+            able.append(name)
+        else:
+            yield from among([name])
+    if able:
+        yield from among(able)
+
+
+def _judge(
+    operation: Operation,
+    name: str,
+    choice: Choice,
+    device: Device,
+    options: Options,
+    attempts: tuple[tuple[str, str, str], ...],
+) -> Decision:
+    """Go or no-go for one supported implementation."""
+    row = choice.row
+
+    def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
+        must = options.strict or isinstance(options.implementation_for(operation.name), str)
+        sizes, source = choice.block_sizes, choice.source
+        return Decision(verdict, reason, device.platform, name, sizes, source, row, attempts, must=must)
+
+    if options.implementation_for(operation.name) is not None:
+        return decision("applied", "the implementation was asked for by name")
+    if options.objective == "always":
+        return decision("applied", 'objective "always" asks for no evidence')
+    tried = f" (a search found nothing: {choice.note})" if choice.note else ""
+    if choice.gap:
+        return decision("kept", f"{choice.gap}, so the original stays{tried or f' ({REMEDY})'}")
+    if row is None or not choice.exact:
+        return decision("kept", f"nothing was measured for this device, dtype and size, so the original stays{tried}")
+    evidence = Evidence.of(row, options.objective)
+    if evidence is None:
+        reason = f"there is only an estimate for this device, dtype and size, so the original stays{tried}"
+        return decision("kept", reason)
+    return decision("applied" if evidence.licenses else "kept", evidence.reason)

@@ -1,0 +1,122 @@
+"""What becomes of a site where its program is lowered for another device than it was planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import jax
+
+from autopallas.errors import UnsupportedError
+from autopallas.plan.choose_implementation import judged
+from autopallas.plan.decision import Decision
+from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward
+from autopallas.sites.device import Device
+from autopallas.sites.interpret import settled
+from autopallas.sites.operation import Operation
+from autopallas.sites.sharded_site import PlacedSite
+from autopallas.tuning.choose import Choice, of_table
+
+__all__ = ["elsewhere"]
+
+Types = tuple[tuple[tuple[int, ...], Any], ...]
+"""(shape, dtype) of each operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """As much of a match as a table has to know."""
+
+    op: str
+    spec: Any
+    direction: Literal["forward", "forward+backward"]
+
+
+def elsewhere(
+    decision: Decision, device: Device, site: SiteDescription, original: Any, active: Sequence[int] | None = None
+) -> Decision:
+    """The decision for a device that is not the one of ``decision``, as tables and rules alone give it.
+
+    A kernel that cannot be lowered for the device is passed over here, where the next one can still be taken.
+
+    Args:
+      decision: what was decided for the device that the program was planned for.
+      device: the one that it is lowered for; its kind is "" where only the platform is known.
+      site, original: the site's, as parameters of its primitive.
+      active: of a backward, the positions of the operands whose cotangents it gives.
+
+    Raises:
+      UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
+    """
+    given, found = original.in_avals, original.out_avals
+    if isinstance(site, PlacedSite):  # its parts are lowered: the devices are not known here
+        active = None if active is None else site.moved(active, site.given_types(given))
+        given, found, site = site.local(given), site.local(found, results=True), site.alone
+    operands = tuple((a.shape, a.dtype) for a in given)
+    forward = _decided(decision, device, site, operands)
+    if active is None or forward.verdict == "kept" or not site.has_backward:
+        return forward
+    results = tuple((a.shape, a.dtype) for a in found)
+    problem = _backward_problem(forward, device, site, operands, results, tuple(active))
+    return forward if problem is None else replace(forward, verdict="kept", reason=problem)
+
+
+@lru_cache(maxsize=1024)
+def _decided(decision: Decision, device: Device, site: SiteDescription, operands: Types) -> Decision:
+    options, operation = decision.options, site.operation
+    if options is None:
+        return Decision("kept", f"nothing was decided for {device.platform}", device.platform)
+    wanted = options.implementation_for(operation.name)
+    subject = _Subject(operation.name, site.spec, decision.direction)
+    attempts: list[tuple[str, str, str]] = []
+
+    def choices(names: Sequence[str]) -> dict[str, Choice]:
+        return {name: of_table(subject, name, device, options.objective) for name in names}
+
+    for found in judged(operation, site.spec, device, options, choices, attempts):
+        if found.verdict == "kept":
+            return found
+
+        def forward(*arguments: Any, found: Decision = found) -> Any:
+            return kernel_forward(site, found.implementation or "", found.block_sizes)(*arguments)
+
+        problem = _lowering_problem(forward, device, _shapes(operands))
+        if problem is None:
+            return found
+        attempts.append((found.implementation or "", "lower", problem))
+    why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
+    if isinstance(wanted, str):
+        raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {site.spec}")
+    return _unable(operation, device, why, attempts)
+
+
+def _unable(operation: Operation, device: Device, why: str, attempts: list[tuple[str, str, str]]) -> Decision:
+    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+
+
+@lru_cache(maxsize=1024)
+def _backward_problem(
+    decision: Decision, device: Device, site: SiteDescription, operands: Types, results: Types, active: tuple[int, ...]
+) -> str | None:
+    def backward(*arguments: Any) -> Any:
+        return kernel_backward(site, decision.implementation or "", decision.block_sizes, active)(*arguments)
+
+    given = _shapes(operands), _shapes(results), list(site.residual_types()), _shapes(results)
+    return _lowering_problem(backward, device, given)
+
+
+def _shapes(types: Types) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+
+
+def _lowering_problem(function: Callable[..., Any], device: Device, types: Sequence[Any]) -> str | None:
+    """Why a kernel cannot be lowered for a device, or None.  Tried on its own: half a lowering cannot be taken back."""
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    try:
+        with device.lowered(), settled():
+            jax.jit(function).trace(*types).lower(lowering_platforms=(platform,))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -1,0 +1,1 @@
+"""Programs that are divided among several devices: how each site is divided, as the original would be."""

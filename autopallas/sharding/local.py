@@ -1,0 +1,37 @@
+"""What one device does of a site that several compute in parts: that is what is measured and probed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autopallas.sites.encoding import SavedSite
+from autopallas.sites.sharded_site import PlacedSite
+
+__all__ = ["alone"]
+
+
+def alone(match: Any) -> Any:
+    """A match, or of a placed one the part of one device, as much like a match as searches and probes need."""
+    if not isinstance(match.site, PlacedSite):
+        return match
+    first, *then = map(_part, match.passes)
+    return SavedSite(
+        first.op, first.site, first.direction, first.original, first.backwards, match.location, tuple(then)
+    )
+
+
+def _part(part: Any) -> SavedSite:
+    site: Any = part.site.alone
+    reference = site.operation.implementation("reference")
+    types = part.site.local(part.original.in_avals)
+    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*types)
+    backwards = part.backwards
+    if part.site.prelude is not None:
+        given = part.site.given_types(part.original.in_avals)
+        moved = [part.site.moved([i for i, _ in backward.gradients], given) for backward in backwards]
+        pairs = zip(backwards, moved, strict=True)
+        backwards = tuple(replace(backward, gradients=tuple((i, -1) for i in own)) for backward, own in pairs)
+    return SavedSite(part.op, site, part.direction, original, backwards, part.location)

@@ -1,0 +1,73 @@
+"""How the compiler would divide a program's values, found out before it is compiled: Shardy's propagation is run on the
+lowered original, with marks where the sites read and give something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import jax
+
+from autopallas import compat
+from autopallas.compile.outside_trace import isolated
+from autopallas.graph import Graph
+from autopallas.patterns.match import Match
+from autopallas.plan.decision import Decision
+from autopallas.rewrite.sites import splice
+from autopallas.sharding.call_shardings import Shardings
+
+__all__ = ["Divided", "Found", "survey"]
+
+Divided: TypeAlias = tuple[tuple[str, ...], ...]
+"""The mesh axes over which each dimension of an array is divided."""
+
+
+@dataclass(slots=True)
+class Found:
+    """How the operands and results of a site, and values in between, are divided; None where that differs or cannot be
+    said.
+
+    ``exact``: what is said of the results holds where they are computed, not only for what becomes of them.
+    """
+
+    operands: dict[int, Divided | None] = field(default_factory=dict)
+    between: dict[int, Divided | None] = field(default_factory=dict)
+    results: dict[int, Divided | None] = field(default_factory=dict)
+    exact: bool = False
+
+
+def survey(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
+    """What was found out about each part, in order.
+
+    Args:
+      program: the original, as a closed jaxpr.
+      graph: the same.
+      parts: the sites, each pass on its own.
+      shardings: of the program's arguments and results.
+    """
+    marked = splice(graph, [replace(p, then=()) for p in parts], [_numbered(i) for i in range(len(parts))])
+    types = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
+        for a, s in zip(program.in_avals, shardings.arguments, strict=True)
+    ]
+
+    def lowered() -> list[tuple[str, Divided | None]]:
+        mesh = shardings.mesh
+        with compat.set_mesh(mesh):
+            results = list(shardings.results)
+            function = jax.jit(compat.jaxpr_as_fun(marked), out_shardings=results if any(results) else None)
+            return compat.propagated(function.trace(*types).lower())
+
+    found = [Found() for _ in parts]
+    for name, divided in isolated(lowered):
+        number, kind, position = name.split()
+        one = found[int(number)]
+        places = {"operand": one.operands, "between": one.between, "result": one.results}[kind]
+        if places.setdefault(int(position), divided) != divided:
+            places[int(position)] = None
+    return found
+
+
+def _numbered(number: int) -> Decision:
+    return Decision("applied", "", "", survey=number)

@@ -1,0 +1,250 @@
+"""Gives each site of a program over several devices its place: which device computes which part."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from autopallas import compat
+from autopallas.faults import contained
+from autopallas.graph import Graph
+from autopallas.patterns.match import Match
+from autopallas.sharding.assignment import Indivisible, assign
+from autopallas.sharding.call_shardings import Shardings, spread
+from autopallas.sharding.communication import sends_no_more
+from autopallas.sharding.propagation import Divided, Found, survey
+from autopallas.sites.division import Division
+from autopallas.sites.sharded_site import PlacedSite, divisible
+
+__all__ = ["placed"]
+
+_UNKNOWN = (
+    "the program is divided among several devices, and how is not known here: that is seen where optimize is the "
+    "outermost transformation, around jit"
+)
+
+
+def placed(
+    program: Any, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
+) -> list[Match]:
+    """The matches with placed sites where the compiler divides them; with an obstacle where that is not possible.
+
+    Args:
+      program: the original, as a closed jaxpr.
+      graph: the same.
+      matches: the sites.
+      shardings: of its arguments and results; None where they are not known.
+      strict: whether a failure in here is raised.
+    """
+    outside = None if shardings is None else shardings.mesh
+
+    def typed(match: Match) -> Match:
+        if reason := _unsupported(match, outside):
+            return _hindered(match, reason)
+        return _typed(match, graph, shardings) if _is_explicit(match) else match
+
+    matches = _each(matches, typed)
+    concerned = [m for m in matches if _is_concerned(m) and _divisible_axes(m, shardings)]
+    if not concerned and not (shardings is None and matches and spread(program)):
+        return list(matches)
+    if shardings is None:
+        left = [_is_concerned(m) and _divisible_axes(m, None) is not None for m in matches]
+        return [_hindered(m, _UNKNOWN) if own else m for m, own in zip(matches, left, strict=True)]
+    known = shardings
+
+    def surveyed(some: Sequence[Match]) -> dict[Match, list[Found]]:
+        found = iter(survey(program, graph, [part for match in some for part in match.passes], known))
+        return {match: [next(found) for _ in match.passes] for match in some}
+
+    found: dict[Match, list[Found]] = {}
+    try:
+        found = surveyed(concerned)
+    except Exception:
+        if strict:
+            raise  # else each by itself, so that the one at fault is told
+
+    def divided(match: Match) -> Match:
+        if match not in concerned:
+            return match
+        own = found[match] if match in found else surveyed([match])[match]
+        mesh = _mesh(match)
+        # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where the
+        # arguments name it.
+        named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
+        entered = mesh is not None and outside is not None and mesh.axis_types != outside.axis_types  # by auto_axes
+        match = _divided(match, own, mesh if named or entered or outside is None else outside)
+        return _as_typed(match, graph) if mesh is not None and AxisType.Explicit in mesh.axis_types else match
+
+    return _each(matches, divided)
+
+
+def _each(matches: Sequence[Match], work: Callable[[Match], Match]) -> list[Match]:
+    """The matches after some work on each; where that raises an exception, with an obstacle."""
+    result = []
+    for match in matches:
+        with contained(match.location, match.op, "partition") as attempt:
+            match = work(match)
+        if attempt.error:
+            match = _hindered(match, f"how it is divided among devices could not be found out: {attempt.error}")
+        result.append(match)
+    return result
+
+
+def _hindered(match: Match, reason: str) -> Match:
+    return replace(match, obstacle=reason)
+
+
+def _unsupported(match: Match, outside: Any) -> str:
+    """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
+    mesh = _mesh(match)
+    for part in match.passes:
+        types: dict[str, set[Any]] = {}
+        for m in _meshes([*part.original.in_avals, *part.original.out_avals]):
+            for name, kind in zip(m.axis_names, m.axis_types, strict=True):
+                types.setdefault(name, set()).add(kind)
+        if any(kinds >= {AxisType.Auto, AxisType.Explicit} for kinds in types.values()):
+            return "its operands and results are on meshes with axes of different types"
+    if mesh is None and outside is not None and AxisType.Explicit in outside.axis_types and _over(outside):
+        return "the program's mesh has explicit axes, and the types of the site's operands do not name it"
+    return ""
+
+
+def _mesh(match: Match) -> Any:
+    return next(iter(_meshes(match.original.in_avals)), None)
+
+
+def _meshes(avals: Sequence[Any]) -> list[Any]:
+    meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
+    return [m for m in meshes if m is not None and not m.empty]
+
+
+def _divisible_axes(match: Match, shardings: Shardings | None) -> frozenset[str] | None:
+    """The mesh axes that the compiler divides a site over; None where a ``shard_map`` around it leaves none."""
+    mesh = _mesh(match)
+    if mesh is None:
+        mesh = None if shardings is None else shardings.mesh
+        return frozenset() if mesh is None else _over(mesh)
+    left = _over(mesh)
+    return left or (None if AxisType.Manual in mesh.axis_types else left)
+
+
+def _over(mesh: Any) -> frozenset[str]:
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return frozenset(name for name, size, kind in axes if size > 1 and kind != AxisType.Manual)
+
+
+def _is_explicit(match: Match) -> bool:
+    """Whether the types of a site's operands say how they are divided."""
+    mesh = _mesh(match)
+    return not match.obstacle and mesh is not None and _kinds(mesh) == {AxisType.Explicit}
+
+
+def _kinds(mesh: Any) -> set[AxisType]:
+    """Of the axes that a site may be divided over."""
+    return {kind for kind in mesh.axis_types if kind != AxisType.Manual}
+
+
+def _is_concerned(match: Match) -> bool:
+    return not match.obstacle and not isinstance(match.site, PlacedSite)
+
+
+def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
+    """A match whose operands' types say how they are divided, placed; with an obstacle where that is not possible."""
+    mesh = _mesh(match)
+    found = [_by_types(part) for part in match.passes]
+    if not _over(mesh):  # nothing is divided, and the kernel need not know of the mesh; as it is, it could do without
+        alone = _divided(match, found, mesh)
+        return match if alone.obstacle else alone
+    if shardings is None and jax.process_count() > 1:
+        return _hindered(match, _UNKNOWN)
+    return _divided(_with_typed_gradients(match, graph), found, mesh)
+
+
+def _with_typed_gradients(match: Match, graph: Graph) -> Match:
+    """A match, with an obstacle if a gradient has another type than what it is the gradient of."""
+    for part in match.passes:
+        for backward in part.backwards:
+            types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
+            if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
+                return _hindered(match, "a gradient is divided in another way than what it is the gradient of")
+    return match
+
+
+def _as_typed(match: Match, graph: Graph) -> Match:
+    """A match that the compiler divides over some axes and types over others, with an obstacle if these disagree."""
+    match = _with_typed_gradients(match, graph)
+    for part in match.passes if not match.obstacle else ():
+        types = [compat.explicit_sharding(a) for a in part.original.out_avals]
+        if list(part.site.result_shardings()) != types:
+            return _hindered(match, "its results are divided over explicit axes in another way than it is")
+    return match
+
+
+def _by_types(part: Match) -> Found:
+    original, prelude = part.original, getattr(part.site, "prelude", None)
+    operands, results = ([_dimensions(a) for a in avals] for avals in (original.in_avals, original.out_avals))
+    between: list[Divided | None] = []
+    if prelude is not None and prelude.witness is not None:
+        inside = [_dimensions(a) for a in prelude.witness.out_avals[len(results) :]]
+        operands, between = inside[: len(prelude.reads)], inside[len(prelude.reads) :]
+    elif prelude is not None:
+        operands = list(map(_dimensions, jax.eval_shape(prelude, list(map(compat.shape_of, original.in_avals)))))
+    return Found(dict(enumerate(operands)), dict(enumerate(between)), dict(enumerate(results)), exact=True)
+
+
+def _dimensions(aval: Any) -> Divided | None:
+    sharding = compat.explicit_sharding(aval)
+    if sharding is None:
+        return ((),) * len(aval.shape)
+    if sharding.spec.unreduced or sharding.spec.reduced:
+        return None
+    named = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
+    return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in named)
+
+
+def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
+    if match.obstacle:
+        return match
+    try:
+        first, *then = (_placed(part, f, mesh) for part, f in zip(match.passes, found, strict=True))
+        return replace(first, then=tuple(then))
+    except Indivisible as reason:
+        return _hindered(match, f"divided among devices as it is, no kernel can compute it: {reason}")
+
+
+def _placed(part: Match, found: Found, mesh: Any) -> Match:
+    if not hasattr(part.site, "divided"):
+        raise Indivisible(f"{part.op} has no rule for it")
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis in divisible(mesh)}
+    whole = PlacedSite(part.site, Division(tuple(sizes.items()), ()), mesh)
+    shapes = [a.shape for a in whole.given_types(part.original.in_avals)]
+
+    def divided(site: Any, gathers: bool = False) -> PlacedSite:
+        return replace(whole, site=site, division=assign(site.parts(), site.sizes, shapes, found, sizes, gathers))
+
+    try:
+        return replace(part, site=divided(part.site))
+    except Indivisible:
+        apart = part.site.apart() if hasattr(part.site, "apart") and not found.exact else None
+        if apart is None:
+            raise
+        # The compiler may sum parts, or gather the operand, as it likes.
+        for site, gathers in ((apart, False), (part.site, True)):
+            with contextlib.suppress(Indivisible):
+                placed = divided(site, gathers)
+                if _sends_no_more(part, placed, found):
+                    return replace(part, site=placed)
+        raise
+
+
+def _sends_no_more(part: Match, site: PlacedSite, found: Found) -> bool:
+    try:
+        return sends_no_more(part, site, found)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise Indivisible(f"what it sends could not be found out: {reason}") from error

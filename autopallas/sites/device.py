@@ -1,0 +1,64 @@
+"""Devices for which programs are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopallas import compat
+
+__all__ = ["Device"]
+
+_ANY_TPU = "TPU v4"
+"""What Mosaic lowers for the oldest supported generation runs on the later ones."""
+
+_target = compat.trace_context(None)
+"""The device that code is being lowered for, where it is not this process's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where a program will run: ``platform`` is "cpu", "gpu" or "tpu"; ``kind`` is the device's own name."""
+
+    platform: str
+    kind: str
+
+    @staticmethod
+    def current() -> Device:
+        """The device that is compiled for: that of an enclosing ``with device.targeted()``, else that of JAX's mesh,
+        else the default one."""
+        if _target.value is not None:
+            target: Device = _target.value
+            return target
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        return Device.of(device or jax.devices()[0])
+
+    @staticmethod
+    def of(device: Any) -> Device:
+        """The description of one of JAX's devices."""
+        return Device({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)
+
+    @property
+    def here(self) -> bool:
+        """Whether this process can run something on such a device."""
+        return self.platform == Device.of(jax.devices()[0]).platform
+
+    def targeted(self) -> AbstractContextManager[None]:
+        """A context in which code is traced and lowered for this device, whatever this process runs on."""
+        context: AbstractContextManager[None] = _target(self)
+        return context
+
+    @contextmanager
+    def lowered(self) -> Iterator[None]:
+        """The same for what is traced and lowered at once: JAX's own rules are told the device too."""
+        with ExitStack() as contexts:
+            contexts.enter_context(self.targeted())
+            if self.platform == "tpu" and jax.default_backend() != "tpu":
+                device = jax.sharding.AbstractDevice(self.kind or _ANY_TPU, 1, "tpu")
+                mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+                contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+            yield

@@ -1,0 +1,360 @@
+"""A small elementwise program over a tile: how masks, biases, scales and caps reach a kernel.
+
+A reference computation's elementwise part (from the dot that gives the scores to the argument of the exponential, say)
+is not decoded into features.  It is carried, equation by equation, as a :class:`Program`; a kernel evaluates it on
+each tile from the tile's scores, the positions of its rows and columns, and side inputs.
+
+Programs are frozen, hashable and comparable, which jaxprs are not, so they can be part of a specification and of a
+cache key.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive, Var
+
+custom_p = Primitive("custom_derivative")
+"""Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
+
+It is never bound.  Side input n of both is argument n; those of the tangent go on with the tangents of the floating
+arguments.
+"""
+
+Axis: TypeAlias = Literal["query", "key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The tile's scores: the result of the contraction, in the dtype that the original declared for it."""
+
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """A position: ``offset + (p // stride) % extent`` with ``p`` the row's (query) or column's (key) position.
+
+    ``stride`` and ``extent`` single out one factor of a merged axis (height and width of an image, say).
+    """
+
+    axis: Axis
+    dtype: np.dtype[Any]
+    offset: int = 0
+    stride: int = 1
+    extent: int = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A side input: an array of the program (a mask, a bias, lengths, segment ids), by position in the spec's sides."""
+
+    position: int
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar."""
+
+    value: bool | int | float
+    dtype: np.dtype[Any]
+
+    def __eq__(self, other: object) -> bool:  # True == 1 == 1.0 and nan != nan would make a poor identity
+        return isinstance(other, Constant) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[bytes, np.dtype[Any]]:
+        return np.asarray(self.value, self.dtype).tobytes(), self.dtype
+
+
+Input: TypeAlias = Score | Index | Side | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One elementwise equation.  ``arguments`` number the registers: inputs first, then instructions in order."""
+
+    primitive: Primitive
+    params: tuple[tuple[str, Hashable], ...]
+    arguments: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A straight line of elementwise instructions over broadcast operands.
+
+    Example: the causal scores ``where(i >= j, s / 8, -inf)`` print as::
+
+        program(score: float32, query: int32, key: int32, 8.0: float32, -inf: float32)
+          %5 = ge query key
+          %6 = div score 8.0
+          %7 = select_n %5 -inf %6
+          return %7
+    """
+
+    inputs: tuple[Input, ...]
+    instructions: tuple[Instruction, ...]
+    result: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the result."""
+        if self.result < len(self.inputs):
+            return self.inputs[self.result].dtype
+        return self.instructions[self.result - len(self.inputs)].dtype
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Positions of the side inputs that the program reads, ascending."""
+        return tuple(sorted({i.position for i in self.inputs if isinstance(i, Side)}))
+
+    @property
+    def scales_last(self) -> bool:
+        """Whether the result is a product of which something else than the score itself is a factor, such as a masked
+        score, but for a cast."""
+        count, at = len(self.inputs), self.result
+        while at >= count and self.instructions[at - count].primitive.name == "convert_element_type":
+            (at,) = self.instructions[at - count].arguments
+        if at < count or self.instructions[at - count].primitive.name not in ("mul", "div"):
+            return False
+        return any(a >= count for a in self.instructions[at - count].arguments)
+
+    @property
+    def depends_on_score(self) -> bool:
+        return any(isinstance(i, Score) for i in self.inputs)
+
+    @property
+    def primitives(self) -> frozenset[str]:
+        """Names of the primitives used: a backend that lacks one can say so before any compile."""
+        own = {i.primitive.name for i in self.instructions}
+        inner = (p.primitives for i in self.instructions if i.primitive is custom_p for _, p in _programs(i))
+        return frozenset(own.union(*inner))
+
+    def evaluate(
+        self,
+        score: jax.Array | None,
+        query: jax.Array | None,
+        key: jax.Array | None,
+        sides: Sequence[jax.Array],
+    ) -> jax.Array:
+        """The program's value on one tile.
+
+        Args:
+          score: the tile's scores, or None if the program reads none.
+          query: integer positions of the rows, of a shape that broadcasts against the tile, or None.
+          key: integer positions of the columns, likewise.
+          sides: every side input of the spec, already cut to the tile, each broadcastable against it.
+
+        Returns:
+          An array of the broadcast shape of what was read (smaller than the tile where nothing tile-sized was read).
+        """
+        positions = {"query": query, "key": key}
+
+        def load(i: Input) -> jax.Array:
+            match i:
+                case Score():
+                    assert score is not None
+                    return score.astype(i.dtype)
+                case Index():
+                    p = positions[i.axis]
+                    assert p is not None
+                    if i.stride != 1:
+                        p = p // i.stride
+                    if i.extent != 2**31 - 1:
+                        p = p % i.extent
+                    return (p + i.offset).astype(i.dtype) if i.offset else p.astype(i.dtype)
+                case Side():
+                    return sides[i.position]
+                case Constant():
+                    return jnp.asarray(i.value, i.dtype)
+
+        result: jax.Array = self.run(load, _bind)
+        return result
+
+    def run(self, load: Callable[[Input], Any], apply: Callable[[Instruction, list[Any]], Any]) -> Any:
+        """Interprets the program over any domain: arrays, numpy arrays, intervals."""
+        registers = [load(i) for i in self.inputs]
+        for instruction in self.instructions:
+            registers.append(apply(instruction, [registers[a] for a in instruction.arguments]))
+        return registers[self.result]
+
+    def __str__(self) -> str:
+        def name(i: Input) -> str:
+            match i:
+                case Score():
+                    return "score"
+                case Index():
+                    part = f"//{i.stride}" * (i.stride != 1) + f"%{i.extent}" * (i.extent != 2**31 - 1)
+                    return f"{i.axis}{part}" + f"{i.offset:+d}" * bool(i.offset)
+                case Side():
+                    return f"side{i.position}"
+                case Constant():
+                    return str(i.value)
+
+        names = [name(i) for i in self.inputs]
+        head = ", ".join(f"{n}: {i.dtype}" for n, i in zip(names, self.inputs, strict=True))
+        lines = [f"program({head})"]
+        for instruction in self.instructions:
+            arguments = " ".join(names[a] for a in instruction.arguments)
+            shown = ", ".join(f"{k}={v}" for k, v in instruction.params if v is not None and v is not False)
+            shown = shown.replace("\n", "\n    ")
+            names.append(f"%{len(names)}")
+            lines.append(f"  {names[-1]} = {instruction.primitive.name}{f'[{shown}]' if shown else ''} {arguments}")
+        return "\n".join([*lines, f"  return {names[self.result]}"])
+
+
+@functools.cache
+def honoured(program: Program) -> Program:
+    """The program with a rounding that XLA cannot leave out after each operation in bfloat16.
+
+    XLA computes these in float32, and keeps that where it fuses them with what reads them in float32, and not where it
+    does not.  So a sum of ``exp(z - max(z))`` may hold an exponential that is not 1 where z is the maximum.
+    """
+    registers = list(range(len(program.inputs)))
+    instructions: list[Instruction] = []
+
+    def put(instruction: Instruction) -> int:
+        instructions.append(instruction)
+        return len(program.inputs) + len(instructions) - 1
+
+    narrow, wide = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+    for instruction in program.instructions:
+        result = put(replace(instruction, arguments=tuple(registers[a] for a in instruction.arguments)))
+        if instruction.dtype == narrow and instruction.primitive.name in _ROUNDING:
+            rounding = {"exponent_bits": 8, "mantissa_bits": 7}
+            for primitive, params, dtype in (
+                (jax.lax.convert_element_type_p, conversion_params(wide), wide),
+                (jax.lax.reduce_precision_p, rounding, wide),
+                (jax.lax.convert_element_type_p, conversion_params(narrow), narrow),
+            ):
+                result = put(Instruction(primitive, parameters(params), (result,), dtype))
+        registers.append(result)
+    return Program(program.inputs, tuple(instructions), registers[program.result])
+
+
+_ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})
+"""Operations whose results may lie between two numbers of their dtype."""
+
+
+def conversion_params(dtype: np.dtype[Any]) -> dict[str, Any]:
+    """The parameters of a cast."""
+    return {"new_dtype": dtype, "sharding": None, "weak_type": False}
+
+
+def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Parameters of an elementwise primitive as an instruction has them: without what ties them to a placement."""
+    return tuple((name, None if name in _PLACEMENT else value) for name, value in sorted(params.items()))
+
+
+_PLACEMENT = frozenset({"sharding", "out_sharding"})
+
+
+def _chosen(which: jax.Array, *cases: jax.Array) -> jax.Array:
+    return (which & cases[1]) | (~which & cases[0]) if len(cases) == 2 else cases[0]
+
+
+_LOGICAL: dict[str, Callable[..., jax.Array]] = {"select_n": _chosen, "max": jnp.logical_or, "min": jnp.logical_and}
+"""Of booleans, which Mosaic neither selects nor compares."""
+
+
+def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
+    shape = jnp.broadcast_shapes(*(jnp.shape(a) for a in arguments))
+    operands = [jnp.broadcast_to(a, shape) for a in arguments]
+    if instruction.primitive is custom_p:
+        return _custom(instruction, operands)
+    if instruction.primitive.name == "add_any":  # of cotangents, which kernels need not know
+        return jax.lax.add(*operands)
+    if all(x.dtype == jnp.bool_ for x in operands) and (logical := _LOGICAL.get(instruction.primitive.name)):
+        return logical(*operands)
+    result: jax.Array = instruction.primitive.bind(*operands, **dict(instruction.params))
+    return result
+
+
+def _programs(instruction: Instruction) -> list[tuple[str, Program]]:
+    return [(name, value) for name, value in instruction.params if isinstance(value, Program)]
+
+
+def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
+    """A function with its own derivative, on arrays of one shape."""
+    programs = dict(_programs(instruction))
+    floating = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def evaluated(name: str, inputs: Sequence[jax.Array]) -> jax.Array:
+        return jnp.broadcast_to(programs[name].evaluate(None, None, None, inputs), operands[0].shape)
+
+    @jax.custom_jvp
+    def function(*inputs: jax.Array) -> jax.Array:
+        return evaluated("value", inputs)
+
+    @function.defjvp
+    def rule(inputs: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return function(*inputs), evaluated("tangent", [*inputs, *(tangents[i] for i in floating)])
+
+    result: jax.Array = function(*operands)
+    return result
+
+
+def traced(function: Callable[..., Any], *inputs: Input) -> Program:
+    """The program of an elementwise function, one scalar argument per input.
+
+    Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
+    """
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
+    loaded: list[Input] = list(inputs)
+    instructions: list[tuple[Any, tuple[tuple[str, Any], ...], list[tuple[str, int]], Any]] = []
+    environment: dict[Var, tuple[str, int]] = {v: ("input", n) for n, v in enumerate(closed.jaxpr.invars)}
+
+    def constant(value: Any, dtype: Any) -> tuple[str, int]:
+        loaded.append(Constant(np.asarray(value).item(), np.dtype(dtype)))
+        return "input", len(loaded) - 1
+
+    def inline(jaxpr: Any, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
+        def read(atom: Any) -> tuple[str, int]:
+            if isinstance(atom, Var):
+                return environment[atom]
+            aval: Any = atom.aval
+            return constant(atom.val, aval.dtype)
+
+        for equation in jaxpr.eqns:
+            arguments = [read(a) for a in equation.invars]
+            if equation.primitive.name in ("jit", "pjit"):
+                body = equation.params["jaxpr"]
+                inner = dict(zip(body.jaxpr.invars, arguments, strict=True))
+                inner |= {v: constant(c, v.aval.dtype) for v, c in zip(body.jaxpr.constvars, body.consts, strict=True)}
+                results = inline(body.jaxpr, inner)
+                environment |= dict(zip(equation.outvars, results, strict=True))
+                continue
+            (result,) = equation.outvars
+            if equation.primitive.name in _NOTHING:
+                environment[result] = arguments[0]
+                continue
+            environment[result] = ("instruction", len(instructions))
+            params = parameters(equation.params)
+            instructions.append((equation.primitive, params, arguments, np.dtype(result.aval.dtype)))
+        return [read(a) for a in jaxpr.outvars]
+
+    environment |= {v: constant(c, v.aval.dtype) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+    (result,) = inline(closed.jaxpr, environment)
+
+    def number(register: tuple[str, int]) -> int:
+        return register[1] if register[0] == "input" else len(loaded) + register[1]
+
+    return Program(
+        tuple(loaded),
+        tuple(Instruction(p, params, tuple(map(number, arguments)), d) for p, params, arguments, d in instructions),
+        number(result),
+    )
+
+
+_NOTHING = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"})
+"""What derivatives have beside elementwise primitives, and what does nothing to a scalar."""

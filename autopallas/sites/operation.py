@@ -1,0 +1,122 @@
+"""What an implementation of an operation is, and how one is chosen.  Exists once, for all operations."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.sites.device import Device
+
+__all__ = ["HOME", "IMPLEMENTATIONS", "NOT_EXPORTED", "Operation", "Supported", "Unsupported"]
+
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
+
+HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+"""The platform of each implementation that is written for one."""
+
+NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}
+"""What stands in an exported program for an implementation whose calls ``jax.export`` does not promise to keep."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """The implementation can compute this spec on this device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The implementation cannot compute this spec on this device, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: its name, and the order in which its implementations are asked on each platform.
+
+    The implementation ``name`` of operation ``op`` is the module ``autopallas.kernels.<op>.<name>``, imported when
+    first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
+    ``backward(spec, block_sizes, ...)``; a module that does not exist is Unsupported.
+    """
+
+    name: str
+    order: Mapping[str, tuple[str, ...]]
+
+    def implementation(self, name: str) -> Any | None:
+        """The module of an implementation, or None where this operation has none of that name."""
+        module = f"autopallas.kernels.{self.name}.{name}"
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module:
+                return None
+            raise
+
+    def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
+        """Whether the named implementation can compute ``spec`` on ``device``."""
+        try:
+            module = self.implementation(name)
+        except ImportError as error:
+            return Unsupported(f"{name} cannot be imported: {error}")
+        if module is None:
+            return Unsupported(f"{self.name} has no implementation {name}")
+        answer: Supported | Unsupported = module.supports(spec, device)
+        return answer
+
+    def usual(self, device: Device) -> str:
+        """The first implementation in the platform's order that this operation has."""
+        order = self.requested(None, device)
+        there = (name for name in order if importlib.util.find_spec(f"autopallas.kernels.{self.name}.{name}"))
+        return next(there, order[-1])
+
+    def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
+        """The names to try, in order."""
+        if implementation is None:
+            return self.order.get(device.platform, ("xla",))
+        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+        for name in names:
+            if name not in IMPLEMENTATIONS:
+                raise UnsupportedError(f"no implementation is called {name!r}; there are {', '.join(IMPLEMENTATIONS)}")
+        if not names:
+            raise UnsupportedError(f"an empty list names no implementation; there are {', '.join(IMPLEMENTATIONS)}")
+        return names
+
+    def candidates(
+        self, spec: Any, device: Device, implementation: str | Sequence[str] | None
+    ) -> Iterator[tuple[str, Supported | Unsupported]]:
+        """The requested implementations in order, each with its answer."""
+        for name in self.requested(implementation, device):
+            yield name, self.supports(name, spec, device)
+
+    def first_that_works(
+        self, spec: Any, device: Device, implementation: str | Sequence[str] | None, call: Callable[[Any], T]
+    ) -> T:
+        """Runs ``call(module)`` with the first requested implementation that supports ``spec`` and does not fail.
+
+        Raises:
+          UnsupportedError: a single named implementation does not support the spec, or every one in the list failed.
+            An error inside a single named implementation is raised as it is.
+        """
+        failures: list[str] = []
+        for name, answer in self.candidates(spec, device, implementation):
+            if isinstance(answer, Unsupported):
+                failures.append(f"{name}: {answer.reason}")
+                continue
+            try:
+                result = call(self.implementation(name))
+            except Exception as error:
+                if isinstance(implementation, str):
+                    raise
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+                continue
+            if failures and implementation is not None:
+                warnings.warn(f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3)
+            return result
+        raise UnsupportedError(f"{self.name} on {device.platform}: " + "; ".join(failures))

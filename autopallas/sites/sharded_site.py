@@ -1,0 +1,265 @@
+"""A site that the devices of a mesh compute in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autopallas import compat
+from autopallas.sites.calls import SiteDescription, with_residuals
+from autopallas.sites.division import Counted, Divisible, Division, Parts
+from autopallas.sites.index_notation import View
+from autopallas.sites.operation import Operation
+
+__all__ = ["PlacedSite", "divisible"]
+
+
+@dataclass(frozen=True)
+class PlacedSite:
+    """A site, and how it is divided.  Its operands and results are whole arrays.
+
+    Attributes:
+      site: as the program has it.
+      division: which labels are divided, and over which mesh axes.
+      mesh: the mesh; an abstract one where the types of the operands say how they are divided.
+    """
+
+    site: Divisible
+    division: Division
+    mesh: Any
+
+    @cached_property
+    def _divided(self) -> tuple[Any, tuple[Counted, ...]]:
+        return self.site.divided(self.division)
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return self.site.parts()
+
+    @property
+    def prelude(self) -> Any:
+        """What is computed of the operands before they are divided; None: nothing."""
+        return getattr(self.site, "prelude", None)
+
+    def given(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays of which each device has a part."""
+        return list(operands) if self.prelude is None else self.prelude(operands)
+
+    def given_types(self, types: Sequence[Any]) -> list[Any]:
+        """Their types, of operands of some types."""
+        return list(types) if self.prelude is None else jax.eval_shape(self.given, list(map(compat.shape_of, types)))
+
+    def moved(self, active: Sequence[int], types: Sequence[Any]) -> tuple[int, ...]:
+        """Which of the arrays, of given types, have a derivative by some of the operands."""
+        if self.prelude is None:
+            return tuple(active)
+        reads = enumerate(zip(self.prelude.reads, types, strict=True))
+        return tuple(i for i, (own, t) in reads if own & set(active) and jnp.issubdtype(t.dtype, jnp.inexact))
+
+    @property
+    def operation(self) -> Operation:
+        return self.site.operation
+
+    @property
+    def spec(self) -> Any:
+        """What one device computes."""
+        return self._divided[0].spec
+
+    @property
+    def has_backward(self) -> bool:
+        return self.site.has_backward
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        types = self.site.residual_types()
+        if not self._explicit:
+            return types
+        return tuple(
+            jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._type(self.division.spec(view)))
+            for t, view in zip(types, self._parts.residuals, strict=True)
+        )
+
+    def result_shardings(self) -> tuple[NamedSharding, ...]:
+        """How the results are divided by their types."""
+        return tuple(self._type(self.division.spec(view)) for view in self._parts.results)
+
+    def _type(self, spec: PartitionSpec) -> NamedSharding:
+        """What types say of an array that is divided: nothing of the axes that the compiler divides over."""
+        explicit = {
+            n for n, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind == AxisType.Explicit
+        }
+        named = [() if d is None else (d,) if isinstance(d, str) else d for d in spec]
+        kept = [tuple(axis for axis in axes if axis in explicit) for axes in named]
+        return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in kept)))
+
+    @property
+    def alone(self) -> SiteDescription:
+        """What one device computes, as a site of its own."""
+        return self.site.alone(self.division)
+
+    def local(self, types: Sequence[Any], results: bool = False) -> list[jax.ShapeDtypeStruct]:
+        """The types of the arrays (or of results) on one device; further operands behind the site's own."""
+        types = types if results else self.given_types(types)
+        views = self._result_views if results else self._operand_views(len(types))
+        shapes = [self._shape(t, view) for t, view in zip(types, views, strict=True)]
+        if not results:
+            sizes = self.division.local(self.site.sizes)
+            shapes += [jax.ShapeDtypeStruct(tuple(sizes[a] for a in c.labels), c.dtype) for c in self._divided[1]]
+        return shapes
+
+    def _shape(self, kind: Any, view: View) -> jax.ShapeDtypeStruct:
+        counts = [1] * len(kind.shape)
+        for dimension, (_, labels) in enumerate(view):
+            for label in labels:
+                counts[dimension] *= self.division.count(label)
+        return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(kind.shape, counts, strict=True)), kind.dtype)
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    @property
+    def _explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    @property
+    def _result_views(self) -> tuple[View, ...]:
+        return self._parts.results
+
+    def _operand_views(self, count: int) -> list[View]:
+        views: list[View] = [()] * count
+        for use in self._parts.operands:
+            views[use.position] = use.view
+        return views
+
+    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Without names shard_map takes all axes; but for those that a vmap around, if traced now, takes for itself.
+        names = {"axis_names": divisible(self.mesh)} if AxisType.Manual in self.mesh.axis_types else {}
+        mapped: Callable[..., Any] = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **names
+        )
+
+        def placed(*arguments: Any) -> Any:
+            return mapped(*jax.tree.map(self._given, arguments, in_specs))
+
+        return placed if self._explicit else mapped
+
+    def _given(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """An array as a shard_map over explicit axes takes it: divided already."""
+        return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
+
+    def _specs(self, views: Sequence[View]) -> tuple[Any, ...]:
+        return tuple(self.division.spec(view) for view in views)
+
+    def _extras(self) -> tuple[jax.Array, ...]:
+        return tuple(counted.array(self.site.sizes) for counted in self._divided[1])
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        local, extras = self._divided
+        parts = self._parts
+        missing = [
+            self.division.lacking([view], combined)
+            for view, combined in zip(parts.results, parts.combined, strict=True)
+        ]
+
+        def part(*operands: jax.Array) -> Any:
+            results, residuals = local.forward(kernel, block_sizes, operands)
+            return tuple(map(_total, results, missing)), tuple(residuals)
+
+        given = self.given(operands)
+        views = [*self._operand_views(len(given)), *(c.view for c in extras)]
+        out = self._specs(parts.results), self._specs(parts.residuals)
+        found: tuple[Any, Any] = self._mapped(part, self._specs(views), out)(*given, *self._extras())
+        return found
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Cotangents of the operands at the positions ``active``."""
+        if self.prelude is None:
+            return self._backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
+        moved: tuple[int, ...] = ()
+
+        def before(*chosen: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+            nonlocal moved
+            filled = list(operands)
+            for position, array in zip(active, chosen, strict=True):
+                filled[position] = array
+            arrays = self.given(filled)
+            moved = self.moved(active, arrays)
+            return [arrays[i] for i in moved], arrays
+
+        own, pull, arrays = jax.vjp(before, *(operands[i] for i in active), has_aux=True)
+        gradients = self._backward(kernel, block_sizes, arrays, results, residuals, cotangents, moved)
+        divided = [compat.divided_like(g, jax.typeof(x)) for g, x in zip(gradients, own, strict=True)]
+        return tuple(pull(divided))
+
+    def _backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        local, extras = self._divided
+        parts = self._parts
+        views = self._operand_views(len(operands))
+        missing = [self.division.lacking([views[i]]) for i in active]
+
+        def part(operands: Any, results: Any, residuals: Any, cotangents: Any) -> Any:
+            found = local.backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
+            return tuple(map(_total, found, missing))
+
+        results_specs = self._specs(parts.results)
+        given = self._specs([*views, *(c.view for c in extras)]), results_specs, self._specs(parts.residuals)
+        mapped = self._mapped(part, (*given, results_specs), self._specs([views[i] for i in active]))
+        whole = (*operands, *self._extras())
+        gradients: tuple[jax.Array, ...] = mapped(whole, tuple(results), tuple(residuals), tuple(cotangents))
+        return gradients
+
+    # ------------------------------------------------------------------ transformations
+
+    def with_residuals(self) -> PlacedSite:
+        """The site where a backward follows."""
+        saving: Any = with_residuals(self.site)
+        return replace(self, site=saving)
+
+    def batched(self, axes: Sequence[int | None], size: int) -> PlacedSite:
+        """The site under vmap: the further axis is on every device."""
+        batched: Any = self.site.batched(axes, size)
+        return replace(self, site=batched)
+
+    def divided_further(self, axes: tuple[str, ...]) -> PlacedSite | None:
+        """The same with the axis that vmap added last divided as well; None where it cannot be."""
+        label, named = len(self.site.sizes) - 1, {axis for _, own in self.division.axes for axis in own}
+        axes = tuple(axis for axis in axes if dict(self.division.sizes)[axis] > 1)
+        if not axes:
+            return self
+        division = replace(self.division, axes=(*self.division.axes, (label, axes)))
+        fits = label in self.site.parts().labels and self.site.sizes[label] % division.count(label) == 0
+        return replace(self, division=division) if fits and named.isdisjoint(axes) else None
+
+
+def divisible(mesh: Any) -> frozenset[str]:
+    """The axes of a mesh that no shard_map around has taken."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind != AxisType.Manual)
+
+
+def _total(part: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(part, axes) if axes else part

@@ -1,0 +1,155 @@
+"""Whether an implementation with its block sizes works for a site on this machine: what a probe or a failure said.
+
+Kept beside the tuning results, one checked JSON file per key, good and bad, and believed for a limited time.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from autopallas.sites.device import Device
+from autopallas.tuning.cache import Folder, directory
+from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, printable, read_json
+from autopallas.tuning.key import TuningKey, canonical, digest_of, key_of
+
+__all__ = ["DAY", "Verdict", "Verdicts", "verdict_key"]
+
+FORMAT = 1
+DAY = 86400.0
+_LIFETIME = {"works": 90 * DAY, "fails": 7 * DAY, "memory": DAY}
+"""How long a verdict is believed.  What was short of memory may have enough tomorrow."""
+_LATEST = 2.0**35
+_FIELDS = {"format", "key", "outcome", "stage", "error", "until"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one key.
+
+    Attributes:
+      key: the description of what was tried.
+      outcome: "works" or "fails".
+      stage: where it failed: "trace", "lowering", "compile", "run", "memory", "hang".
+      error: how it failed, on one line.
+      until: the time, in seconds since 1970, after which it is not believed any more.
+    """
+
+    key: Mapping[str, Any]
+    outcome: Literal["works", "fails"]
+    stage: str = ""
+    error: str = ""
+    until: float = 0.0
+
+    @staticmethod
+    def of(key: TuningKey, stage: str = "", error: str = "") -> Verdict:
+        """The verdict of now: that a stage failed, or, without a stage, that everything works."""
+        outcome: Literal["works", "fails"] = "fails" if stage else "works"
+        lifetime = _LIFETIME["memory" if stage == "memory" else outcome]
+        return Verdict(key.description, outcome, stage, printable(error), time.time() + lifetime)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.key)
+
+    @property
+    def current(self) -> bool:
+        """Whether it is still believed; one from the future is not."""
+        return time.time() <= self.until <= time.time() + max(_LIFETIME.values()) + DAY
+
+    def to_dict(self) -> dict[str, Any]:
+        """The verdict in JSON's types."""
+        data = {"format": FORMAT, "key": dict(self.key), "outcome": self.outcome, "stage": self.stage}
+        return data | {"error": printable(self.error), "until": self.until}
+
+    def to_json(self) -> str:
+        return canonical(self.to_dict())
+
+
+def parse(text: str | bytes, digest: str) -> Verdict:
+    """Reads a verdict.  The text is data: nothing in it is executed, imported, or opened.
+
+    Raises:
+      EntryError: it is no verdict of this format, or another key's.
+    """
+    if len(text) > MAXIMUM_BYTES:
+        raise EntryError(f"it is longer than {MAXIMUM_BYTES} bytes")
+    data = read_json(text)
+    if not isinstance(data, dict) or data.keys() != _FIELDS or data["format"] != FORMAT:
+        raise EntryError("it is no verdict of this version")
+    key, outcome, until = data["key"], data["outcome"], data["until"]
+    try:
+        mine = isinstance(key, dict) and digest_of(key) == digest
+    except (ValueError, RecursionError):
+        mine = False
+    if not mine:
+        raise EntryError("it is another key's")
+    if outcome not in ("works", "fails") or not isinstance(outcome, str):
+        raise EntryError("its outcome is neither works nor fails")
+    if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0 <= until <= _LATEST:
+        raise EntryError("its date is not one")
+    stage, error = checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
+    if bool(stage) != (outcome == "fails"):
+        raise EntryError("its outcome and its stage contradict each other")
+    return Verdict(key, cast(Any, outcome), stage, error, float(until))
+
+
+class Verdicts(Folder[Verdict]):
+    """The verdicts in one folder.  Failures of this very process are remembered in it whatever the disk says."""
+
+    def __init__(self, base: Path | None):
+        super().__init__(base, "verdicts")
+        self._own: dict[str, Verdict] = {}
+
+    @staticmethod
+    def current() -> Verdicts:
+        """The verdicts that the environment asks for now."""
+        return _at(directory())
+
+    def parse(self, text: str | bytes, digest: str) -> Verdict:
+        return parse(text, digest)
+
+    def own(self, key: TuningKey) -> Verdict | None:
+        """The verdict on a failure in this process, or None."""
+        return self._own.get(key.digest)
+
+    def get(self, key: TuningKey) -> Verdict | None:
+        """The verdict on a key, if there is one that is believed."""
+        found = self._own.get(key.digest) or super().get(key)
+        return found if found is not None and found.current else None
+
+    def put(self, entry: Verdict) -> bool:
+        if entry.outcome == "fails":
+            self._own[entry.digest] = entry
+        return super().put(entry)
+
+    def known(self) -> bool:
+        """Whether there may be any verdict; if not, no key need be computed."""
+        return bool(self._own) or bool(self._unwritten) or self.usable()
+
+    def clear(self) -> int:
+        self._own.clear()
+        return super().clear()
+
+
+@functools.lru_cache(maxsize=16)
+def _at(base: Path | None) -> Verdicts:
+    return Verdicts(base)
+
+
+def verdict_key(match: Any, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
+    """The key of one implementation with its block sizes for one site: unlike a tuning result's, of its exact sizes."""
+    types = [[str(t) for t in (*part.original.in_avals, *part.original.out_avals)] for part in match.passes]
+    sizes = None if block_sizes is None else block_sizes.to_dict()
+    exact: dict[str, Any] = {"block_sizes": sizes, "types": types}
+    try:
+        exact |= dict(key_of(match, implementation, device).description)
+        exact["specs"] = [part.spec.to_dict() for part in match.passes]
+        return TuningKey(digest_of(exact), exact)
+    except (OSError, TypeError, ValueError):  # no sources to hash, or a spec that is not plain data
+        exact = {"implementation": implementation, "site": repr((match.site, block_sizes, device))}
+        return TuningKey(digest_of(exact), exact)

@@ -1,0 +1,69 @@
+"""What the replaced sites can do to each result of a program: through which dtype, and whether by a backward kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn
+from autopallas.numerics.rounding import (
+    NOTHING,
+    Source,
+    coarsest,
+    flow,
+    gradient_function,
+    joined,
+    rounded,
+)
+from autopallas.rewrite import primitive
+
+__all__ = ["SITES", "Source", "replaced", "site_sources", "sources"]
+
+SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
+
+
+def sources(program: Any) -> list[Source]:
+    """A :class:`Source` for each result of a closed jaxpr.  A value without a site has the narrowest dtype of the whole
+    program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
+    """
+    jaxpr, _ = compat.opened(program)
+    known: dict[Any, list[Source]] = {}
+
+    def site(equation: JaxprEqn, before: Sequence[Source]) -> list[Source] | None:
+        if equation.primitive not in SITES:
+            return None
+        key = (id(equation.params["original"]), equation.primitive, equation.params.get("active"))
+        if key not in known:
+            known[key] = site_sources(equation)
+        return [joined([*before, own]) for own in known[key]]
+
+    anything = Source(coarsest(program))
+    found = flow(program, [NOTHING] * len(jaxpr.invars), site)
+    return [source if source.followed else anything for source in found]
+
+
+def site_sources(site: JaxprEqn) -> list[Source]:
+    """A source for each result of a site whose operands are exact, as the original computes it."""
+    gradient = site.primitive is not primitive.site_p
+    if site.primitive is primitive.tangent_p:
+        own = [Source(coarsest(site.params["original"]), followed=True)] * len(site.outvars)
+    else:
+        own = rounded(compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars)))
+        # Residuals, which the original has not, depend on all that it computes.
+        own += [joined(own)] * (len(site.outvars) - len(own))
+    return [Source(source.dtype, gradient, True) for source in own]
+
+
+def replaced(site: JaxprEqn) -> Any:
+    """What the equation of a site, or of its backward, stands for: the original's equations, of the same arguments."""
+    original = site.params["original"]
+    if site.primitive is primitive.site_p:
+        return compat.jaxpr_as_fun(original)
+    return gradient_function(original, site.params["active"])
+
+
+def _type(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -1,0 +1,137 @@
+"""The candidates for a site's block sizes on a TPU that is not there: compiled ahead of time, ranked by simulation."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopallas.autotune.search import Tried, candidates_of
+from autopallas.autotune.trial import Trial
+from autopallas.compile.tpu import Compilation, Compiler
+from autopallas.tuning.evidence import SIMULATED_MARGIN
+from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
+
+__all__ = ["Ranking", "ranked"]
+
+_LESS_MEMORY = 0.95
+"""Of the fastest candidate's, that another must need at most to be worth a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is known of a site's candidates without running them.
+
+    Attributes:
+      time: the row of the one that is fastest by simulation, with block sizes by name; None: none compiles.
+      memory: that of the one of least memory at a bounded slow-down, where it is another one.
+      tried: how far each came.
+      reason: why there is no row.
+    """
+
+    time: Row | None
+    memory: Row | None
+    tried: tuple[Tried, ...]
+    reason: str = ""
+
+
+def ranked(
+    match: Any, implementation: str, first: Any, compiler: Compiler, seconds: float, say: Callable[[str], None]
+) -> Ranking:
+    """Compiles the original and every candidate, and ranks those that compile.
+
+    A program is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Of the
+    original a bound from arithmetic and traffic is known, below which it cannot come; only where that does not tell
+    that a candidate is faster, it is simulated too, if it can be.  A candidate that cannot be simulated has a bound as
+    well, and the evidence is "estimated".  Without any simulation the operation's first guess is taken.  So it is for
+    kernels whose control flow follows data, which a simulation reads as zeros.
+
+    Args:
+      match: the site.
+      implementation: the implementation's name.
+      first: block sizes to begin with.
+      compiler: for the generation; it simulates where it can.
+      seconds: the budget; no candidate is begun after it.
+      say: told what is being done.
+    """
+    begin = time.monotonic()
+    trial = Trial.abstract(match)
+    say("the original")
+    original, reason = _compiled(compiler, trial.original(), trial, seconds, simulate=False)
+    if original is None or original.failure is not None:
+        return Ranking(None, None, (), f"the original cannot be compiled: {reason or _first_line(original)}")
+    tried: list[Tried] = []
+    candidates = candidates_of(match, implementation, first, compiler.target.device)
+    compiled: list[tuple[Any, Compilation | None, str]] = []
+    for number, sizes in enumerate(candidates, 1):
+        left = begin + seconds - time.monotonic()
+        if left <= 0:
+            tried.append(Tried(sizes.to_dict(), "budget", f"the budget of {seconds:g} seconds was used up"))
+            continue
+        say(f"candidate {number} of {len(candidates)}")
+        compiled.append((sizes, *_compiled(compiler, trial.kernel(implementation, sizes), trial, left)))
+    known = [found.estimated_seconds for _, found, _ in compiled if found is not None]
+    fastest_known = min((seconds for seconds in known if seconds is not None), default=None)
+    if fastest_known is not None and fastest_known * SIMULATED_MARGIN >= original.bound_seconds:
+        say("the original, simulated")
+        left = max(begin + seconds - time.monotonic(), seconds / 3)
+        other, _ = _compiled(compiler, trial.original(), trial, left)
+        original = original if other is None or other.estimated_seconds is None else other
+    tried = [*(_tried(*one, original, compiler.version) for one in compiled), *tried]
+    rows = [one.row for one in tried if one.row is not None]
+    if not rows:
+        reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
+        return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
+    # Where traffic is the slower for several, fewer cycles are the better chance.
+    ordered = sorted((one.row.kernel_us, one.cycles, n) for n, one in enumerate(tried) if one.row and one.cycles)
+    simulated = [row for _, _, n in ordered if (row := tried[n].row) is not None]
+    fastest = (simulated or rows)[0]
+    bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
+    least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
+    lean = least.kernel_bytes < _LESS_MEMORY * fastest.kernel_bytes
+    return Ranking(fastest, least if lean else None, tuple(tried))
+
+
+def _compiled(
+    compiler: Compiler, function: Callable[..., Any], trial: Trial, seconds: float, simulate: bool | None = None
+) -> tuple[Compilation | None, str]:
+    try:
+        return compiler.compile(function, trial.arguments, seconds=seconds, simulate=simulate), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _first_line(compilation: Compilation | None) -> str:
+    return "" if compilation is None else str(compilation.failure).strip().split("\n")[0]
+
+
+def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compilation, version: str) -> Tried:
+    if found is None:
+        return Tried(sizes.to_dict(), "lower", reason)
+    if found.failure is not None:
+        return Tried(sizes.to_dict(), found.stage or "compile", found.failure)
+    simulated = found.estimated_seconds is not None
+    own = found.bound_seconds if found.estimated_seconds is None else found.estimated_seconds
+    base = original.bound_seconds if original.estimated_seconds is None else original.estimated_seconds
+    row = Row(
+        block_sizes=sizes.to_dict(),
+        kernel_us=float(f"{max(own, 1e-9) * 1e6:.4g}"),
+        original_us=float(f"{max(base, 1e-9) * 1e6:.4g}"),
+        kernel_bytes=found.temporary_bytes,
+        original_bytes=original.temporary_bytes,
+        evidence="simulated" if simulated else "estimated",
+        date=datetime.date.today().isoformat(),
+        versions=f"jax {jax.__version__}, {version}",
+    )
+    return Tried(
+        sizes.to_dict(),
+        error=found.note,
+        temporary_bytes=found.temporary_bytes,
+        row=row,
+        cycles=found.cycles,
+        vmem_bytes=found.vmem_bytes,
+    )

@@ -1,0 +1,231 @@
+"""Tuning before a program runs: sites from a program, a saved report or a table's grid, for this device or for TPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autopallas.autotune.search import Tried, search
+from autopallas.compile.tpu import GENERATIONS, Compiler, Generation, missing
+from autopallas.progress import Progress
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported
+from autopallas.tuning.cache import Cache
+from autopallas.tuning.direct import recorded
+from autopallas.tuning.entry import Entry
+from autopallas.tuning.evidence import Evidence
+from autopallas.tuning.key import key_of
+from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
+from autopallas.workbench.cases import Case, cases_of, match_of
+from autopallas.workbench.ranking import ranked
+from autopallas.workbench.trial_log import Result, results_of
+
+__all__ = ["TARGETS", "Outcome", "Subject", "Target", "TargetError", "of_case", "target_of", "tune"]
+
+TARGETS = ("cpu", "gpu", "h100", *GENERATIONS)
+
+
+class TargetError(ValueError):
+    """A target cannot be tuned for here, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """For what is tuned: this machine's device, or a generation of TPUs that is not there."""
+
+    device: Device
+    generation: Generation | None = None
+
+
+def target_of(name: str | None) -> Target:
+    """The target of a name; None: this machine's device.
+
+    Raises:
+      TargetError: it is not this machine's device, and cannot be tuned for without it.
+    """
+    here = Device.current()
+    if name is None:
+        return Target(here)
+    own = table_device(here)
+    if name in GENERATIONS:
+        generation = GENERATIONS[name]
+        if table_device(generation.device) == own:
+            return Target(here)
+        if (reason := missing()) is not None:
+            kind = table_device(generation.device)
+            raise TargetError(f"this machine has no {kind}, and to compile for one: {reason}")
+        return Target(generation.device, generation)
+    if name in {"cpu": (here.platform,), "gpu": (here.platform,), "h100": ("h100",) * (own == "NVIDIA H100")}[name]:
+        return Target(here)
+    raise TargetError(f"this machine has {here.kind}, not {name}; only TPUs can be tuned for without having one")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is tuned.
+
+    Attributes:
+      match: the site, or what stands for one.
+      label: where it is, or what.
+      case: where it stands for an operation's own function too, whose calls then find the result.
+    """
+
+    match: Any
+    label: str
+    case: Case | None = None
+
+
+def of_case(case: Case) -> Subject:
+    """The site of a case.
+
+    Raises:
+      ValueError: it is not recognised.
+    """
+    return Subject(match_of(case), str(case), case)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a subject.
+
+    Attributes:
+      implementation: the best for the objective; None where none works.
+      time, memory: rows with block sizes by name; ``memory`` only where it is another one.
+      searched: whether it was searched for now.
+      digest: of the entry in the cache; empty for what is not kept there.
+      reasons: why implementations were passed over.
+      results: every configuration of every implementation that was tried.
+      key: its place in the table.
+      others: what came of the other implementations that work.
+    """
+
+    implementation: str | None = None
+    time: Row | None = None
+    memory: Row | None = None
+    searched: bool = False
+    digest: str = ""
+    reasons: tuple[str, ...] = ()
+    results: tuple[Result, ...] = field(default=())
+    key: Key | None = None
+    others: tuple[Outcome, ...] = ()
+
+    def row(self, objective: str) -> Row | None:
+        """The row that is best for an objective."""
+        return self.memory if objective == "memory" and self.memory is not None else self.time
+
+    def rows(self, op: str) -> dict[Key, Row]:
+        """The rows for the operation's table."""
+        if self.key is None or self.time is None:
+            return {}
+        kind = importlib.import_module(f"autopallas.kernels.{op}.block_sizes").BlockSizes
+        found = {self.key: self.time}
+        if self.memory is not None:
+            found[(*self.key[:4], self.key[4] + LEAST_MEMORY)] = self.memory
+        rows = {key: dataclasses.replace(row, block_sizes=kind(**dict(row.block_sizes))) for key, row in found.items()}
+        for other in self.others:
+            rows |= other.rows(op)
+        return rows
+
+
+def tune(
+    subject: Subject,
+    target: Target,
+    budget: float,
+    again: bool = False,
+    compiler: Compiler | None = None,
+    objective: str = "time",
+) -> Outcome:
+    """The best block sizes of every implementation that supports a subject, the best implementation in front.
+
+    For a target that is not there it is the first that works, in the platform's order, and no other is compiled.
+
+    Args:
+      subject: the site.
+      target: for what.
+      budget: seconds for each implementation.
+      again: whether to search where the cache has a result.
+      compiler: for a target that is not there.
+      objective: for which the implementations are compared.
+    """
+    match, reasons, results = subject.match, [], []
+    working: list[Outcome] = []
+    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    for name, answer in match.site.operation.candidates(match.spec, target.device, None):
+        if not isinstance(answer, Supported):
+            reasons.append(f"{name}: {answer.reason}")
+            continue
+        place: Key = tables.table_key(match.spec, name, match.direction)
+        first = tables.infer_block_sizes(match.spec, target.device, name, match.direction)
+        tried: Sequence[Tried]
+        if compiler is not None:
+            with Progress(f"autopallas: tuning {match.op}") as say:
+                ranking = ranked(match, name, first, compiler, budget, say)
+            time, memory, reason, searched, digest = ranking.time, ranking.memory, ranking.reason, True, ""
+            tried = ranking.tried
+        else:
+            entry, searched, tried = _entry(subject, name, target.device, budget, first, again)
+            time = None if entry.row is None else dataclasses.replace(entry.row, block_sizes=entry.block_sizes)
+            memory, reason, digest = entry.lean, entry.reason, entry.digest
+        results += results_of(match.op, place, table_device(target.device), match.spec, tried, time, memory)
+        if time is not None:
+            working.append(Outcome(name, time, memory, searched, digest, key=place))
+            if compiler is not None:
+                break
+        else:
+            reasons.append(f"{name}: {reason}")
+
+    def rank(outcome: Outcome) -> tuple[Any, ...]:
+        evidence = Evidence.of(outcome.row(objective), objective)
+        return () if evidence is None else evidence.rank
+
+    best, *others = sorted(working, key=rank, reverse=True) or [Outcome()]
+    return dataclasses.replace(best, reasons=tuple(reasons), results=tuple(results), others=tuple(others))
+
+
+def _entry(
+    subject: Subject, name: str, device: Device, budget: float, first: Any, again: bool
+) -> tuple[Entry, bool, Sequence[Tried]]:
+    """(the result of one implementation on this device, whether it was searched for now, how far each came)."""
+    match, cache = subject.match, Cache.current()
+    key = key_of(match, name, device)
+    known = cache.get(key)
+    if known is not None and not again and (known.outcome != "unfinished" or known.seconds >= budget):
+        entry, searched, tried = known, False, _remembered(known)
+    else:
+        found: list[Tried] = []
+        entry = search(match, name, key, first, budget, None if again else known, observe=found.extend)
+        cache.put(entry)
+        searched, tried = True, found
+    if subject.case is not None and entry.outcome == "tuned":
+        for call in _direct_calls(subject.case, name, match.direction):
+            other = key_of(call, name, device)
+            if other.description["bucket"] == key.description["bucket"]:
+                cache.put(dataclasses.replace(entry, key=other.description))
+    return entry, searched, tried
+
+
+def _direct_calls(case: Case, implementation: str, direction: str) -> list[Any]:
+    """What the operation's own function asks for, called for the same."""
+    offered = cases_of(case.kernel)
+    function = None if offered is None else offered.direct(case)
+    if offered is None or function is None:
+        return []
+    types = offered.types(dataclasses.replace(case, direction="forward"))
+    with recorded() as calls:
+        jax.eval_shape(lambda *operands: function(*operands), *types)  # a function of its own, never traced before
+    return [call for call, name in calls if name == implementation and call.direction == direction]
+
+
+def _remembered(entry: Entry) -> list[Tried]:
+    """How far each candidate came that an entry knows of."""
+    tried = [Tried(r.block_sizes, r.stage, r.error) for r in entry.rejected]
+    if entry.row is not None:
+        tried.insert(0, Tried(entry.block_sizes or {}, row=entry.row))
+    if entry.lean is not None:
+        tried.insert(1, Tried(entry.lean.block_sizes, row=entry.lean))
+    return tried
