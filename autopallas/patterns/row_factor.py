@@ -62,7 +62,7 @@ def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
     if not reader.sums:
         return None
     normaliser, further = reader.told_apart()
-    reader.masked = any(w.kind in ("where", "unless") for w in normaliser.weights)
+    reader.masked = found.masked or any(w.kind in ("where", "unless") for w in normaliser.weights)
     expression = reader.product(terms, 1.0)
     if found.guarded:
         total, nothing = Computed("sum 0", found.argument, reader.wide), Constant(0.0, reader.wide)

@@ -54,6 +54,8 @@ _MOST_SUMMANDS = 64
 """Into which a reduction is taken apart: one with more is a statistic as a whole."""
 _DEEPEST = 64
 """Operations on one path that are looked through."""
+ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
+"""What is assumed of a contraction with a mask, which gives NaN where an infinity meets a zero."""
 
 
 class RowStatistics(Softmax):
@@ -118,11 +120,22 @@ class RowStatistics(Softmax):
         if any(not jnp.issubdtype(self.scope.dtype(t), jnp.floating) for t in (tile, other)):
             raise Mismatch("whole numbers that are computed from the logits are summed")
         a, b = self.space.canonical(tile), self.space.canonical(other)
+        if self._is_mask(a) or self._is_mask(b):  # which XLA selects with, where it multiplies element by element
+            self.assumptions[ONE_HOT] = None
         found = self._sum_of(self._multiplied(a, b, self.wide, 1))
         if found is None:
             factors = self.convert(a, self.wide), self.convert(b, self.wide)
             found = Computed("sum", self._multiply(*factors), self.wide)
         return found
+
+    def _is_mask(self, ref: Ref) -> bool:
+        """Whether a value is a mask as zeros and ones."""
+        for _ in range(_DEEPEST):
+            operands = self.space.operands(ref) if self.scope.name(ref) == "convert_element_type" else None
+            if not operands:
+                break
+            ref = self.space.canonical(operands[0])
+        return self.scope.dtype(ref) == _BOOLEAN
 
     def _sum_of(self, expanded: Iterator[_Summand]) -> Expression | None:
         """The sum over V of some summands; None where a number per row does not enter linearly."""
@@ -220,6 +233,9 @@ class RowStatistics(Softmax):
                 factors.append(term)
             else:
                 exponent = self._add(exponent, self._term(term))
+        if found.masked or found.weights:  # in a row of which nothing is left, what is subtracted may be infinite
+            empty = Apply(lax.eq_p, {}, (greatest, Constant(-math.inf, self.wide)), _BOOLEAN)
+            exponent = Apply(lax.select_n_p, {}, (empty, exponent, Constant(0.0, self.wide)), self.wide)
         result = self._multiply(Computed("exp_sum", argument, self.wide), self._unary(lax.exp_p, exponent))
         for term in factors:
             if abs(term.coefficient) != 1:

@@ -100,6 +100,8 @@ class Exponential:
     rows: list[Term] = field(default_factory=list)
     guarded: bool = False
     """Whether what is not a number, as in a row without any key, is replaced by 0."""
+    masked: bool = False
+    """Whether a mask stood over the rows that were taken out: where it hides all keys, they do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +117,13 @@ class _Stripped(NamedTuple):
     """The argument of an exponential, taken apart: ``x`` plus ``rows``.
 
     ``shifted``: whether ``x`` less its own maximum over the keys is what the program takes the exponential of, or
-    something smaller.
+    something smaller.  ``masked``: whether all of the rows stood under a mask.
     """
 
     x: Expression
     rows: list[Term]
     shifted: bool = False
+    masked: bool = False
 
 
 class Softmax:
@@ -167,16 +170,16 @@ class Softmax:
             if not self.carries_axis(exponent):
                 raise Mismatch("the exponential does not carry the key axis")
             nothing = exponential_underflows_below(self.scope.graph.dtype(exponent.value))
-            argument, rows, shifted = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
-            self.unshifted |= not shifted
-            rows = list(rows)
+            found = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
+            self.unshifted |= not found.shifted
+            argument, rows = found.x, list(found.rows)
             if scale != 1:
                 own = self.scope.dtype(argument)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
                 argument, factor = self.convert(argument, dtype), Constant(scale, dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
                 rows = [t.scaled(scale) for t in rows]
-            return Exponential(argument, [], rows)
+            return Exponential(argument, [], rows, masked=found.masked)
         if name in ("mul", "div"):
             a, b = operands
             if name == "mul" and not (self.carries_axis(a) and self._has_exponential(a)):
@@ -281,12 +284,12 @@ class Softmax:
         dtype = self.scope.graph.dtype(ref.value)
         x: Expression = ref
         rows: list[Term] = []
-        shifted = False
+        shifted = masked = False
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1
             if self._is_row(b):
-                x, rows, shifted = self._stripped(a, depth=depth + 1)
+                x, rows, shifted, _ = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
                 bounds = self._bounds(row, a)
                 if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
@@ -297,15 +300,16 @@ class Softmax:
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
-                x, inner, _ = self._stripped(b, depth=depth + 1)
+                x, inner, _, _ = self._stripped(b, depth=depth + 1)
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
                 if sign < 0:
                     x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
             else:
-                (xa, ra, _), (xb, rb, _) = (self._stripped(o, depth=depth + 1) for o in (a, b))
-                x, rows = self._on_wide(node, xa, xb), ra + [t.scaled(sign) for t in rb]
+                one, other = (self._stripped(o, depth=depth + 1) for o in (a, b))
+                x, rows = self._on_wide(node, one.x, other.x), one.rows + [t.scaled(sign) for t in other.rows]
+                masked = all(s.masked or not s.rows for s in (one, other))
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
-            x, rows, shifted = self._stripped(operands[0], nothing, depth + 1)
+            x, rows, shifted, masked = self._stripped(operands[0], nothing, depth + 1)
             if blurs(dtype, self._added(operands[0])):
                 rows = []
             elif widens(self.scope.dtype(x), dtype):
@@ -317,27 +321,28 @@ class Softmax:
                 other = operands[1 - position]
                 number = self.scope.number(other)
                 if number and self.scope.depends(operands[position].value):
-                    x, rows, shifted = self._stripped(operands[position], depth=depth + 1)
+                    x, rows, shifted, masked = self._stripped(operands[position], depth=depth + 1)
                     x = self._on_wide(node, x, other) if position == 0 else self._on_wide(node, other, x)
                     rows = [t.scaled(number if name == "mul" else 1 / number) for t in rows]
                     shifted = shifted and number > 0
                     break
         elif name == "neg":
-            x, rows, _ = self._stripped(operands[0], depth=depth + 1)
+            x, rows, _, masked = self._stripped(operands[0], depth=depth + 1)
             x, rows = self._on_wide(node, x), [t.scaled(-1) for t in rows]
         elif name == "select_n" and len(operands) == 3:
             mask, *cases = operands
             for position in (0, 1):
                 fill = self.scope.number(cases[position])
                 if fill is not None and (fill == -math.inf or fill < nothing):
-                    y, rows, _ = self._stripped(cases[1 - position], depth=depth + 1)
+                    y, rows, _, _ = self._stripped(cases[1 - position], depth=depth + 1)
+                    masked = True
                     filled = Constant(-math.inf, self.scope.dtype(y))
                     x = self._on_wide(node, mask, *((filled, y) if position == 0 else (y, filled)))
                     break
         if not rows:
             return _Stripped(ref, [])
         rows = self.combine(rows)
-        return _Stripped(x, rows, shifted) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
+        return _Stripped(x, rows, shifted, masked) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
 
     def _added(self, ref: Ref, depth: int = 0) -> float:
         """How far the numbers that are added to values, after a number of the row was, carry these from 0 at most."""

@@ -289,3 +289,72 @@ def test_a_mixture_in_a_loop_over_rows_is_one_site():
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         assert optimized.report().counts()["grouped_matmul"] == 1
         assert not optimized.report().near_misses
+
+
+GUARDS = {
+    "zero": lambda total: jnp.where(total == 0, 1.0, total),
+    "floor": lambda total: jnp.maximum(total, 1e-9),
+    "epsilon": lambda total: total + 1e-9,
+}
+"""What keeps a row without keys from a division by zero."""
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("fills", [(-jnp.inf, -jnp.inf), (-jnp.inf, -1e9), (-1e9, -jnp.inf)])
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_mask_over_the_difference_hides_a_maximum_that_is_infinite(guard, fills, dtype):
+    """In a row without keys ``s - max(s)`` is no number, and its mask makes it one."""
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+    rows, keys = jnp.arange(5)[:, None], jnp.arange(5)
+    shown = (keys <= rows) & (rows != 1)
+
+    def attend(q, k, v):
+        s = jnp.where(shown, q @ k.T, fills[0]).astype(dtype)
+        e = jnp.exp(jnp.where(shown, s - lax.stop_gradient(s.max(-1, keepdims=True)), fills[1]))
+        return (e / GUARDS[guard](e.sum(-1, keepdims=True))) @ v
+
+    step = jax.value_and_grad(lambda *a: jnp.sin(attend(*a)).sum(), (0, 1, 2))
+    for function in (attend, step):
+        optimized = optimized_like_a_user(function)
+        given, expected = compiled(optimized)(q, k, v), compiled(function)(q, k, v)
+        tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+        for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+        if dtype == jnp.float32 or guard == "epsilon":
+            assert optimized.report().counts()["attention"] == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_row_of_masked_logits_has_a_sum_of_zero(guard, after):
+    x, head = array(5, 4, seed=0), array(4, 7, seed=1)
+    rows, tokens = jnp.arange(5)[:, None], jnp.arange(7)
+    shown = (tokens <= rows) & (rows != 1)
+
+    def entropy(x, head):
+        z = jnp.where(shown, x @ head, -jnp.inf)
+        greatest = lax.stop_gradient(z.max(-1, keepdims=True))
+        if after:
+            e = jnp.where(shown, jnp.exp(z - greatest), 0.0)
+        else:
+            e = jnp.exp(jnp.where(shown, z - greatest, -jnp.inf))
+        return jnp.log(GUARDS[guard](e.sum(-1)))
+
+    optimized = optimized_like_a_user(entropy)
+    np.testing.assert_allclose(compiled(optimized)(x, head), compiled(entropy)(x, head), rtol=1e-5, atol=1e-6)
+    assert optimized.report().counts()["cross_entropy"] == 1
+
+
+def test_a_contraction_with_one_hot_labels_says_what_it_assumes():
+    """An element by element product is a selection for XLA: zero times an infinity is zero then, and not NaN."""
+    x, head, labels = array(5, 4, seed=0), array(4, 11, seed=1), jnp.array([3, 1, 4, 1, 5])
+
+    def loss(x, head):
+        log_p = jnp.log(jax.nn.softmax((x @ head).astype(jnp.float16) * 2))
+        return -jnp.einsum("tv,tv->t", log_p, jax.nn.one_hot(labels, 11)).mean()
+
+    report = autopallas.explain(autopallas.optimize(loss, objective="always"), x, head)
+    assert report.counts()["cross_entropy"] == 1
+    assert any("one-hot" in assumption for site in report.sites for assumption in site.assumptions)
+    doubtful = autopallas.optimize(loss, objective="always", assume_finite=False)
+    assert autopallas.explain(doubtful, x, head).counts()["cross_entropy"] == 0
