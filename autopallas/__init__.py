@@ -18,6 +18,7 @@ from autopallas.errors import (
 from autopallas.optimize import explain, optimize
 from autopallas.options import options
 from autopallas.report import Report
+from autopallas.version import __version__
 
 if TYPE_CHECKING:
     from autopallas.verification.verify import Verification, verify
@@ -37,8 +38,6 @@ __all__ = [
     "pattern",
     "verify",
 ]
-
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

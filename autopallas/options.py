@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from autopallas import compat, environment
-from autopallas.custom.declare import declared
+from autopallas.custom.registry import declared
 from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
 from autopallas.errors import OptionError
 from autopallas.sites.operation import IMPLEMENTATIONS

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.cases import ORIGINALS, in_direction, table_grid
+from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
 from autopallas.sites.device import Device

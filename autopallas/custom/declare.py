@@ -1,84 +1,20 @@
-"""The declaration of an own pattern, and the list of those that are declared."""
+"""The declaration of an own pattern."""
 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopallas.custom.registry import PLATFORMS, Pattern, register
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError
+from autopallas.patterns.spellings import check
 
-__all__ = ["Pattern", "declared", "pattern"]
-
-_PLATFORMS = ("cpu", "gpu", "tpu")
-
-
-@dataclass(frozen=True, eq=False)
-class Pattern:
-    """A reference computation and its replacement; made by :func:`pattern`.  Calling it calls the replacement.
-
-    Attributes:
-      name: how reports call it.
-      reference: plain JAX; the equations that it traces to are what is looked for.
-      replacement: what runs instead.
-      shapes: types of the operands for which the reference was declared; other sizes are found too.
-      scalars: names of the keyword arguments that may have any value.
-      differentiable: whether JAX can differentiate the replacement, or else differentiates the reference.
-      platforms: where it is used.
-      inputs: gives operands of certain types, for the check before first use; None: random numbers.
-    """
-
-    name: str
-    reference: Callable[..., Any]
-    replacement: Callable[..., Any]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    scalars: tuple[str, ...] = ()
-    differentiable: bool = False
-    platforms: tuple[str, ...] = _PLATFORMS
-    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None
-
-    def __call__(self, *operands: Any, **scalars: Any) -> Any:
-        return self.replacement(*operands, **scalars)
-
-    def remove(self) -> None:
-        """Functions that are traced from now on do not look for it any more."""
-        _DECLARED.remove(self)
-
-    def __repr__(self) -> str:
-        return f"<autopallas.pattern {self.name}>"
-
-
-class _Declared:
-    """The patterns of this process, in the order of their declaration."""
-
-    def __init__(self) -> None:
-        self._patterns: tuple[Pattern, ...] = ()
-        self._lock = threading.Lock()
-
-    def add(self, pattern: Pattern) -> None:
-        with self._lock:  # a name that is declared again, as in a notebook, is meant to change
-            self._patterns = (*(p for p in self._patterns if p.name != pattern.name), pattern)
-
-    def remove(self, pattern: Pattern) -> None:
-        with self._lock:
-            self._patterns = tuple(p for p in self._patterns if p is not pattern)
-
-    def all(self) -> tuple[Pattern, ...]:
-        return self._patterns
-
-
-_DECLARED = _Declared()
-
-
-def declared() -> tuple[Pattern, ...]:
-    """The own patterns that programs are searched for."""
-    return _DECLARED.all()
+__all__ = ["pattern"]
 
 
 def pattern(
@@ -88,7 +24,7 @@ def pattern(
     scalars: Sequence[str] = (),
     name: str | None = None,
     differentiable: bool = False,
-    platforms: Sequence[str] = _PLATFORMS,
+    platforms: Sequence[str] = PLATFORMS,
     inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Pattern]:
     """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
@@ -138,20 +74,18 @@ def pattern(
         raise OptionError("a pattern has at least one operand; give an example of each as shapes=[...]")
     if isinstance(scalars, str) or not all(isinstance(s, str) and s.isidentifier() for s in scalars):
         raise OptionError(f"scalars is {scalars!r}; give a list of names of keyword arguments")
-    wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in _PLATFORMS]
+    wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in PLATFORMS]
     if wrong or isinstance(platforms, str):
-        raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(_PLATFORMS)}")
+        raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
 
     def declare(replacement: Callable[..., Any]) -> Pattern:
-        from autopallas.patterns.spellings import check
-
         called = name if name is not None else str(getattr(replacement, "__name__", ""))
         if not called.isidentifier() or called in OPERATIONS:
             raise OptionError(f"{called!r} is no name for a pattern; give name=, other than {', '.join(OPERATIONS)}")
         _keywords(replacement, scalars)
         made = Pattern(called, reference, replacement, types, tuple(scalars), differentiable, tuple(platforms), inputs)
         check(made)
-        _DECLARED.add(made)
+        register(made)
         return made
 
     return declare

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.custom.declare import Pattern
+from autopallas.custom.registry import Pattern
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Operation, Supported, Unsupported
 

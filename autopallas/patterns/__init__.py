@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from autopallas.custom.declare import declared
+from autopallas.custom.registry import declared
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving

@@ -170,16 +170,16 @@ class Softmax:
             if not self.carries_axis(exponent):
                 raise Mismatch("the exponential does not carry the key axis")
             nothing = exponential_underflows_below(self.scope.graph.dtype(exponent.value))
-            found = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
-            self.unshifted |= not found.shifted
-            argument, rows = found.x, list(found.rows)
+            stripped = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
+            self.unshifted |= not stripped.shifted
+            argument, rows = stripped.x, list(stripped.rows)
             if scale != 1:
                 own = self.scope.dtype(argument)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
                 argument, factor = self.convert(argument, dtype), Constant(scale, dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
                 rows = [t.scaled(scale) for t in rows]
-            return Exponential(argument, [], rows, masked=found.masked)
+            return Exponential(argument, [], rows, masked=stripped.masked)
         if name in ("mul", "div"):
             a, b = operands
             if name == "mul" and not (self.carries_axis(a) and self._has_exponential(a)):
@@ -305,9 +305,10 @@ class Softmax:
                 if sign < 0:
                     x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
             else:
-                one, other = (self._stripped(o, depth=depth + 1) for o in (a, b))
-                x, rows = self._on_wide(node, one.x, other.x), one.rows + [t.scaled(sign) for t in other.rows]
-                masked = all(s.masked or not s.rows for s in (one, other))
+                left, right = (self._stripped(o, depth=depth + 1) for o in (a, b))
+                x = self._on_wide(node, left.x, right.x)
+                rows = [*left.rows, *(t.scaled(sign) for t in right.rows)]
+                masked = all(part.masked or not part.rows for part in (left, right))
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
             x, rows, shifted, masked = self._stripped(operands[0], nothing, depth + 1)
             if blurs(dtype, self._added(operands[0])):
@@ -399,16 +400,19 @@ class Softmax:
         return False
 
     def _blurs(self, scores: Ref, number: Ref) -> bool:
-        """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores."""
+        """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores, or infinite
+        as one is."""
 
         def one_of(at: Ref) -> Sequence[Ref]:
-            chosen = self.scope.name(at) in ("max", "select_n", "stop_gradient", "convert_element_type")
-            return self.space.operands(at) or [] if chosen else []
+            name, operands = self.scope.name(at), self.space.operands(at) or []
+            if name == "select_n":
+                return operands[1:]
+            return operands if name in ("max", "stop_gradient", "convert_element_type") else []
 
-        numbers = (at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at))
-        return any(
-            self.scope.name(at) != "reduce_max" and self.is_filled(at, _BLURS_BY) for at in numbers
-        ) and self.is_filled(scores, _BLURS_BY)
+        ends = [at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at) and self.scope.depends(at.value)]
+        numbers = [at for at in ends if self.scope.name(at) != "reduce_max"]
+        filled = any(self.is_filled(at, _BLURS_BY) for at in numbers) and self.is_filled(scores, _BLURS_BY)
+        return filled or any(map(self._is_filled_with_infinities, numbers))
 
     def _drowns(self, row: Sequence[Term]) -> bool:
         """Whether the logarithm of a sum was added to the row's maximum before both are taken away."""
@@ -416,18 +420,27 @@ class Softmax:
 
     def is_filled(self, ref: Ref, beyond: float) -> bool:
         """Whether some of the scores, of which a value is computed, are replaced by a finite number beyond a size."""
+        numbers = map(self.scope.number, self._behind(ref, self._across_keys, _MOST_TERMS))
+        return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
+
+    def _is_filled_with_infinities(self, ref: Ref) -> bool:
+        """Whether some of the scores of which a value is computed, other than by exponentials, are infinite."""
 
         def operands(at: Ref) -> Sequence[Ref]:
-            if self.scope.number(at) is not None:
-                return []
-            if self.scope.name(at) in ("reduce_max", "reduce_min", "reduce_sum"):
-                with suppress(Mismatch):
-                    return [self.reduced(at)]
-                return []
-            return self.space.operands(at) or []
+            return [] if self.scope.name(at) in ("exp", "exp2", "reduce_max") else self._across_keys(at)
 
         numbers = map(self.scope.number, self._behind(ref, operands, _MOST_TERMS))
-        return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
+        return any(number in (math.inf, -math.inf) for number in numbers)
+
+    def _across_keys(self, ref: Ref) -> Sequence[Ref]:
+        """The operands of a value, of a reduction over the keys too."""
+        if self.scope.number(ref) is not None:
+            return []
+        if self.scope.name(ref) in ("reduce_max", "reduce_min", "reduce_sum"):
+            with suppress(Mismatch):
+                return [self.reduced(ref)]
+            return []
+        return self.space.operands(ref) or []
 
     def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:
         """What is assumed of exponentials of some scores, masked by ``weights``, that are summed."""

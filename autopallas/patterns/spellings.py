@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import Literal, Var
-from autopallas.custom.declare import Pattern
+from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
 from autopallas.faults import contained

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-import autopallas
 from autopallas import compat
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
+from autopallas.version import __version__
 
 __all__ = ["EXACT_UP_TO", "TuningKey", "canonical", "digest_of", "key_of"]
 
@@ -95,9 +95,9 @@ def kernel_version(operation: str) -> str:
 
     A table of block sizes is not one of them.
     """
-    package = Path(autopallas.__file__).parent
+    package = Path(compat.__file__).parent
     folders = [package / "sites", package / "kernels", package / "kernels" / operation]
-    total = hashlib.sha256(autopallas.__version__.encode())
+    total = hashlib.sha256(__version__.encode())
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.name != "tuned_block_sizes.py":
             total.update(f"\n{path.name}\n{_syntax(path.read_text())}".encode())

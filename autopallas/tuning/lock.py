@@ -19,6 +19,7 @@ from autopallas.places import users_place
 from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
 from autopallas.tuning.key import digest_of
 from autopallas.tuning.table import Evidence, Row
+from autopallas.version import __version__
 
 __all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "read", "written"]
 
@@ -198,7 +199,6 @@ def written(
       device: for which it was decided.
       folder: that of the lockfile; files below it are named as seen from there.
     """
-    import autopallas
     from autopallas import compat
 
     versions = {name: text for name, text in compat.versions().items() if name != "python"}
@@ -207,7 +207,7 @@ def written(
         shapes=shapes,
         platform=device.platform,
         device_kind=device.kind,
-        versions={"autopallas": autopallas.__version__, **versions},
+        versions={"autopallas": __version__, **versions},
         sites=tuple(_locked(match, decision, folder) for match, decision in zip(matches, decisions, strict=True)),
     )
 

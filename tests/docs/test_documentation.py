@@ -14,7 +14,7 @@ import pytest
 
 import autopallas
 from autopallas.cli import COMMANDS, main, parser
-from autopallas.custom.declare import declared
+from autopallas.custom.registry import declared
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import autopallas
-from autopallas.custom.declare import declared
+from autopallas.custom.registry import declared
 
 
 @pytest.fixture(autouse=True)

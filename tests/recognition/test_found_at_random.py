@@ -334,10 +334,8 @@ def test_a_row_of_masked_logits_has_a_sum_of_zero(guard, after):
     def entropy(x, head):
         z = jnp.where(shown, x @ head, -jnp.inf)
         greatest = lax.stop_gradient(z.max(-1, keepdims=True))
-        if after:
-            e = jnp.where(shown, jnp.exp(z - greatest), 0.0)
-        else:
-            e = jnp.exp(jnp.where(shown, z - greatest, -jnp.inf))
+        masked = jnp.where(shown, jnp.exp(z - greatest), 0.0), jnp.exp(jnp.where(shown, z - greatest, -jnp.inf))
+        e = masked[0] if after else masked[1]
         return jnp.log(GUARDS[guard](e.sum(-1)))
 
     optimized = optimized_like_a_user(entropy)
@@ -358,3 +356,15 @@ def test_a_contraction_with_one_hot_labels_says_what_it_assumes():
     assert any("one-hot" in assumption for site in report.sites for assumption in site.assumptions)
     doubtful = autopallas.optimize(loss, objective="always", assume_finite=False)
     assert autopallas.explain(doubtful, x, head).counts()["cross_entropy"] == 0
+
+
+@pytest.mark.parametrize("reduce", [jnp.min, jnp.mean])
+def test_a_number_of_the_row_that_a_mask_makes_infinite_does_not_cancel(reduce):
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+
+    def attend(q, k, v):
+        s = jnp.where(jnp.tri(5, dtype=bool), q @ k.T, -jnp.inf)
+        return jax.nn.softmax(s - reduce(s, -1, keepdims=True)) @ v
+
+    optimized = optimized_like_a_user(attend)
+    np.testing.assert_array_equal(np.isnan(optimized(q, k, v)), np.isnan(attend(q, k, v)))

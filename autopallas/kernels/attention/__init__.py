@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopallas.sites.operation import Operation
-
 if TYPE_CHECKING:
     from autopallas.kernels.attention.api import attention
 
-__all__ = ["OPERATION", "attention"]
-
-OPERATION = Operation(
-    "attention",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
-)
+__all__ = ["attention"]
 
 
 def __getattr__(name: str) -> Any:

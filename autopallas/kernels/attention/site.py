@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.attention import OPERATION
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Counted, Division, Extras, Parts
 from autopallas.sites.elementwise import Index, Input, Program, Side

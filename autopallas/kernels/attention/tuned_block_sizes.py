@@ -19,9 +19,9 @@ import math
 from types import MappingProxyType
 from typing import Any
 
-from autopallas.kernels.attention import OPERATION
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.tpu import generation
 from autopallas.sites.device import Device

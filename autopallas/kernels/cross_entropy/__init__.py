@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopallas.sites.operation import Operation
-
 if TYPE_CHECKING:
     from autopallas.kernels.cross_entropy.api import cross_entropy
 
-__all__ = ["OPERATION", "cross_entropy"]
-
-OPERATION = Operation(
-    "cross_entropy",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
-)
+__all__ = ["cross_entropy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.cross_entropy import OPERATION
+from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.sites.division import Counted, Division, Extras, Parts
 from autopallas.sites.elementwise import Index, Program

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopallas.sites.operation import Operation
-
 if TYPE_CHECKING:
     from autopallas.kernels.grouped_matmul.api import grouped_matmul
 
-__all__ = ["OPERATION", "grouped_matmul"]
-
-OPERATION = Operation(
-    "grouped_matmul",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
-)
+__all__ = ["grouped_matmul"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
 from autopallas.sites.division import Counted, Division, Parts
 from autopallas.sites.elementwise import Constant

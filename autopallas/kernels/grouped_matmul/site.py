@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.kernels.grouped_matmul import OPERATION
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.division import Counted, Division, Parts
 from autopallas.sites.elementwise import Program

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from autopallas.kernels.grouped_matmul import OPERATION
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import AnySpec, ExpertsSpec
 from autopallas.sites.device import Device
 from autopallas.tuning.table import Bucket, Found, Key, Row, Table, bucket_of, lookup, table_device

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from autopallas.errors import AutopallasWarning, UnsupportedError
-from autopallas.kernels.attention import OPERATION, attention
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operation import OPERATION, attention
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -10,8 +10,8 @@ from cross_entropy_cases import F32, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopallas.kernels.cross_entropy import OPERATION
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import SideSpec
 from autopallas.kernels.cross_entropy.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
 from autopallas.sites.device import Device
