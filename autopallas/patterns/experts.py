@@ -264,9 +264,11 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
 
 
 def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
-    """Whether a node may pick what experts compute, or multiply with matrices of experts that were gathered."""
+    """Whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
     if not node.outputs or not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
         return False
+    if node.name in ("scatter", "scatter-add"):
+        return bool(product[node.inputs[2]])
     if node.name == "gather":
         return bool(product[node.inputs[0]])
     if node.name != "dot_general" or is_product(node):

@@ -21,6 +21,7 @@ from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.experts_chosen import CHOOSE, refuse_chosen, refuse_slots_read
 from autopallas.patterns.experts_intervals import Interval
 from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, SlotPick, pick_at, slots_at
 from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
@@ -132,10 +133,14 @@ def read(
     Raises:
       Mismatch: it does, and cannot be taken apart.
     """
+    if graph.name(root) in ("scatter", "scatter-add"):
+        refuse_chosen(graph, root)
+        return None
     for reader in (_picked(graph, root), _in_slots(graph, root, picked), _summed(graph, root, weights, experts_of or {})):
         found = None if reader is None else _settled(reader)
         if found is not None:
             return found
+    refuse_slots_read(graph, root, SCATTERED)
     return None
 
 
@@ -416,8 +421,11 @@ class _Reader:
             chosen = Choices(self.scope, tokens)
             chosen.search(self.refused.combine)
             own = {x for choice in chosen.found for x in self.space.atoms(choice.index)}
-            if own and own <= set(self.space.resolve(self.summed)):
-                raise Mismatch("experts choose their tokens, by products with one-hot vectors")
+            if own & set(self.space.resolve(self.summed)):
+                raise Mismatch(
+                    f"{CHOOSE}, by products with one-hot vectors: each computes the rows that it chose and no others, "
+                    "so that a grouped matmul has nothing to leave out"
+                )
 
     def _refuse_narrow(self, choices: Choices) -> None:
         """Refuses experts that are counted in a type too narrow for their numbers."""
