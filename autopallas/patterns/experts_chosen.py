@@ -12,6 +12,7 @@ from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom
 from autopallas.patterns.experts_axes import position_of
 from autopallas.patterns.experts_picks import Picking
+from autopallas.patterns.experts_slots import SCATTERED
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
@@ -126,7 +127,7 @@ class _Chosen:
 
     def _is_chosen(self, number: int) -> bool:
         """Whether numbers of tokens are those of the largest, or of the first in an order."""
-        graph, seen, todo = self.graph, set(), [number]
+        graph, seen, todo = self.graph, set[int](), [number]
         while todo and len(seen) < _MADE_OF:
             value = todo.pop()
             node = graph.definitions.get(value)
@@ -140,9 +141,8 @@ class _Chosen:
         return False
 
 
-def refuse_slots_read(graph: Graph, root: int, what: str) -> None:
-    """Refuses what is picked, by several indices, of what experts compute for slots with scattered tokens, in a way that
-    is not known."""
+def refuse_slots_read(graph: Graph, root: int) -> None:
+    """Refuses what is picked by several indices, in a way that is not known, of what experts compute for slots."""
     node = graph.definitions.get(root)
     if node is None or node.name != "gather":
         return
@@ -173,4 +173,4 @@ def refuse_slots_read(graph: Graph, root: int, what: str) -> None:
         scattered[value] = any(sides)
         todo.pop()
     if multiplied and scattered.get(node.inputs[0]):
-        raise Mismatch(f"{what}, and it was not shown that what is computed for a slot depends on that slot alone")
+        raise Mismatch(f"{SCATTERED}, and it was not shown that what is computed for a slot depends on that slot alone")

@@ -136,11 +136,15 @@ def read(
     if graph.name(root) in ("scatter", "scatter-add"):
         refuse_chosen(graph, root)
         return None
-    for reader in (_picked(graph, root), _in_slots(graph, root, picked), _summed(graph, root, weights, experts_of or {})):
+    for reader in (
+        _picked(graph, root),
+        _in_slots(graph, root, picked),
+        _summed(graph, root, weights, experts_of or {}),
+    ):
         found = None if reader is None else _settled(reader)
         if found is not None:
             return found
-    refuse_slots_read(graph, root, SCATTERED)
+    refuse_slots_read(graph, root)
     return None
 
 
@@ -738,14 +742,14 @@ class _SlotReader(_Reader):
             last = self._term()
             if set(order) != self.tokens | set(last):
                 raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+            if any(map(self._made_of_products, result.arrays)):
+                raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed")
         except Mismatch as mismatch:
-            if not self.brought:
+            if not self.brought or not self._are_matrices():
                 return None
             raise Mismatch(mismatch.reason.replace(DENSE, SCATTERED, 1)) from None
         if not self.brought:
             return None
-        if any(map(self._made_of_products, result.arrays)):
-            raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed")
         if self.known is None:
             slot = tuple(x for x in self.places if x in self.slot)
             result.picked = SlotRows(self.pick, result.expert, slot, self.leaves)
@@ -792,6 +796,22 @@ class _SlotReader(_Reader):
         wide = jnp.promote_types(dtype, jnp.float32)
         return self._labels(self._pointwise_on(lax.convert_element_type_p, conversion_params(wide), (value,), wide))
 
+    def _are_matrices(self) -> bool:
+        """Whether what rows are multiplied with is brought nowhere itself, as keys of padded sequences are."""
+        graph, seen = self.graph, set[int]()
+        todo = [self.result.arrays[s.weights.position] for s in self.result.steps if isinstance(s, Product)]
+        while todo and len(seen) < _WALKED:
+            number = todo.pop()
+            node = graph.definitions.get(number)
+            if number in seen or node is None:
+                continue
+            if node.name in ("scatter", "scatter-add"):
+                return False
+            seen.add(number)
+            graph.steps.spend()
+            todo += node.inputs
+        return True
+
     def _made_of_products(self, value: int) -> bool:
         """Whether a value is computed from the products of the site."""
         products, seen, todo = self.result.products, set(), [value]
@@ -828,9 +848,11 @@ class _SlotReader(_Reader):
         before = self.leaves.setdefault(found.value, placed)
         if placed != before:
             raise Mismatch(f"{DENSE}, and slots are read in two ways")
-        node = self.scope.node(found)
-        while node is not None and node.name == "convert_element_type":
-            node = self.graph.definitions.get(node.inputs[0])
-        self.brought = self.brought or node is None or node.name in ("scatter", "scatter-add", "gather")
+        source = found.value
+        while self.graph.name(source) == "convert_element_type":
+            source = self.graph.definitions[source].inputs[0]
+        # Of a part of a program, what is brought is given.
+        given = source in self.graph.outside
+        self.brought = self.brought or given or self.graph.name(source) in ("scatter", "scatter-add", "gather")
         number = found.value if self.known is None else self.known.leaves[found.value]
         return self._array(number, (*self.row_labels, *kept))

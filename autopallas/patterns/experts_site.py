@@ -207,9 +207,7 @@ def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tup
     return extended, out, dict(zip(others[: len(found)], others[len(found) :], strict=True))
 
 
-def _picked(
-    graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outside
-) -> tuple[Graph, int, PickedRows]:
+def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outside) -> tuple[Graph, int, PickedRows]:
     """The same program with what rows are that it picks from slots: (graph, result, that)."""
     leaves = list(rows.leaves)
     picked = RowsOfSlots(rows, space)

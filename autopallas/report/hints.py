@@ -18,9 +18,9 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"by a scatter and a gather",
-        "Pick rows, y[chosen, place], of what experts compute for their slots, each slot by itself, with one gather for "
-        "all choices of a token. Or sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of "
-        "each: no slots, and no token is dropped.",
+        "Pick rows, y[chosen, place], of what experts compute for their slots, each slot by itself, with one gather "
+        "for all choices of a token. Or sort the tokens by expert and call jax.lax.ragged_dot with the number of "
+        "tokens of each: no slots, and no token is dropped.",
     ),
     (
         r"tokens of each expert are gathered|rows that are gathered for their slots",

@@ -1,5 +1,4 @@
-"""Rows that are picked from slots of experts are rows of these experts; what mixes slots, or has no row to leave out, is
-refused."""
+"""Rows that are picked from slots of experts are rows of these experts; what mixes slots is refused."""
 
 from __future__ import annotations
 
@@ -134,8 +133,39 @@ def padded_sequences(p, x):
     return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), rows)[sequence, place]
 
 
-def test_rows_of_sequences_are_no_mixture():
-    assert reasons(padded_sequences) == []
+def padded_keys(p, x):
+    """The same of what is brought, without any matrix."""
+    sequence, place = jnp.arange(T) % 3, jnp.arange(T) // 3
+    rows = jnp.zeros((3, 5, x.shape[-1])).at[sequence, place].set(x)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", rows, rows)), rows)[sequence, place]
+
+
+@pytest.mark.parametrize("function", [padded_sequences, padded_keys], ids=lambda f: f.__name__)
+def test_rows_of_sequences_are_no_mixture(function):
+    assert reasons(function) == []
+
+
+def test_a_part_of_the_experts():
+    """Some are left out, and so are some slots."""
+
+    def function(p, x):
+        weights, chosen, place = slot_numbers(p, x)
+        y = in_slots(p, brought(x, chosen, place))[1:, 2:]
+        return weighted(
+            y.at[chosen - 1, place - 2].get(mode="fill", fill_value=0, wrap_negative_indices=False), weights
+        )
+
+    found(function)
+
+
+def test_examples_of_a_site():
+    """A site under vmap, of tokens or of all."""
+    optimized = optimized_like_a_user(KINDS["slots"][1])
+    xs = jnp.stack([X, 2 * X, X[::-1]])
+    stacked = jax.tree.map(lambda a: jnp.stack([a, 2 * a, a[::-1]]), P)
+    for axes, args in (((None, 0), (P, xs)), ((0, 0), (stacked, xs)), ((0, None), (stacked, X))):
+        both = [jax.vmap(f, axes)(*args) for f in (optimized, KINDS["slots"][1])]
+        np.testing.assert_allclose(*both, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- experts that compute what they gather
@@ -164,8 +194,10 @@ FORMS = {
     "vmap, train step": lambda f: jax.value_and_grad(
         lambda p, x: jnp.mean(jax.vmap(loss(f), (None, 0))(p, jnp.stack([x, 2 * x]))), (0, 1)
     ),
-    "stacked": lambda f: lambda p, x: jax.vmap(jax.value_and_grad(loss(f), (0, 1)))(
-        jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p), jnp.stack([x, 2 * x])
+    "stacked": lambda f: (
+        lambda p, x: jax.vmap(jax.value_and_grad(loss(f), (0, 1)))(
+            jax.tree.map(lambda a: jnp.stack([a, 2 * a]), p), jnp.stack([x, 2 * x])
+        )
     ),
     "layers": layers,
     "layers, train step": lambda f: jax.value_and_grad(loss(layers(f)), (0, 1)),
