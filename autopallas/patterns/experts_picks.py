@@ -46,13 +46,14 @@ class Place:
 
     Attributes:
       part: which part of the gather's indices it is.
-      dimension: the dimension of the operand that it is an index of.
-      labels: of that dimension.
+      first, labels: of the dimension of the operand that it is an index of: which of its elements are slots.
+      size: of that dimension.
     """
 
     part: int
-    dimension: int
+    first: int
     labels: tuple[Atom, ...]
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,13 @@ class SlotPick:
       number: of the gather's result.
       rows: its dimensions that run over rows.
       places: where a row is read: the expert and its slot, in one index or in several.
+      beside: where slots are a part of what is picked from, which one of the parts that are concatenated.
     """
 
     number: int
     rows: View
     places: tuple[Place, ...]
+    beside: int | None = None
 
 
 class Picking(Space):
@@ -95,19 +98,19 @@ class Picking(Space):
         if found is None:
             return None
         view, indices = found
-        labels: list[tuple[Atom, ...]]
+        labels: list[Dimension]
         if self.slots is not None and ref.value == self.slots.number:
-            labels = [place.labels for place in self.slots.places]
+            labels = [(place.first, place.labels) for place in self.slots.places]
         elif not indices:  # of positions alone
             labels = []
         elif self.pick is not None and self._picks(node, indices):
             self.gathers.add(ref.value)
-            labels = [self.pick.expert]
+            labels = [(0, self.pick.expert)]
         else:
             return None
         own = list(view)
-        for (_, _, d), atoms in zip(indices, labels, strict=True):
-            own[d] = (0, atoms)
+        for (_, _, d), dimension in zip(indices, labels, strict=True):
+            own[d] = dimension
         return Ref(node.inputs[0], tuple(own))
 
     def _picks(self, node: Node, indices: Sequence[tuple[Ref, int, int]]) -> bool:
@@ -191,8 +194,27 @@ def slots_at(space: Picking, top: Ref) -> SlotPick | None:
         return None
     shape, offsets = graph.shape(node.inputs[0]), node.params["dimension_numbers"].offset_dims
     rows = tuple(dimension for d, dimension in enumerate(top.view) if d not in offsets)
-    places = tuple(Place(part, d, space.fresh(shape[d])) for _, part, d in found[1])
-    return SlotPick(top.value, rows, places) if all(place.labels for place in places) else None
+    axis, beside, first, size = _largest_part(graph, node)
+    places = tuple(
+        Place(part, first, space.fresh(size), shape[d])
+        if d == axis
+        else Place(part, 0, space.fresh(shape[d]), shape[d])
+        for _, part, d in found[1]
+    )
+    among = any(d == axis for _, _, d in found[1])
+    return SlotPick(top.value, rows, places, beside if among else None) if all(p.labels for p in places) else None
+
+
+def _largest_part(graph: Graph, node: Node) -> tuple[int, int, int, int]:
+    """(dimension, which part, where it begins, its size) of the largest part of what a gather reads; a dimension of -1
+    where it reads one whole."""
+    joined = graph.definitions.get(node.inputs[0])
+    if joined is None or joined.name != "concatenate":
+        return -1, 0, 0, 0
+    axis = int(joined.params["dimension"])
+    sizes = [graph.shape(i)[axis] for i in joined.inputs]
+    part = max(range(len(sizes)), key=sizes.__getitem__)
+    return axis, part, sum(sizes[:part]), sizes[part]
 
 
 def _gathers(space: Picking, top: Ref) -> Iterator[tuple[Ref, Node]]:

@@ -67,11 +67,15 @@ class PickedRows:
     Attributes:
       expert: the expert of each row.
       inside: whether its place is there.
+      reached: whether it is read from a slot.
+      other: what is read where it is not, if there is anything beside slots.
       leaves: per value that differs between slots, that of each row: axes of rows, then those that are no place's.
     """
 
     expert: int
     inside: int
+    reached: int
+    other: int | None
     leaves: Mapping[int, int]
 
 
@@ -742,7 +746,8 @@ class _SlotReader(_Reader):
             last = self._term()
             if set(order) != self.tokens | set(last):
                 raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
-            if any(map(self._made_of_products, result.arrays)):
+            beside = self._beside()
+            if any(map(self._made_of_products, [*result.arrays, *beside])):
                 raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed")
         except Mismatch as mismatch:
             if not self.brought or not self._are_matrices():
@@ -793,6 +798,11 @@ class _SlotReader(_Reader):
             else:  # what is not there is read from the nearest place, and has no derivative
                 other = self._pointwise_on(_STOP_GRADIENT, {}, (value,), dtype)
             value = self._pointwise_on(lax.select_n_p, {}, (inside, other, value), dtype)
+        if self.known is not None and self.known.other is not None:
+            reached = self._add(Gathered(self._array(self.known.reached, self.row_labels), ()))
+            source = self._array(self.known.other, self.space.view(self.top.view))
+            beside = self._add(Gathered(source, tuple(x for x in source.labels if x not in self.tokens)))
+            value = self._pointwise_on(lax.select_n_p, {}, (reached, beside, value), dtype)
         wide = jnp.promote_types(dtype, jnp.float32)
         return self._labels(self._pointwise_on(lax.convert_element_type_p, conversion_params(wide), (value,), wide))
 
@@ -826,6 +836,13 @@ class _SlotReader(_Reader):
                 node = self.graph.definitions.get(number)
                 todo += node.inputs if node is not None else ()
         return False
+
+    def _beside(self) -> Sequence[int]:
+        """What the gather reads beside slots."""
+        if self.pick.beside is None or self.known is not None:
+            return ()
+        parts = self.graph.definitions[self.graph.definitions[self.top.value].inputs[0]].inputs
+        return [part for i, part in enumerate(parts) if i != self.pick.beside]
 
     def _array(self, number: int, view: View) -> Operand:
         if number not in self.result.arrays:

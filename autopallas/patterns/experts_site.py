@@ -29,6 +29,7 @@ from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["NoMixture", "Sites"]
 
+_GATHERS = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value")
 _MOST = 3
 """Sites of one form with which another one is compared."""
 
@@ -209,17 +210,28 @@ def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tup
 
 def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outside) -> tuple[Graph, int, PickedRows]:
     """The same program with what rows are that it picks from slots: (graph, result, that)."""
-    leaves = list(rows.leaves)
-    picked = RowsOfSlots(rows, space)
+    leaves, node = list(rows.leaves), graph.definitions[root]
+    picked, main = RowsOfSlots(rows, space), rows.pick.beside
+    parts = () if main is None else graph.definitions[node.inputs[0]].inputs
+    beside = [part for i, part in enumerate(parts) if i != main]
+    params = {name: value for name, value in node.params.items() if name in _GATHERS}
 
     def computed(indices: Any, *arrays: Any) -> tuple[Any, ...]:
         index = picked.index(indices)
-        return index[0], index[1], *(picked.of(a, rows.leaves[n], index) for n, a in zip(leaves, arrays, strict=True))
+        own = [picked.of(a, rows.leaves[n], index) for n, a in zip(leaves, arrays[: len(leaves)], strict=True)]
+        if main is None:
+            return index.expert, index.inside, index.reached, *own
+        joined = [*arrays[len(leaves) :]]
+        joined.insert(main, jnp.zeros(graph.shape(parts[main]), graph.dtype(parts[main])))
+        axis = graph.definitions[node.inputs[0]].params["dimension"]
+        other = lax.gather(lax.concatenate(joined, axis), indices, **params)
+        return index.expert, index.inside, index.reached, *own, other
 
-    results = [root, graph.definitions[root].inputs[1], *leaves]
+    results = [root, node.inputs[1], *leaves, *beside]
     extended, (out, _, *others) = _extended(graph, results, computed, outside)
-    arrays, (expert, inside, *given) = others[: len(leaves)], others[len(leaves) :]
-    return extended, out, PickedRows(expert, inside, dict(zip(arrays, given, strict=True)))
+    arrays, (expert, inside, reached, *given) = others[: len(leaves)], others[len(results) - 2 :]
+    other = None if main is None else given.pop()
+    return extended, out, PickedRows(expert, inside, reached, other, dict(zip(arrays, given, strict=True)))
 
 
 def _extended(

@@ -21,11 +21,13 @@ class Index(NamedTuple):
     Attributes:
       expert: the expert of each row.
       inside: whether its place is there.
-      positions: per label, the position of each row along it: of the nearest place where its own is not there.
+      reached: whether it is read from a slot: there, or as the nearest one.
+      positions: per label, the position of each row along it: of the nearest slot where it is read from none.
     """
 
     expert: Any
     inside: Any
+    reached: Any
     positions: Mapping[Atom, Any]
 
 
@@ -41,15 +43,16 @@ class RowsOfSlots:
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
         positions: dict[Atom, Any] = {}
-        inside = jnp.ones(shape, bool)
+        inside = reached = jnp.ones(shape, bool)
         for place in self._rows.pick.places:
-            own, last = indices[..., place.part], space.extent(place.labels) - 1
-            nearest = lax.clamp(jnp.zeros((), own.dtype), own, jnp.full((), last, own.dtype))
-            inside = inside & (own == nearest)
-            positions |= self._along(place.labels, nearest.astype(jnp.int32))
+            own, end = indices[..., place.part], place.first + space.extent(place.labels)
+            read = _clipped(own, 0, place.size)
+            nearest = _clipped(read, place.first, end)
+            inside, reached = inside & (own == read), reached & (read == nearest)
+            positions |= self._along(place.labels, (nearest - place.first).astype(jnp.int32))
         for axis, (_, atoms) in enumerate(self._rows.pick.rows):
             positions |= self._along(atoms, lax.broadcasted_iota(jnp.int32, shape, axis))
-        return Index(self._joined(self._rows.expert, positions, shape), inside, positions)
+        return Index(self._joined(self._rows.expert, positions, shape), inside, reached, positions)
 
     def of(self, array: Any, view: View, index: Index) -> Any:
         """The rows of an array: axes of rows, then those of the array that have no labels in its ``view``."""
@@ -72,3 +75,8 @@ class RowsOfSlots:
         for atom in self._space.resolve(atoms):
             found = found * self._space.extent((atom,)) + positions[atom]
         return found
+
+
+def _clipped(numbers: Any, start: int, end: int) -> Any:
+    """The nearest of the numbers from ``start`` to ``end``."""
+    return lax.clamp(jnp.full((), start, numbers.dtype), numbers, jnp.full((), end - 1, numbers.dtype))

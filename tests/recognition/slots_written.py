@@ -45,14 +45,38 @@ def flat(p, x):
     return weighted(y.at[index].get(mode="fill", fill_value=0).reshape(T, K, -1), weights)
 
 
-def flat_with_one_more(p, x):
-    """A slot more takes what was dropped."""
-    weights, chosen, place = slot_numbers(p, x)
-    index = jnp.where(place < C - 3, chosen * (C - 3) + place, E * (C - 3)).ravel()
-    rows = jnp.zeros((E * (C - 3) + 1, x.shape[-1]), x.dtype).at[index].set(jnp.repeat(x, K, 0))
-    y = in_slots(p, rows[:-1].reshape(E, C - 3, -1)).reshape(E * (C - 3), -1)
-    y = jnp.concatenate([y, jnp.zeros_like(y[:1])])
-    return weighted(y[index].reshape(T, K, -1), weights)
+def one_more(first=False, mode="promise_in_bounds", shift=0, row=None):
+    """What was dropped reads a row that stands beside the slots."""
+
+    def function(p, x):
+        weights, chosen, place = slot_numbers(p, x)
+        index = jnp.where(place < C - 3, chosen * (C - 3) + place, E * (C - 3)).ravel()
+        rows = jnp.zeros((E * (C - 3) + 1, x.shape[-1]), x.dtype).at[index].set(jnp.repeat(x, K, 0))
+        y = in_slots(p, rows[:-1].reshape(E, C - 3, -1)).reshape(E * (C - 3), -1)
+        other = jnp.zeros_like(y[:1]) if row is None else row(p, x)[None]
+        y = jnp.concatenate([other, y] if first else [y, other])
+        y = y.at[(index + 1) % y.shape[0] if first else index + shift].get(mode=mode)
+        return weighted(y.reshape(T, K, -1), weights)
+
+    return function
+
+
+def shared_expert(p, x):
+    return jnp.tanh(jnp.mean(x, 0) @ p["gate"][0] @ p["down"][1])
+
+
+ONE_MORE = {
+    "after": one_more(),
+    "before": one_more(True),
+    "clipped": one_more(mode="clip", shift=3),
+    "clipped below": one_more(mode="clip", shift=-90),
+    "promised": one_more(shift=4),
+    "promised below": one_more(shift=-80),
+    "filled": one_more(mode="fill"),
+    "before, filled": one_more(True, "fill"),
+    "of all tokens": one_more(row=shared_expert),
+    "before, of all tokens": one_more(True, row=shared_expert),
+}  # fmt: skip
 
 
 def slots_first(p, x):

@@ -12,7 +12,7 @@ import autopallas
 from recognition.compare import compare, compiled, optimized_like_a_user
 from recognition.mixtures import E, P, T, X, at, expert, normal, route
 from recognition.mixtures_written import KINDS, C, in_slots, slot_numbers
-from recognition.slots_written import ELSEWHERE, MIXED, PLACES, WAYS, brought, weighted
+from recognition.slots_written import ELSEWHERE, MIXED, ONE_MORE, PLACES, WAYS, brought, weighted
 
 OP = "grouped_matmul"
 
@@ -45,6 +45,11 @@ def test_each_way_is_found_and_exact_in_its_derivative_too(function):
 def test_any_numbers_of_slots_are_exact(name):
     """Also those that drop tokens, that two tokens share, or that are none."""
     found(PLACES[name])
+
+
+@pytest.mark.parametrize("name", ONE_MORE)
+def test_a_row_beside_the_slots(name):
+    found(ONE_MORE[name])
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
