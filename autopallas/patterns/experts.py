@@ -43,7 +43,7 @@ from autopallas.patterns.experts_picks import GATHERED, PICKED
 from autopallas.patterns.experts_reading import read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_site import NoMixture, Sites
-from autopallas.patterns.experts_slots import DISPATCHED
+from autopallas.patterns.experts_slots import DISPATCHED, SCATTERED
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 
 __all__ = ["find"]
@@ -51,6 +51,12 @@ __all__ = ["find"]
 OP = "grouped_matmul"
 _PARTS = 8
 """How many sums of the first terms of a longer sum are tried, where the longer one is nothing."""
+_REACHES = {
+    DENSE: ("an expert computes for a token that it is not given", "the result"),
+    DISPATCHED: ("a token holds", "the others"),
+    SCATTERED: ("an expert computes for a slot of which nothing is read", "the gradients"),
+}
+"""Per kind of mixture, where an infinity may be that the site leaves out, and what it would reach."""
 _PLAIN = ELEMENTWISE | frozenset(
     """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack copy name
     optimization_barrier reduce_sum reduce_max reduce_or custom_jvp_call dot_general""".split()
@@ -85,16 +91,15 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                     covered.update(added_on_the_way(graph, root))
                     within.update(selected_on_the_way(graph, root))
                     if not assume_finite:
-                        what, dense = found.what, found.what != DISPATCHED
-                        held = "an expert computes for a token that it is not given" if dense else "a token holds"
-                        other = "the result" if dense else "the others"
+                        what = found.what
+                        held, other = _REACHES.get(what, _REACHES[DENSE])
                         raise Mismatch(
                             f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}"
                         )
                     draft = Draft(graph, sites, node, root, *found)
                     match = draft.match()
                     draft.settle(alive)
-                if found.what in (GATHERED, PICKED):
+                if found.what in (GATHERED, PICKED, SCATTERED):
                     covered.update(found.products)
                 drafts[root] = draft
                 if not draft.escaped:
@@ -259,9 +264,11 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
 
 
 def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
-    """Whether a node may pick what experts compute, or multiply with matrices of experts that were gathered."""
+    """Whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
     if not node.outputs or not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
         return False
+    if node.name in ("scatter", "scatter-add"):
+        return bool(product[node.inputs[2]])
     if node.name == "gather":
         return bool(product[node.inputs[0]])
     if node.name != "dot_general" or is_product(node):

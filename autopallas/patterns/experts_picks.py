@@ -7,24 +7,20 @@ same index vanish like layout does, and what is left is read as in the other spe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax.lax import GatherScatterMode
 
 from autopallas.graph import Graph, Node, Ref, Space
-from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
-from autopallas.graph.labels import Atom, Dimension, is_product
+from autopallas.graph.labels import Atom, Dimension, View, is_product
 from autopallas.patterns.experts_axes import position_of
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["GATHERED", "PICKED", "Pick", "Picking", "pick_at", "slots_picked"]
+__all__ = ["GATHERED", "PICKED", "Pick", "Picking", "Place", "SlotPick", "pick_at", "slots_at"]
 
 PICKED = "every expert computes every token, of which those chosen are picked"
 GATHERED = "the matrices of a token's experts are gathered for it"
-LAYOUT = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims slice concatenate".split())
-_LOOKED_AT = 60
-"""Values that are looked at between what is picked from slots and what is scattered to them."""
 _STEPS = 8
 """Casts and layout operations between a gather of matrices and their product."""
 
@@ -44,17 +40,52 @@ class Pick:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One index of a gather.
+
+    Attributes:
+      part: which part of the gather's indices it is.
+      first, labels: of the dimension of the operand that it is an index of: which of its elements are slots.
+      size: of that dimension.
+    """
+
+    part: int
+    first: int
+    labels: tuple[Atom, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPick:
+    """Rows that are picked from the slots of experts.
+
+    Attributes:
+      number: of the gather's result.
+      rows: its dimensions that run over rows.
+      places: where a row is read: the expert and its slot, in one index or in several.
+      beside: where slots are a part of what is picked from, which one of the parts that are concatenated.
+    """
+
+    number: int
+    rows: View
+    places: tuple[Place, ...]
+    beside: int | None = None
+
+
 class Picking(Space):
     """Labels under which gathers of the chosen experts are views.
 
     Attributes:
       pick: the rows that choose, once known.
+      slots: the rows that are picked from slots, if that is what is read.
       gathers: the gathers that were read as views.
     """
 
     def __init__(self, graph: Graph):
         super().__init__(graph)
         self.pick: Pick | None = None
+        self.slots: SlotPick | None = None
         self.gathers: set[int] = set()
         self._scope = Scope(graph)
         self._scope.space = self
@@ -66,19 +97,35 @@ class Picking(Space):
         found = self.gathered(ref, node)
         if found is None:
             return None
-        view, index, size, place = found
-        if index is None:  # of positions alone
-            return Ref(node.inputs[0], view)
-        if self.pick is None or size != self.pick.size or not self.same(index, self.pick.index):
+        view, indices = found
+        labels: list[Dimension]
+        if self.slots is not None and ref.value == self.slots.number:
+            labels = [(place.first, place.labels) for place in self.slots.places]
+        elif not indices:  # of positions alone
+            labels = []
+        elif self.pick is not None and self._picks(node, indices):
+            self.gathers.add(ref.value)
+            labels = [(0, self.pick.expert)]
+        else:
             return None
-        self.gathers.add(ref.value)
-        return Ref(node.inputs[0], (*view[:place], (0, self.pick.expert), *view[place + 1 :]))
+        own = list(view)
+        for (_, _, d), dimension in zip(indices, labels, strict=True):
+            own[d] = dimension
+        return Ref(node.inputs[0], tuple(own))
 
-    def gathered(self, ref: Ref, node: Node) -> tuple[tuple[Dimension, ...], Ref | None, int, int] | None:
-        """(view of the operand, index, size, dimension of experts in that view) of a gather of one expert for each row.
+    def _picks(self, node: Node, indices: Sequence[tuple[Ref, int, int]]) -> bool:
+        """Whether a gather is one of the chosen experts."""
+        assert self.pick is not None
+        if len(indices) != 1:
+            return False
+        ((index, _, d),) = indices
+        return self.graph.shape(node.inputs[0])[d] == self.pick.size and self.same(index, self.pick.index)
 
-        The index is given as it is computed, None where a program gathers by positions alone; else the view lacks the
-        dimension of experts.
+    def gathered(self, ref: Ref, node: Node) -> tuple[View, list[tuple[Ref, int, int]]] | None:
+        """(view of the operand, [(index, which part of the indices it is, dimension of the operand)]) of a gather of
+        one place for each row.
+
+        The indices are given as they are computed, but for positions; the view lacks their dimensions.
         """
         graph, params = self.graph, node.params
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -90,8 +137,7 @@ class Picking(Space):
         view: dict[int, Dimension] = {d: ref.view[o] for d, o in zip(window, numbers.offset_dims, strict=True)}
         for own, theirs in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
             view[own] = batch[theirs]
-        index: Ref | None = None
-        place = 0
+        found: list[tuple[Ref, int, int]] = []
         for part, d in enumerate(numbers.start_index_map):
             piece = self.canonical(Ref(indices, (*batch, (part, ()))))
             number = self._scope.number(piece)
@@ -104,60 +150,71 @@ class Picking(Space):
             along = position_of(self._scope, piece)
             if along is not None and not along[0] and self.extent(along[1]) == shape[d]:
                 view[d] = along
-            elif index is None and number is None:
-                index, place = piece, d
+            elif number is None:
+                found.append((piece, part, d))
                 view[d] = (0, ())
             else:
                 return None
         if any(sizes[d] != shape[d] for d in window if d not in numbers.start_index_map):
             return None
-        return tuple(view[d] for d in range(len(shape))), index, shape[place], place
+        return tuple(view[d] for d in range(len(shape))), found
 
     def choose(self, pick: Pick) -> None:
         """Reads the gathers of these rows' experts as views from now on."""
         self.pick = pick
         self._canonical.clear()
 
-
-def slots_picked(graph: Graph, root: int) -> bool:
-    """Whether a value is picked, by several indices, from what experts compute for slots with scattered tokens."""
-    node = graph.definitions.get(root)
-    if node is None or node.name != "gather":
-        return False
-    numbers = node.params["dimension_numbers"]
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-    if len(numbers.start_index_map) < 2 or len(gone) < 2:
-        return False
-    todo, seen, multiplied = [node.inputs[0]], set[int](), False
-    while todo and len(seen) < _LOOKED_AT:
-        number = todo.pop()
-        found = graph.definitions.get(number)
-        if number in seen or found is None:
-            continue
-        seen.add(number)
-        graph.steps.spend()
-        if found.name in ("scatter", "scatter-add"):
-            own = found.params["dimension_numbers"]
-            if own.update_window_dims and len(own.scatter_dims_to_operand_dims) > 1:
-                return multiplied
-        elif found.name == "dot_general":
-            multiplied = multiplied or bool(found.params["dimension_numbers"][1][0])
-            todo += found.inputs
-        elif found.name in ELEMENTWISE or found.name in LAYOUT or is_elementwise_call(found.equation):
-            todo += found.inputs
-    return False
+    def choose_slots(self, slots: SlotPick) -> None:
+        """Reads the gather of these rows as a view from now on."""
+        self.slots = slots
+        self._canonical.clear()
 
 
 def pick_at(space: Picking, top: Ref) -> Pick | None:
     """The rows of a value that is a gather, or a product with gathered matrices; None if it is neither."""
     for ref, node in _gathers(space, top):
         found = space.gathered(ref, node)
-        if found is None:
+        if found is None or len(found[1]) != 1:
             continue
-        _, index, size, _ = found
-        if index is not None and size > 1 and space.atoms(index) and space.graph.dtype(index.value).kind in "iu":
+        ((index, _, d),) = found[1]
+        size = space.graph.shape(node.inputs[0])[d]
+        if size > 1 and space.atoms(index) and space.graph.dtype(index.value).kind in "iu":
             return Pick(index, space.fresh(size), size)
     return None
+
+
+def slots_at(space: Picking, top: Ref) -> SlotPick | None:
+    """The rows that a value picks by indices, which may be those of experts and their slots; None of another value."""
+    graph = space.graph
+    node = graph.definitions.get(top.value)
+    if node is None or node.name != "gather":
+        return None
+    found = space.gathered(top, node)
+    if found is None or not found[1]:
+        return None
+    shape, offsets = graph.shape(node.inputs[0]), node.params["dimension_numbers"].offset_dims
+    rows = tuple(dimension for d, dimension in enumerate(top.view) if d not in offsets)
+    axis, beside, first, size = _largest_part(graph, node)
+    places = tuple(
+        Place(part, first, space.fresh(size), shape[d])
+        if d == axis
+        else Place(part, 0, space.fresh(shape[d]), shape[d])
+        for _, part, d in found[1]
+    )
+    among = any(d == axis for _, _, d in found[1])
+    return SlotPick(top.value, rows, places, beside if among else None) if all(p.labels for p in places) else None
+
+
+def _largest_part(graph: Graph, node: Node) -> tuple[int, int, int, int]:
+    """(dimension, which part, where it begins, its size) of the largest part of what a gather reads; a dimension of -1
+    where it reads one whole."""
+    joined = graph.definitions.get(node.inputs[0])
+    if joined is None or joined.name != "concatenate":
+        return -1, 0, 0, 0
+    axis = int(joined.params["dimension"])
+    sizes = [graph.shape(i)[axis] for i in joined.inputs]
+    part = max(range(len(sizes)), key=sizes.__getitem__)
+    return axis, part, sum(sizes[:part]), sizes[part]
 
 
 def _gathers(space: Picking, top: Ref) -> Iterator[tuple[Ref, Node]]:

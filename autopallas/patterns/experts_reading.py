@@ -10,32 +10,73 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.lax import GatherScatterMode
 
 from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
 from autopallas.patterns.experts_choice import Choice, Choices
+from autopallas.patterns.experts_chosen import CHOOSE, refuse_chosen, refuse_slots_read
 from autopallas.patterns.experts_intervals import Interval
-from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, pick_at, slots_picked
+from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, SlotPick, pick_at, slots_at
 from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
 from autopallas.patterns.experts_signs import Signs
-from autopallas.patterns.experts_slots import DISPATCHED, Slots, Unproved, slots_of
+from autopallas.patterns.experts_slots import DISPATCHED, SCATTERED, Slots, Unproved, slots_of
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
 from autopallas.sites.elementwise import Constant, Instruction, Program, Side, conversion_params, parameters
 from autopallas.sites.index_notation import Operand, View
 
-__all__ = ["Reading", "read"]
+__all__ = ["PickedRows", "Reading", "SlotRows", "read"]
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _DEPTH = 60
 _DEEPEST = 120
 _ROUNDS = 16
+_WALKED = 500
+_STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """Rows that are picked from slots, before it is computed what they are.
+
+    Attributes:
+      pick: the gather.
+      expert: labels of experts among those of its places.
+      slot: the others.
+      leaves: per value that differs between slots and is made of no product, its view.
+    """
+
+    pick: SlotPick
+    expert: tuple[Atom, ...]
+    slot: tuple[Atom, ...]
+    leaves: dict[int, View]
+
+
+@dataclass(frozen=True, slots=True)
+class PickedRows:
+    """The numbers of what rows are that were picked from slots.
+
+    Attributes:
+      expert: the expert of each row.
+      inside: whether its place is there.
+      reached: whether it is read from a slot.
+      other: what is read where it is not, if there is anything beside slots.
+      leaves: per value that differs between slots, that of each row: axes of rows, then those that are no place's.
+    """
+
+    expert: int
+    inside: int
+    reached: int
+    other: int | None
+    leaves: Mapping[int, int]
 
 
 @dataclass(slots=True)
@@ -58,6 +99,7 @@ class Reading:
       within: the intervals of rows whose experts are still to be counted.
       what: what the program does, in words.
       slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
+      picked: where rows are picked from slots, and what they are is still to be computed.
     """
 
     scope: Scope
@@ -76,24 +118,37 @@ class Reading:
     within: list[Interval] = field(default_factory=list)
     what: str = DENSE
     slots: Slots | None = None
+    picked: SlotRows | None = None
 
 
 def read(
-    graph: Graph, root: int, weights: int | None = None, experts_of: Mapping[int, int] | None = None
+    graph: Graph,
+    root: int,
+    weights: int | None = None,
+    experts_of: Mapping[int, int] | None = None,
+    picked: PickedRows | None = None,
 ) -> Reading | None:
     """The sum over experts that gives the value ``root``, or None where it does not look like one.
 
     Where tokens are dispatched to slots, ``weights`` is the sum over slots of what they are combined with.  Where an
     expert has an interval of rows, ``experts_of`` says, per number of the intervals' ends, which are the rows' experts.
+    Where rows are picked from slots, ``picked`` says what they are.
 
     Raises:
       Mismatch: it does, and cannot be taken apart.
     """
-    if slots_picked(graph, root):
-        raise Mismatch(f"{DISPATCHED}, by a scatter and a gather")
-    for reader in (_picked(graph, root), _summed(graph, root, weights, experts_of or {})):
-        if reader is not None:
-            return _settled(reader)
+    if graph.name(root) in ("scatter", "scatter-add"):
+        refuse_chosen(graph, root)
+        return None
+    for reader in (
+        _picked(graph, root),
+        _in_slots(graph, root, picked),
+        _summed(graph, root, weights, experts_of or {}),
+    ):
+        found = None if reader is None else _settled(reader)
+        if found is not None:
+            return found
+    refuse_slots_read(graph, root)
     return None
 
 
@@ -134,6 +189,18 @@ def _picked(graph: Graph, root: int) -> Callable[[], _Reader] | None:
         return None
     space.choose(pick)
     return lambda: _PickReader(scope, top, space)
+
+
+def _in_slots(graph: Graph, root: int, picked: PickedRows | None) -> Callable[[], _Reader] | None:
+    """How to read rows that are picked from what experts compute for slots."""
+    scope = Scope(graph)
+    scope.space = space = Picking(graph)
+    top = space.full(root)
+    slots = slots_at(space, top)
+    if slots is None or not jnp.issubdtype(graph.dtype(root), jnp.floating):
+        return None
+    space.choose_slots(slots)
+    return lambda: _SlotReader(scope, top, slots, picked)
 
 
 def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
@@ -362,8 +429,11 @@ class _Reader:
             chosen = Choices(self.scope, tokens)
             chosen.search(self.refused.combine)
             own = {x for choice in chosen.found for x in self.space.atoms(choice.index)}
-            if own and own <= set(self.space.resolve(self.summed)):
-                raise Mismatch("experts choose their tokens, by products with one-hot vectors")
+            if own & set(self.space.resolve(self.summed)):
+                raise Mismatch(
+                    f"{CHOOSE}, by products with one-hot vectors: each computes the rows that it chose and no others, "
+                    "so that a grouped matmul has nothing to leave out"
+                )
 
     def _refuse_narrow(self, choices: Choices) -> None:
         """Refuses experts that are counted in a type too narrow for their numbers."""
@@ -639,3 +709,167 @@ class _PickReader(_Reader):
         node = self.graph.definitions[self.top.value]
         wide = jnp.promote_types(self.graph.dtype(self.top.value), jnp.float32)
         return self._labels(self._emit(*sides, node, wide))
+
+
+class _SlotReader(_Reader):
+    """Reads rows that are picked from what experts compute for their slots.
+
+    What an expert computes for a slot depends on what is in that slot alone.  So the row that is picked is what the
+    expert computes for what is picked of its slots in the same way: whatever is in there, and whoever shares it.
+    """
+
+    def __init__(self, scope: Scope, top: Ref, pick: SlotPick, known: PickedRows | None):
+        super().__init__(scope, top, [top], ())
+        self.pick, self.known = pick, known
+        self.places: tuple[Atom, ...] = ()
+        while not self.places or self.places != self._resolved(pick):  # a reshape on the way cuts a place into several
+            self.places = self._resolved(pick)
+            self.expert = self._experts()
+        self.slot = frozenset(self.places) - self.expert
+        self.row_labels = self.space.view(pick.rows)
+        self.leaves: dict[int, View] = {}
+        self.brought = False
+        self.result.what = SCATTERED
+
+    def read(self) -> Reading | None:
+        space, result = self.space, self.result
+        own = {x for _, atoms in self.row_labels for x in atoms}
+        self.rows = frozenset(own) | self.slot
+        order = [x for _, atoms in space.view(self.top.view) for x in atoms]
+        if not self.expert or not self._add_tokens(own, order) or not self.holds_product(self.top):
+            return None
+        result.expert = tuple(x for x in self.places if x in self.expert)
+        graph = self.graph
+        indices = graph.definitions[self.top.value].inputs[1] if self.known is None else self.known.expert
+        try:
+            result.choices.append((self._array(indices, self.row_labels), ()))
+            last = self._term()
+            if set(order) != self.tokens | set(last):
+                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+            beside = self._beside()
+            if any(map(self._made_of_products, [*result.arrays, *beside])):
+                raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed")
+        except Mismatch as mismatch:
+            if not self.brought or not self._are_matrices():
+                return None
+            raise Mismatch(mismatch.reason.replace(DENSE, SCATTERED, 1)) from None
+        if not self.brought:
+            return None
+        if self.known is None:
+            slot = tuple(x for x in self.places if x in self.slot)
+            result.picked = SlotRows(self.pick, result.expert, slot, self.leaves)
+        result.seeds.add(self.top.value)
+        return self._finished()
+
+    def _resolved(self, pick: SlotPick) -> tuple[Atom, ...]:
+        return tuple(x for place in pick.places for x in self.space.resolve(place.labels))
+
+    def _experts(self) -> frozenset[Atom]:
+        """Labels that matrices have of those of the places; none where there is no product with such matrices."""
+        space, places = self.space, frozenset(self.places)
+        seen: set[Any] = set()
+        todo = [self.top]
+        while todo and len(seen) <= _WALKED:
+            ref = space.canonical(todo.pop())
+            key = space.pattern(ref, places)
+            if key in seen or not places <= space.atoms(ref):
+                continue
+            seen.add(key)
+            sides = space.contraction(ref)
+            if sides is None:
+                todo += space.uses(ref) or []
+                continue
+            own = [space.atoms(space.canonical(side)) & places for side in sides[:2]]
+            for rows, matrices in (own, own[::-1]):
+                if rows == places and matrices and matrices < places:
+                    return matrices
+            todo += sides[:2]
+        return frozenset()
+
+    def _term(self) -> tuple[Atom, ...]:
+        """Adds the steps of a row; returns its labels."""
+        value = self._row(self.top)
+        node, dtype = self.graph.definitions[self.top.value], self._dtype(value)
+        if self.known is not None and node.params["mode"] != GatherScatterMode.CLIP:
+            inside = self._add(Gathered(self._array(self.known.inside, self.row_labels), ()))
+            if node.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+                fill = node.params["fill_value"]
+                other = self._constant(float("nan") if fill is None else float(fill), dtype)
+            else:  # what is not there is read from the nearest place, and has no derivative
+                other = self._pointwise_on(_STOP_GRADIENT, {}, (value,), dtype)
+            value = self._pointwise_on(lax.select_n_p, {}, (inside, other, value), dtype)
+        if self.known is not None and self.known.other is not None:
+            reached = self._add(Gathered(self._array(self.known.reached, self.row_labels), ()))
+            source = self._array(self.known.other, self.space.view(self.top.view))
+            beside = self._add(Gathered(source, tuple(x for x in source.labels if x not in self.tokens)))
+            value = self._pointwise_on(lax.select_n_p, {}, (reached, beside, value), dtype)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return self._labels(self._pointwise_on(lax.convert_element_type_p, conversion_params(wide), (value,), wide))
+
+    def _are_matrices(self) -> bool:
+        """Whether what rows are multiplied with is brought nowhere itself, as keys of padded sequences are."""
+        graph, seen = self.graph, set[int]()
+        todo = [self.result.arrays[s.weights.position] for s in self.result.steps if isinstance(s, Product)]
+        while todo and len(seen) < _WALKED:
+            number = todo.pop()
+            node = graph.definitions.get(number)
+            if number in seen or node is None:
+                continue
+            if node.name in ("scatter", "scatter-add"):
+                return False
+            seen.add(number)
+            graph.steps.spend()
+            todo += node.inputs
+        return True
+
+    def _made_of_products(self, value: int) -> bool:
+        """Whether a value is computed from the products of the site."""
+        products, seen, todo = self.result.products, set(), [value]
+        first = min(products)
+        while todo:
+            number = todo.pop()
+            if number in products:
+                return True
+            if number not in seen and number > first:
+                self.graph.steps.spend()
+                seen.add(number)
+                node = self.graph.definitions.get(number)
+                todo += node.inputs if node is not None else ()
+        return False
+
+    def _beside(self) -> Sequence[int]:
+        """What the gather reads beside slots."""
+        if self.pick.beside is None or self.known is not None:
+            return ()
+        parts = self.graph.definitions[self.graph.definitions[self.top.value].inputs[0]].inputs
+        return [part for i, part in enumerate(parts) if i != self.pick.beside]
+
+    def _array(self, number: int, view: View) -> Operand:
+        if number not in self.result.arrays:
+            self.result.arrays.append(number)
+        return Operand(self.result.arrays.index(number), view)
+
+    def _operand(self, ref: Ref) -> Operand:
+        found = self.space.canonical(ref)
+        if self.slot.isdisjoint(self.space.atoms(found)):
+            return super()._operand(found)
+        named = self.expert | self.rows
+        view = self.space.view(found.view)
+        atoms = [x for _, own in view for x in own]
+        if len(set(atoms)) != len(atoms):
+            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal")
+        kept = tuple(dimension for dimension in view if named.isdisjoint(dimension[1]))
+        if any(not named >= set(own) for _, own in view if not named.isdisjoint(own)):
+            raise Mismatch(f"{DENSE}, and places are merged with other axes")
+        placed = tuple((0, ()) if dimension in kept else dimension for dimension in view)
+        before = self.leaves.setdefault(found.value, placed)
+        if placed != before:
+            raise Mismatch(f"{DENSE}, and slots are read in two ways")
+        source = found.value
+        while self.graph.name(source) == "convert_element_type":
+            source = self.graph.definitions[source].inputs[0]
+        # Of a part of a program, what is brought is given.
+        given = source in self.graph.outside
+        self.brought = self.brought or given or self.graph.name(source) in ("scatter", "scatter-add", "gather")
+        number = found.value if self.known is None else self.known.leaves[found.value]
+        return self._array(number, (*self.row_labels, *kept))

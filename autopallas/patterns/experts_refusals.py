@@ -21,17 +21,24 @@ def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom],
     """Refuses a sum of what comes from experts through something that is not elementwise."""
     space = scope.space
     seen: set[Any] = set()
-    todo = list(factors)
+    todo = [(factor, False) for factor in factors]
     while todo:
-        ref = space.canonical(todo.pop())
+        given, through = todo.pop()
+        ref = space.canonical(given)
         key, atoms, node = (ref.value, space.view(ref.view)), space.atoms(ref), scope.node(ref)
-        if key in seen or node is None or not expert <= atoms or not atoms & tokens:
+        if key in seen or node is None or not expert | tokens <= atoms:
             continue
         seen.add(key)
         operands = space.uses(ref)
-        if operands is None and atoms - tokens - expert and not node.name.startswith("scatter"):
+        sides = space.contraction(ref) if node.name == "dot_general" else None
+        own = [side for side in sides[:2] if expert <= space.atoms(side)] if sides is not None else []
+        if operands is None and len(own) == 1:  # no matrices of experts: if anything comes from these, the factor does
+            todo.append((own[0], True))
+            continue
+        found = operands is None and atoms - tokens - expert and not node.name.startswith("scatter")
+        if found and (not through or len(own) == 2):
             raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
-        todo += operands or []
+        todo += [(operand, through) for operand in operands or []]
 
 
 def weights(scope: Scope, factors: Sequence[Ref]) -> Iterator[tuple[Ref, list[Ref]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +13,23 @@ from jax import lax
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import one_line
-from autopallas.graph import Graph, flatten
+from autopallas.graph import Graph, Space, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.patterns.experts_loops import loop_at, rolled
-from autopallas.patterns.experts_reading import Reading, read
+from autopallas.patterns.experts_reading import PickedRows, Reading, SlotRows, read
 from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_signs import Outside
+from autopallas.patterns.experts_slot_rows import RowsOfSlots
 from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["NoMixture", "Sites"]
 
+_GATHERS = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value")
 _MOST = 3
 """Sites of one form with which another one is compared."""
 
@@ -94,7 +96,7 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         except NotImplementedError as error:  # JAX maps some equations, such as a ragged product, not along every axis
             raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}") from None
         graph, root = _opened(over_experts, outside)
-    reading, slots, seen = read(graph, root), 0, not loops
+    reading, slots, scattered, seen = read(graph, root), 0, False, not loops
     if reading is not None and reading.what != DENSE:
         seen = False
     if reading is not None and reading.slots is not None:
@@ -106,7 +108,11 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         seen = False
         graph, root, known = _counted(graph, root, reading, outside)
         reading = read(graph, root, None, known)
-    if reading is None or reading.slots is not None or reading.within:
+    if reading is not None and reading.picked is not None:
+        slots, scattered = reading.scope.space.extent(reading.picked.slot), True
+        graph, root, picked = _picked(graph, root, reading.picked, reading.scope.space, outside)
+        reading = read(graph, root, None, None, picked)
+    if reading is None or reading.slots is not None or reading.within or reading.picked is not None:
         raise NoMixture(f"{DENSE}, and it cannot be read by itself")
     space = reading.scope.space
     labels: dict[int, int] = {}
@@ -149,6 +155,7 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         batch_labels=named(reading.examples),
         summed_labels=named(reading.summed),
         slots=slots,
+        scattered=scattered,
         products=tuple(map(written, reading.between.values())) if seen else (),
     )
 
@@ -174,20 +181,11 @@ def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[
     axes = tuple(d for d, (_, atoms) in enumerate(slots.combine.view) if set(atoms) & set(slots.slot))
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
         raise Mismatch(f"{DENSE}, and slots have no axis of their own")
-    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
-    results = [root, slots.combine.value]
-    nodes, free = nodes_between(graph, inputs, results)
-    if free:
-        raise Mismatch(f"{DENSE}, and a captured array is read")
-    run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
 
-    def function(*operands: Any) -> Any:
-        out, combine = run(*operands)
-        return out, lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes)
+    def added(combine: Any) -> tuple[Any, ...]:
+        return (lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes),)
 
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
-    extended = _part(compat.make_jaxpr(function, *avals), outside)
-    out, weights = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
+    extended, (out, _, weights) = _extended(graph, [root, slots.combine.value], added, outside)
     return extended, out, weights
 
 
@@ -197,26 +195,68 @@ def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tup
     A row's expert is the number of intervals that end before it: none overlap, and the first one begins at zero.
     """
     found = {within.ends.value: within for within in reading.within}
-    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
-    results = [root, *found]
-    nodes, free = nodes_between(graph, inputs, results)
-    if free:
-        raise Mismatch(f"{DENSE}, and a captured array is read")
-    run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
 
-    def function(*operands: Any) -> Any:
-        out, *ends = run(*operands)
+    def counted(*ends: Any) -> tuple[Any, ...]:
         experts = []
         for last, within in zip(ends, found.values(), strict=True):
             last = jnp.moveaxis(last, within.along(reading.scope.space), -1)
             rows = jnp.arange(within.dimension(graph)[1], dtype=last.dtype)
             experts.append(jnp.sum(last[..., None, :] <= rows[:, None], -1, dtype=jnp.int32))
-        return out, *ends, *experts
+        return tuple(experts)
+
+    extended, (out, *others) = _extended(graph, [root, *found], counted, outside)
+    return extended, out, dict(zip(others[: len(found)], others[len(found) :], strict=True))
+
+
+def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outside) -> tuple[Graph, int, PickedRows]:
+    """The same program with what rows are that it picks from slots: (graph, result, that)."""
+    leaves, node = list(rows.leaves), graph.definitions[root]
+    picked, main = RowsOfSlots(rows, space), rows.pick.beside
+    parts = () if main is None else graph.definitions[node.inputs[0]].inputs
+    beside = [part for i, part in enumerate(parts) if i != main]
+    params = {name: value for name, value in node.params.items() if name in _GATHERS}
+
+    def computed(indices: Any, *arrays: Any) -> tuple[Any, ...]:
+        index = picked.index(indices)
+        own = [picked.of(a, rows.leaves[n], index) for n, a in zip(leaves, arrays[: len(leaves)], strict=True)]
+        if main is None:
+            return index.expert, index.inside, index.reached, *own
+        joined = [*arrays[len(leaves) :]]
+        joined.insert(main, jnp.zeros(graph.shape(parts[main]), graph.dtype(parts[main])))
+        axis = graph.definitions[node.inputs[0]].params["dimension"]
+        other = lax.gather(lax.concatenate(joined, axis), indices, **params)
+        return index.expert, index.inside, index.reached, *own, other
+
+    results = [root, node.inputs[1], *leaves, *beside]
+    extended, (out, _, *others) = _extended(graph, results, computed, outside)
+    arrays, (expert, inside, reached, *given) = others[: len(leaves)], others[len(results) - 2 :]
+    other = None if main is None else given.pop()
+    return extended, out, PickedRows(expert, inside, reached, other, dict(zip(arrays, given, strict=True)))
+
+
+def _extended(
+    graph: Graph, results: Sequence[int], function: Callable[..., tuple[Any, ...]], outside: Outside
+) -> tuple[Graph, list[int]]:
+    """A program with more results: of a function of all of its ``results`` but the first.
+
+    Returns:
+      The graph, and the numbers of the results and of the function's in it.
+    """
+    inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
+    nodes, free = nodes_between(graph, inputs, results)
+    if free:
+        raise Mismatch(f"{DENSE}, and a captured array is read")
+    run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
+
+    def extended(*operands: Any) -> Any:
+        given = run(*operands)
+        return *given, *function(*given[1:])
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
-    extended = _part(compat.make_jaxpr(function, *avals), outside)
-    out, *others = (extended.numbers[extended.root][v] for v in extended.root.outvars if isinstance(v, Var))
-    return extended, out, dict(zip(others[: len(found)], others[len(found) :], strict=True))
+    found = _part(compat.make_jaxpr(extended, *avals), outside)
+    if not all(isinstance(v, Var) for v in found.root.outvars):
+        raise Mismatch(f"{DENSE}, and a captured array is read")
+    return found, [found.numbers[found.root][v] for v in found.root.outvars if isinstance(v, Var)]
 
 
 def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:

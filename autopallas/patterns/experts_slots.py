@@ -19,10 +19,11 @@ from autopallas.patterns.experts_capacity import unproved
 from autopallas.patterns.experts_values import Values
 from autopallas.patterns.expressions import Scope
 
-__all__ = ["DISPATCHED", "Slots", "Unproved", "slots_of"]
+__all__ = ["DISPATCHED", "SCATTERED", "Slots", "Unproved", "slots_of"]
 
 _WALKED = 500
 DISPATCHED = "tokens are dispatched to slots of their experts, with a capacity"
+SCATTERED = f"{DISPATCHED}, by a scatter and a gather"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,25 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"by a scatter and a gather",
-        "Sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of each; or dispatch and "
-        "combine by one-hot einsums, with slots numbered by jnp.cumsum.",
+        "Pick rows, y[chosen, place], of what experts compute for their slots, each slot by itself, with one gather "
+        "for all choices of a token. Or sort the tokens by expert and call jax.lax.ragged_dot with the number of "
+        "tokens of each: no slots, and no token is dropped.",
     ),
     (
-        r"experts choose their tokens",
-        "Gather each expert's tokens, x[chosen], and add what they give with .at[chosen].add: each expert computes its "
-        "own tokens alone then, and no product with one-hot vectors is needed.",
+        r"tokens of each expert are gathered|rows that are gathered for their slots",
+        "Sort the tokens by expert, repeated for each of their choices, and call jax.lax.ragged_dot with the number of "
+        "tokens of each expert: it computes no rows but those of tokens.",
+    ),
+    (
+        r"choose their tokens, by products",
+        "Gather each expert's tokens, x[chosen], and add what they give with .at[chosen].add: products with one-hot "
+        "vectors cost more. Each expert computes its own tokens alone either way, and no kernel of this library does "
+        "that better.",
+    ),
+    (
+        r"choose their tokens, by gathers",
+        "Nothing has to be changed: products with a batch of experts, as they are written, are all that there is to "
+        "compute.",
     ),
     (
         r"matrices of a token's experts are gathered",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autopallas.patterns import experts_refusals, experts_slots
+from autopallas.patterns import experts_chosen, experts_refusals, experts_slots
 from autopallas.report import Failure, NearMiss, Report, Site, html
 from autopallas.report.hints import hint
 
@@ -196,7 +196,9 @@ def _reasons():
             return part.value
         name = getattr(part.value, "id", getattr(part.value, "attr", ""))
         dense, dispatched = experts_refusals.DENSE, experts_slots.DISPATCHED
-        return {"DENSE": dense, "what": dense, "DISPATCHED": dispatched}.get(name, "sort")
+        known = {"DENSE": dense, "what": dense, "DISPATCHED": dispatched}
+        known |= {"SCATTERED": experts_slots.SCATTERED, "CHOOSE": experts_chosen.CHOOSE}
+        return known.get(name, "sort")
 
     def text(node):
         match node:

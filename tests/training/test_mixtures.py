@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from recognition.compare import compiled, optimized_like_a_user
 from recognition.mixtures import IN_LOOPS, ONE_SITE, D, E, F, P, T, X, combine, hidden, one_einsum, two_choices
-from recognition.mixtures_written import KINDS, SITES, gathered_matrices, picked_along_an_axis
+from recognition.mixtures_written import (
+    KINDS,
+    SITES,
+    gathered_matrices,
+    picked_along_an_axis,
+    scattered_to_slots,
+    slots_by_sorting,
+)
 
 from training.checks import arrays, right
 
@@ -45,6 +52,7 @@ WRITTEN = [f for kind in ("picked", "gathered", "switches") for f in KINDS[kind]
 WRITTEN += [
     f for f in KINDS["loops"] if f.__name__ in ("fori_loop", "scan_with_columns", "scan_by_number", "map_and_sum")
 ]
+WRITTEN += KINDS["slots"][:4]
 WRITTEN += [f for f in KINDS["intervals"] if not f.__name__.startswith("segments")]
 
 
@@ -53,7 +61,11 @@ def test_what_people_write_has_its_backward(function):
     assert found(step(function)) == ["forward+backward"] * SITES.get(function, 1)
 
 
-@pytest.mark.parametrize("function", [one_einsum, gathered_matrices, picked_along_an_axis], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [one_einsum, gathered_matrices, picked_along_an_axis, scattered_to_slots, slots_by_sorting],
+    ids=lambda f: f.__name__,
+)
 @pytest.mark.parametrize("form", ["examples", "programs", "microbatches", "checkpoint"])
 def test_forms_have_their_backward(function, form):
     args, one = (P, X), step(function)

@@ -51,6 +51,7 @@ class ExpertsSite:
       batch_labels: of the token labels, those of examples that have experts of their own.
       summed_labels: of the token labels, the last ones, those of a token's rows: results are added up over them.
       slots: how many each expert has in the original; 0 where every expert computes every token.
+      scattered: whether tokens are brought to these and back by scatters and gathers, not by products.
       products: where it can be told, the view of each product in the original, which the prelude's witness gives.
       across: of one device's part, the mesh axes over which the experts are divided.
       everywhere: how many experts all devices have; 0: those here.
@@ -68,6 +69,7 @@ class ExpertsSite:
     batch_labels: Labels = ()
     summed_labels: Labels = ()
     slots: int = 0
+    scattered: bool = False
     assume_finite: bool = True
     products: tuple[View, ...] = ()
     across: tuple[str, ...] = ()
@@ -99,6 +101,7 @@ class ExpertsSite:
             products=len(products),
             assume_finite=self.assume_finite,
             slots=self.slots,
+            scattered=self.scattered,
         )
 
     # ------------------------------------------------------------------ what the site primitive runs

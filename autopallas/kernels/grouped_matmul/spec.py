@@ -132,7 +132,8 @@ class GroupedMatmulSpec:
 class ExpertsSpec:
     """What implementations and tables know of such a mixture: its largest product, and how few experts a token has.
 
-    ``slots`` of each expert in the original; 0 where there every expert computes every token.
+    ``slots`` of each expert in the original; 0 where there every expert computes every token.  Tokens are brought to
+    slots by products, or where they are ``scattered``, by scatters and gathers, which cost less.
     """
 
     tokens: int
@@ -144,6 +145,7 @@ class ExpertsSpec:
     products: int
     assume_finite: bool = True
     slots: int = 0
+    scattered: bool = False
     use: Literal["experts"] = "experts"
 
     @property
@@ -167,6 +169,8 @@ class ExpertsSpec:
 
     def assumptions(self) -> tuple[str, ...]:
         """What has to hold for the result to be the original's, in words."""
+        if self.scattered:
+            return ("what experts compute for slots of which nothing is read is finite (assume_finite)",)
         if self.slots:
             return ("tokens, and what experts compute for them and for empty slots, are finite (assume_finite)",)
         return ("what experts compute for tokens that they are not given is finite (assume_finite)",)
@@ -176,7 +180,8 @@ class ExpertsSpec:
         return ""
 
     def __str__(self) -> str:
-        original = f"experts with {self.slots} slots" if self.slots else "dense experts"
+        kind = "scattered slots" if self.scattered else "slots"
+        original = f"experts with {self.slots} {kind}" if self.slots else "dense experts"
         return (
             f"grouped_matmul of {original} T={self.tokens} k={self.choices} K={self.contracting} N={self.columns} "
             f"G={self.groups} {self.widest_dtype}, {self.products} products"

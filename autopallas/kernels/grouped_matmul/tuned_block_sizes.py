@@ -623,11 +623,12 @@ TABLE: Table = MappingProxyType(
 
 def table_key(spec: AnySpec, implementation: str, direction: str) -> Key:
     """Where the table files a spec; invariants say whether a group's weights are "small" or "large", "dense" where the
-    original has every expert compute every token, and "slots" where it dispatches tokens to slots."""
+    original has every expert compute every token, "slots" where it dispatches tokens to slots by products, and
+    "scattered slots" where by scatters and gathers."""
     weights = "small" if spec.contracting * spec.columns < _SMALL else "large"
     if isinstance(spec, ExpertsSpec):
         # A dense original computes G / k times the rows, so this decides what is gained.
-        original = "slots" if spec.slots else "dense"
+        original = "scattered slots" if spec.scattered else "slots" if spec.slots else "dense"
         sizes, invariants = {"G": spec.groups // spec.choices, "M/G": spec.rows_per_group}, f"{original} {weights}"
     else:
         sizes, invariants = {"G": spec.groups, "M/G": spec.rows_per_group}, weights

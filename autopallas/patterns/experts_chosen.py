@@ -1,0 +1,176 @@
+"""Experts that compute the rows that are gathered for them, and add what they give to the tokens by a scatter.
+
+Each expert computes its own rows then, and no others: a product with a batch of experts, [G, C, K] x [G, K, N], is all
+that there is to compute, and a grouped matmul would leave out nothing.  So this is no site, and is said to be none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopallas.graph import Graph, Node, Ref
+from autopallas.graph.labels import Atom
+from autopallas.patterns.experts_axes import position_of
+from autopallas.patterns.experts_picks import Picking
+from autopallas.patterns.experts_slots import SCATTERED
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.match import Mismatch
+
+__all__ = ["CHOOSE", "refuse_chosen", "refuse_slots_read"]
+
+CHOOSE = "experts choose their tokens"
+_WALKED = 300
+_MADE_OF = 60
+_INDICES = frozenset(
+    """reshape transpose broadcast_in_dim squeeze expand_dims slice concatenate select_n add lt convert_element_type
+    copy""".split()
+)
+
+
+def refuse_chosen(graph: Graph, number: int) -> None:
+    """Refuses a sum, by a scatter, of what experts compute for rows that are gathered by the same indices."""
+    scope = Scope(graph)
+    scope.space = Picking(graph)
+    kinds = [kind for node in _chain(graph, number) if (kind := _Chosen(scope, scope.space, node).kind())]
+    if not kinds:
+        return
+    if kinds[0] == "one" and len(kinds) > 1:
+        raise Mismatch(
+            "the tokens of each expert are gathered, as many as there is room for, and what it computes for them is "
+            "added by a scatter: rows without a token are computed too"
+        )
+    if kinds[0] == "chosen":
+        raise Mismatch(
+            f"{CHOOSE}, by gathers and a scatter: each computes the rows that it chose and no others, so that a "
+            "grouped matmul has nothing to leave out"
+        )
+    if kinds[0] == "slots":
+        raise Mismatch(
+            "experts compute the rows that are gathered for their slots, and a scatter adds them up: which slots are "
+            "empty is not known, and nothing else could be left out"
+        )
+
+
+def _chain(graph: Graph, number: int) -> list[Node]:
+    """Scatters of which each adds to what the one before gives, the last one first."""
+    found: list[Node] = []
+    while len(found) < 2:
+        node = graph.definitions.get(number)
+        if node is None or node.name not in ("scatter", "scatter-add"):
+            break
+        found.append(node)
+        number = node.inputs[0]
+    return found
+
+
+class _Chosen:
+    """One scatter of what may be computed by experts."""
+
+    def __init__(self, scope: Scope, space: Picking, node: Node):
+        self.scope, self.space, self.graph, self.node = scope, space, scope.graph, node
+
+    def kind(self) -> str | None:
+        """ "chosen", "slots", "one" of a single expert, or None of something else."""
+        space, numbers = self.space, self.node.params["dimension_numbers"]
+        if not numbers.update_window_dims:
+            return None
+        updates = space.full(self.node.inputs[2])
+        batch = [dimension for d, dimension in enumerate(updates.view) if d not in numbers.update_window_dims]
+        own = {x for d in numbers.scatter_indices_batching_dims for x in space.resolve(batch[d][1])}
+        index: Ref | None = None
+        for part in range(len(numbers.scatter_dims_to_operand_dims)):
+            piece = space.canonical(Ref(self.node.inputs[1], (*batch, (part, ()))))
+            along = position_of(self.scope, piece)
+            if along is not None:
+                own |= set(space.resolve(along[1]))
+            elif index is None:
+                index = piece
+            else:
+                return None
+        if index is None:
+            return None
+        gathered, expert = self._walk(updates, index)
+        summed = space.atoms(index) - own
+        if not gathered or expert is None:
+            return None
+        if expert & summed:
+            return "chosen" if self._is_chosen(index.value) else "slots"
+        return "one" if not expert - own and summed else None
+
+    def _walk(self, updates: Ref, index: Ref) -> tuple[bool, frozenset[Atom] | None]:
+        """(whether rows are gathered by these indices, labels that they share with matrices, None if there are none)"""
+        space, labels = self.space, self.space.atoms(index)
+        seen: set[Any] = set()
+        todo, gathered = [updates], False
+        expert: frozenset[Atom] | None = None
+        while todo and len(seen) <= _WALKED:
+            ref = space.canonical(todo.pop())
+            key = space.pattern(ref, labels)
+            node = self.scope.node(ref)
+            if key in seen or node is None or not labels <= space.atoms(ref):
+                continue
+            seen.add(key)
+            if node.name == "gather":
+                found = space.gathered(ref, node)
+                gathered = gathered or found is not None and [i for i, _, _ in found[1]] == [space.canonical(index)]
+                continue
+            sides = space.contraction(ref)
+            if sides is None:
+                todo += space.uses(ref) or []
+                continue
+            own = [space.atoms(space.canonical(side)) & labels for side in sides[:2]]
+            for rows, matrices in (own, own[::-1]):
+                if rows == labels and matrices < labels:
+                    expert = matrices if expert is None else expert & matrices
+            todo += sides[:2]
+        return gathered, expert
+
+    def _is_chosen(self, number: int) -> bool:
+        """Whether numbers of tokens are those of the largest, or of the first in an order."""
+        graph, seen, todo = self.graph, set[int](), [number]
+        while todo and len(seen) < _MADE_OF:
+            value = todo.pop()
+            node = graph.definitions.get(value)
+            if node is None or value in seen:
+                continue
+            seen.add(value)
+            graph.steps.spend()
+            if node.name in ("top_k", "approx_top_k", "sort", "argmax"):
+                return True
+            todo += node.inputs if node.name in _INDICES else ()
+        return False
+
+
+def refuse_slots_read(graph: Graph, root: int) -> None:
+    """Refuses what is picked by several indices, in a way that is not known, of what experts compute for slots."""
+    node = graph.definitions.get(root)
+    if node is None or node.name != "gather":
+        return
+    numbers = node.params["dimension_numbers"]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    if len(numbers.start_index_map) < 2 or len(gone) < 2:
+        return
+    scattered: dict[int, bool] = {}
+    multiplied = False
+    todo = [node.inputs[0]]
+    while todo and len(scattered) < _MADE_OF:
+        value = todo[-1]
+        found = graph.definitions.get(value)
+        if found is None or found.name in ("scatter", "scatter-add") or value in scattered:
+            own = None if found is None else found.params.get("dimension_numbers")
+            places = getattr(own, "scatter_dims_to_operand_dims", ())
+            scattered.setdefault(value, bool(getattr(own, "update_window_dims", ())) and len(places) > 1)
+            todo.pop()
+            continue
+        waiting = [i for i in found.inputs if i not in scattered]
+        if waiting:
+            todo += waiting
+            continue
+        graph.steps.spend()
+        sides = [scattered[i] for i in found.inputs]
+        if found.name == "dot_general" and found.params["dimension_numbers"][1][0] and True in sides:
+            multiplied = multiplied or False in sides
+        scattered[value] = any(sides)
+        todo.pop()
+    if multiplied and scattered.get(node.inputs[0]):
+        raise Mismatch(f"{SCATTERED}, and it was not shown that what is computed for a slot depends on that slot alone")

@@ -1,0 +1,82 @@
+"""What rows are that a program picks from the slots of experts: computed from the indices by which it picks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.graph import Space
+from autopallas.graph.labels import Atom, View
+from autopallas.patterns.experts_reading import SlotRows
+
+__all__ = ["Index", "RowsOfSlots"]
+
+
+class Index(NamedTuple):
+    """Where rows are.
+
+    Attributes:
+      expert: the expert of each row.
+      inside: whether its place is there.
+      reached: whether it is read from a slot: there, or as the nearest one.
+      positions: per label, the position of each row along it: of the nearest slot where it is read from none.
+    """
+
+    expert: Any
+    inside: Any
+    reached: Any
+    positions: Mapping[Atom, Any]
+
+
+class RowsOfSlots:
+    """Computes rows that are picked from slots, of whatever has a place for each slot."""
+
+    def __init__(self, rows: SlotRows, space: Space):
+        self._rows, self._space = rows, space
+
+    def index(self, indices: Any) -> Index:
+        """Where the rows are, from the indices of the gather."""
+        space, shape = self._space, indices.shape[:-1]
+        if indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
+        positions: dict[Atom, Any] = {}
+        inside = reached = jnp.ones(shape, bool)
+        for place in self._rows.pick.places:
+            own, end = indices[..., place.part], place.first + space.extent(place.labels)
+            read = _clipped(own, 0, place.size)
+            nearest = _clipped(read, place.first, end)
+            inside, reached = inside & (own == read), reached & (read == nearest)
+            positions |= self._along(place.labels, (nearest - place.first).astype(jnp.int32))
+        for axis, (_, atoms) in enumerate(self._rows.pick.rows):
+            positions |= self._along(atoms, lax.broadcasted_iota(jnp.int32, shape, axis))
+        return Index(self._joined(self._rows.expert, positions, shape), inside, reached, positions)
+
+    def of(self, array: Any, view: View, index: Index) -> Any:
+        """The rows of an array: axes of rows, then those of the array that have no labels in its ``view``."""
+        placed = [d for d, (_, atoms) in enumerate(view) if atoms]
+        shape = index.inside.shape
+        where = tuple(view[d][0] + self._joined(view[d][1], index.positions, shape) for d in placed)
+        return jnp.moveaxis(array, placed, range(len(placed))).at[where].get(mode="clip")
+
+    def _along(self, atoms: Sequence[Atom], position: Any) -> dict[Atom, Any]:
+        """The positions along the labels of an axis."""
+        found: dict[Atom, Any] = {}
+        for atom in reversed(self._space.resolve(atoms)):
+            size = self._space.extent((atom,))
+            found[atom], position = position % size, position // size
+        return found
+
+    def _joined(self, atoms: Sequence[Atom], positions: Mapping[Atom, Any], shape: Sequence[int]) -> Any:
+        """The position along an axis of such labels."""
+        found = jnp.zeros(shape, jnp.int32)
+        for atom in self._space.resolve(atoms):
+            found = found * self._space.extent((atom,)) + positions[atom]
+        return found
+
+
+def _clipped(numbers: Any, start: int, end: int) -> Any:
+    """The nearest of the numbers from ``start`` to ``end``."""
+    return lax.clamp(jnp.full((), start, numbers.dtype), numbers, jnp.full((), end - 1, numbers.dtype))
