@@ -1,0 +1,12 @@
+"""Softmax attention: the declaration of the operation."""
+
+from __future__ import annotations
+
+from autopallas.sites.operation import Operation
+
+__all__ = ["OPERATION"]
+
+OPERATION = Operation(
+    "attention",
+    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
+)

@@ -1,0 +1,12 @@
+"""Logits and what a loss reads of them: the declaration of the operation."""
+
+from __future__ import annotations
+
+from autopallas.sites.operation import Operation
+
+__all__ = ["OPERATION"]
+
+OPERATION = Operation(
+    "cross_entropy",
+    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
+)

@@ -1,0 +1,12 @@
+"""Grouped matmul: the declaration of the operation."""
+
+from __future__ import annotations
+
+from autopallas.sites.operation import Operation
+
+__all__ = ["OPERATION"]
+
+OPERATION = Operation(
+    "grouped_matmul",
+    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
+)
