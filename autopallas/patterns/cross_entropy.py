@@ -229,7 +229,8 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
         assumptions = (*assumptions, _LEFT_OUT)
-    given = {number for p in (first, *then) for number in p.results} | before
+    given = {number for p in (first, *then) for number in p.results}
+    given |= {number for number in before if not region.scope.depends(number)}
     left = (region.inside - region.shared) & surviving(graph, given)
     if left:
         raise Mismatch(_escape(graph, region, left))

@@ -33,16 +33,17 @@ _FROM_HERE = 2**20
 
 
 def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
-    """The passes over the logits, in order; the first one takes the statistics of the forward.  What another site gives
-    (``given``) is left to it.
+    """The passes over the logits, in order; the first one takes the statistics of the forward.
+
+    What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is left
+    to that.
 
     Where everything between statistics and products is computed row by row, one pass does it all.
 
     Raises:
       Mismatch: an operand is not at hand where a pass would stand.
     """
-    if all(t.result in given for part in region.regions for t in part.terminals):
-        raise Mismatch("other sites give all that is computed from the logits")
+    given = frozenset(number for number in given if not region.scope.depends(number))
     before = -1
     found: list[Match] = []
     while region.refinements != before:

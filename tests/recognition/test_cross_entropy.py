@@ -194,9 +194,9 @@ def sorted_logits(w, x, y):
 
 
 @refused("normalised along another axis too")
-def contrastive_in_both_directions(w, x, y):
-    z = x @ w[:, :N]
-    return (logsumexp(z, -1) + logsumexp(z, 0) - 2 * jnp.diagonal(z)).mean(), (z * one_hot(y % N, N)).sum()
+def sums_along_the_rows_that_start_anew(w, x, y):
+    z = x @ w
+    return (logsumexp(z, -1) - picked(z, y)).mean() + z.reshape(2, 3, V).max(1).sum()
 
 
 @refused("several labels are gathered per row")

@@ -32,7 +32,7 @@ class Result:
     Attributes:
       source: a program of the side inputs and statistics (as those of ``CrossEntropySpec.finish``), which gives one
         number per row; or the position of a product.
-      view: its dimensions.  What it lacks of the row labels is summed over.
+      view: its dimensions.  What it lacks of the labels of rows, and of the batch, is summed over.
       dtype: its dtype.
     """
 
@@ -166,14 +166,14 @@ class CrossEntropySite:
         return tuple(found)
 
     def _shaped(self, rows: jax.Array, result: Result) -> jax.Array:
-        """From [B, N] to the result's dimensions; summed over the rows' labels that it lacks."""
-        own = [a for _, labels in result.view for a in labels]
-        kept = tuple(a for a in self.row_labels if a in own)
-        rows = rows.reshape([self._extent(self.batch_labels), *(self.sizes[a] for a in self.row_labels)])
-        gone = [1 + i for i, a in enumerate(self.row_labels) if a not in own]
+        """From [B, N] to the result's dimensions; summed over the labels of rows and of the batch that it lacks."""
+        own = {a for _, labels in result.view for a in labels}
+        every = (*self.batch_labels, *self.row_labels)
+        rows = rows.reshape([self.sizes[a] for a in every])
+        gone = [i for i, a in enumerate(every) if a not in own]
         if gone:
             rows = rows.sum(gone, dtype=rows.dtype)
-        return write(rows, result.view, self.sizes, (self.batch_labels, kept))
+        return write(rows, result.view, self.sizes, ([a for a in every if a in own],))
 
     # ------------------------------------------------------------------ what the site primitive runs
 
