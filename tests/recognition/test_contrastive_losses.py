@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
@@ -309,3 +310,18 @@ def test_one_hot_labels_of_columns_are_no_labels_of_rows():
     compared = compare(loss, arguments())
     assert compared.counts("cross_entropy") == 1
     assert compared.complaints == []
+
+
+def test_an_optimized_function_that_counts_rows_is_mapped_later():
+    def loss(x, w):
+        z = jnp.where(jnp.arange(N)[:, None] >= jnp.arange(N), x @ w, -1e9)
+        return logsumexp(z, -1) - z[:, 0]
+
+    x, w = array(3, N, D, seed=4), array(D, N, seed=5)
+    optimized = optimized_like_a_user(loss)
+    given = jax.vmap(optimized, (0, None))(x, w)
+    assert optimized.report().counts()["cross_entropy"] == 1
+    np.testing.assert_allclose(given, jax.vmap(loss, (0, None))(x, w), atol=1e-5)
+    total = lambda f: lambda x, w: jax.vmap(f, (0, None))(x, w).sum()  # noqa: E731
+    for a, b in zip(*(jax.grad(total(f), (0, 1))(x, w) for f in (optimized, loss)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

@@ -277,15 +277,19 @@ class CrossEntropySite:
         """Of (x, w, *sides), those that come from active operands."""
         return tuple(isinstance(s, Operand) and s.position in active for s in (self.rows, self.weight, *self.sides))
 
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether a program reads the number of its row."""
+        programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
+        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
+
     # ------------------------------------------------------------------ on several devices
 
     def parts(self) -> Parts:
         """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
         uses = tuple(s for s in (self.rows, self.weight, *self.sides) if isinstance(s, Operand))
-        programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
-        programs += [r.source for r in self.results if isinstance(r.source, Program)]
-        counts_rows = any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
-        labels = {*self.batch_labels, *(() if counts_rows else self.row_labels)}
+        labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
         whole = frozenset(self.vocabulary_labels)
         if len(whole) == 1:
             labels |= whole
@@ -323,9 +327,9 @@ class CrossEntropySite:
     def batched(self, axes: Sequence[int | None], size: int) -> CrossEntropySite:
         """The site under vmap: operands with an axis have it in front, and so has every result."""
         label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
-        # One more axis of rows where the examples share the weight, and nothing is summed over rows.
+        # One more axis of rows where the examples share the weight, and rows are neither summed nor counted.
         summed = any(p.kind != "rows" for p in self.products)
-        apart = summed or bool(self.batch_labels) or axes[self.weight.position] is not None
+        apart = summed or self._counts_rows or bool(self.batch_labels) or axes[self.weight.position] is not None
         return replace(
             self,
             sizes=(*self.sizes, *(size for _ in label)),
