@@ -315,7 +315,7 @@ def test_one_hot_labels_of_columns_are_no_labels_of_rows():
 def test_an_optimized_function_that_counts_rows_is_mapped_later():
     def loss(x, w):
         z = jnp.where(jnp.arange(N)[:, None] >= jnp.arange(N), x @ w, -1e9)
-        return logsumexp(z, -1) - z[:, 0]
+        return logsumexp(z, -1) - z[EACH, 0]
 
     x, w = array(3, N, D, seed=4), array(D, N, seed=5)
     optimized = optimized_like_a_user(loss)
