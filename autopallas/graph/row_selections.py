@@ -26,7 +26,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
-from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, reshaped, selection, window
+from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, piece, reshaped, rolled, selection, window
 
 __all__ = ["move_selections"]
 
@@ -95,6 +95,8 @@ class _Mover:
         """What is computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
         self.assumed: set[Var] = set()
+        self.pieces: dict[Var, tuple[Atom, Rows]] = {}
+        """Slices of logits, by what is read in their place."""
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._own = frozenset(self._flowing())
 
@@ -123,7 +125,7 @@ class _Mover:
         """The results of products that flow into an exponential element by element."""
         found: set[Var] = set()
         own: set[Var] = set()
-        layout = _THROUGH | SELECTIONS
+        layout = _THROUGH | SELECTIONS | {"concatenate"}
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
@@ -185,12 +187,30 @@ class _Mover:
         name = equation.primitive.name
         if not equation.outvars:
             return None
+        if name == "concatenate":
+            pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
+            found = rolled(pieces, equation.params["dimension"])
+            if found is not None and found[0] in self.logits and self._comes_to_a_product(*found):
+                return self._select(*found, equation)
+            return None
         rows = selection(equation)
+        if (
+            rows is not None
+            and rows.fill is not None
+            and not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        ):
+            return None
         if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
             if len(self.names) >= _MOST or not self._comes_to_a_product(equation.invars[0], rows):
                 return None
             self.choices.add(rows.choice)
-            return self._select(equation.invars[0], rows, equation)
+            if rows.fill is None:
+                selected = self._select(equation.invars[0], rows, equation)
+                if name == "slice" and isinstance(selected, Var):
+                    self.pieces[selected] = equation.invars[0], rows
+                return selected
+            chosen = self._select(equation.invars[0], replace(rows, fill=None), equation)
+            return self._filled(equation, rows, chosen, rows.fill)
         spread = self._put(equation)
         if spread is not None:
             self.spread[equation.outvars[0]] = spread
@@ -284,6 +304,11 @@ class _Mover:
             return self._emit(like, rows.select, atom)
         return self._emit(like, rows.select, atom, rows.start)
 
+    def _filled(self, like: JaxprEqn, rows: Rows, atom: Atom, fill: float) -> Atom:
+        """Selected rows with ``fill`` in those whose index is out of range."""
+        assert isinstance(rows.start, Var)
+        return self._emit(like, lambda array, start: rows.filled(array, start, fill), atom, rows.start)
+
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
         name, result = equation.primitive.name, equation.outvars[0]
@@ -344,7 +369,11 @@ class _Mover:
         else:
             return None
         core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
-        return _Spread(core, rows) if rows.choice in self.choices else None
+        if rows.choice not in self.choices:
+            return None
+        if rows.fill is not None:
+            core = self._filled(equation, rows, core, 0.0)
+        return _Spread(core, replace(rows, fill=None))
 
     def _is_zero(self, atom: Atom) -> bool:
         for _ in range(4):
@@ -362,6 +391,8 @@ class _Mover:
         given = [self.spread.get(a) if isinstance(a, Var) else None for a in operands]
         first = next(s for s in given if s is not None)
         rows, assumed = first.rows, any(s.assumed for s in given if s is not None)
+        if len(given) == 2 and (whole := self._rolled_back(equation, given)) is not None:
+            return whole
         if any(s is not None and s.rows != rows for s in given):
             return None
         if name in _LINEAR:
@@ -405,6 +436,24 @@ class _Mover:
         layout = _layout_of(equation, rows, further.shape(shape), further)
         return _Spread(self._emit(equation, layout, first.core), further, assumed)
 
+    def _rolled_back(self, equation: JaxprEqn, given: Sequence[_Spread | None]) -> _Spread | None:
+        """A sum of the two parts of one value, each among zeros: the value, rolled."""
+        first, second = given
+        if equation.primitive.name not in ("add", "add_any") or first is None or second is None:
+            return None
+        low, high = sorted((first, second), key=lambda s: s.rows.start != 0)
+        rows, size, whole = high.rows, low.rows.size, high.rows.parts[high.rows.part]
+        if rows.start != size or rows.mode is not None or rows.stride != 1 or size + rows.size != whole:
+            return None
+        if low.rows != replace(rows, start=0, size=size) or low.assumed or high.assumed:
+            return None
+        pieces = []
+        for spread in (low, high):
+            definition = self.definitions.get(spread.core) if isinstance(spread.core, Var) else None
+            pieces.append(None if definition is None else piece(definition, spread.core))
+        found = rolled(pieces, rows.axis)
+        return None if found is None or rows.more else _Spread(found[0], replace(rows, size=whole))
+
     def _forward(self, equation: JaxprEqn, rows: Rows) -> Rows | None:
         """The rows of a layout operation's result that are those of its operand."""
         name, params = equation.primitive.name, equation.params
@@ -431,11 +480,11 @@ class _Mover:
 
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
-        if not self.assume_finite:
-            return None
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
         own = self.spread[operands[side]]
+        if not self.assume_finite and not own.rows.all:
+            return None
         rows, other = own.rows, operands[1 - side]
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
@@ -467,10 +516,12 @@ class _Mover:
             return tuple(found[0]), tuple(found[1])
 
         new = self._bind(equation, atoms, dimension_numbers=(dims(contracting), dims(batch)))
-        self.assumed.add(new)
+        assumed = own.assumed or not rows.all
+        if assumed:
+            self.assumed.add(new)
         if result is None:
             return new
-        self.spread[equation.outvars[0]] = _Spread(new, result, assumed=True)
+        self.spread[equation.outvars[0]] = _Spread(new, result, assumed)
         shape = equation.outvars[0].aval.shape
         if isinstance(result.start, int):
             return self._emit(equation, lambda core: result.put(core, shape), new)

@@ -35,8 +35,8 @@ _FROM_HERE = 2**20
 def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
     """The passes over the logits, in order; the first one takes the statistics of the forward.
 
-    What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is left
-    to that.
+    What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is
+    left to that.
 
     Where everything between statistics and products is computed row by row, one pass does it all.
 

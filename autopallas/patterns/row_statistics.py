@@ -59,8 +59,8 @@ ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 
 
 class RowStatistics(Softmax):
-    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary, ``rows`` those of rows that
-    have a weight in common."""
+    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary, ``rows`` those of rows
+    that have a weight in common."""
 
     def __init__(self, scope: Scope, axis: tuple[Atom, ...], wide: Dtype, rows: tuple[Atom, ...] = ()):
         super().__init__(scope, axis, 0)

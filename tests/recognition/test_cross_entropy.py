@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.nn import log_softmax, logsumexp, one_hot, softmax
+from jax.nn import log_softmax, logsumexp, softmax
 from training.checks import arrays, check
 
 from recognition.catalogue import array

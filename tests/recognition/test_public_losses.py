@@ -120,6 +120,52 @@ def the_last_alone(w, x, y):
     return -picked(log_softmax((x @ w)[:, -1:]), y[:, -1:]).mean()
 
 
+@rows
+def rolled_logits(w, x, y):
+    return -(picked(log_softmax(jnp.roll(x @ w, 1, 1)), y) * (jnp.arange(T) > 0)).sum()
+
+
+@rows
+def rolled_the_other_way_by_two(w, x, y):
+    return -picked(log_softmax(jnp.roll(3 * jnp.tanh(x @ w), -2, 1)), y).mean()
+
+
+@rows
+def rolled_log_probabilities(w, x, y):
+    return -(picked(jnp.roll(log_softmax(x @ w), 1, 1), y) * (jnp.arange(T) > 0)).sum()
+
+
+@rows
+def rolled_labels(w, x, y):
+    shown = jnp.arange(T) < T - 1
+    return -(picked(log_softmax(x @ w), jnp.roll(y, -1, 1)) * shown).sum() / shown.sum()
+
+
+@rows
+def taken_rows(w, x, y):
+    return -picked(log_softmax(jnp.take(x @ w, jnp.array([1, 4, 2]), axis=1)), y[:, :3]).mean()
+
+
+@rows
+def taken_rows_that_may_be_out_of_range(w, x, y):
+    chosen = y[0, :4] * 2
+    z = jnp.take(x.reshape(-1, D) @ w, chosen, axis=0)
+    return -jnp.where(chosen < B * T, picked(log_softmax(z), y[1, :4]), 0).sum()
+
+
+@rows
+def taken_rows_with_a_fill(w, x, y):
+    z = jnp.take(x @ w, jnp.array([1, 9, 2]), axis=1, fill_value=-1e9)
+    return -picked(log_softmax(z), y[:, :3]).sum()
+
+
+@rows
+def taken_log_probabilities_out_of_range_are_replaced(w, x, y):
+    chosen = jnp.array([1, 9, 2])
+    values = jnp.where((chosen < T)[:, None], jnp.take(log_softmax(x @ w), chosen, axis=1), 0.0)
+    return -picked(values, y[:, :3]).sum()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_losses_of_some_rows_are_found_forward_and_in_train_steps(name):
     compared = compare(ROWS[name], arguments())
@@ -180,6 +226,24 @@ def two_losses_of_different_rows_share_the_logits(w, x, y):
     z = x @ w
     first, second = z[:, :3], z[:, 2:]
     return -picked(log_softmax(first), y[:, :3]).mean() - picked(log_softmax(second), y[:, 2:]).mean(), z[0, 0]
+
+
+@lookalike
+def rolled_and_as_they_are(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(jnp.roll(z, 1, 1)), y).mean() - picked(log_softmax(z), y).mean()
+
+
+@lookalike
+def parts_that_overlap(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(jnp.concatenate([z[:, 2:], z[:, 1:3]], 1)), y).mean()
+
+
+@lookalike
+def parts_of_two_products(w, x, y):
+    z = jnp.concatenate([(x @ w)[:, 2:], (jnp.sin(x) @ w)[:, :2]], 1)
+    return -picked(log_softmax(z), y).mean()
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
