@@ -26,6 +26,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
+from autopallas.graph.label_sets import gathered, label_set, scattered
 from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, piece, reshaped, rolled, selection, window
 
 __all__ = ["move_selections"]
@@ -95,6 +96,8 @@ class _Mover:
         """What is computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
         self.assumed: set[Var] = set()
+        self.scores: set[Var] = set()
+        """The same, and what is computed from rows of logits that were selected."""
         self.pieces: dict[Var, tuple[Atom, Rows]] = {}
         """Slices of logits, by what is read in their place."""
         self._selected: dict[tuple[Var, Rows], Atom] = {}
@@ -148,9 +151,11 @@ class _Mover:
         name, result = equation.primitive.name, equation.outvars[0]
         if result in self._own:
             self.logits.add(result)
+            self.scores.add(result)
         elif name in _THROUGH or name in _REDUCTIONS or name in SELECTIONS:
-            if any(isinstance(a, Var) and a in self.logits for a in equation.invars):
-                self.logits.add(result)
+            for known in (self.logits, self.scores):
+                if any(isinstance(a, Var) and a in known for a in equation.invars):
+                    known.add(result)
 
     def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
         """The result of a function of some atoms, computed by new equations."""
@@ -187,6 +192,9 @@ class _Mover:
         name = equation.primitive.name
         if not equation.outvars:
             return None
+        several = self._label_set(equation) if name in ("gather", "scatter-add") else None
+        if several is not None:
+            return several
         if name == "concatenate":
             pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
             found = rolled(pieces, equation.params["dimension"])
@@ -222,6 +230,21 @@ class _Mover:
             moved = self._on_spread(equation)
             if moved is not None:
                 self.spread[equation.outvars[0]] = moved
+        return None
+
+    def _label_set(self, equation: JaxprEqn) -> Atom | None:
+        """Several elements of each row of logits, or the gradient of these, one after the other."""
+        found, first = label_set(equation), equation.invars[0]
+        if found is None or len(self.names) >= _MOST:
+            return None
+        indices, axis = found
+        gathers = equation.primitive.name == "gather"
+        choice = "labels", first.aval.shape, indices.aval.shape
+        if gathers and isinstance(first, Var) and first in self.scores:
+            self.choices.add(choice)
+            return self._emit(equation, lambda *given: gathered(equation, axis, *given), *equation.invars)
+        if not gathers and choice in self.choices and self._is_zero(first):
+            return self._emit(equation, lambda *given: scattered(equation, axis, *given), *equation.invars)
         return None
 
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
@@ -323,7 +346,7 @@ class _Mover:
             if rows.more:
                 return None
             atoms = [self._taken(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
-            return self._bind(equation, atoms)
+            return self._product(equation, atoms)
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
         position = rows.axis - len(batch[0])
@@ -333,7 +356,12 @@ class _Mover:
         atoms[side] = self._taken(operands[side], own, equation)
         moved = [tuple(own.moved(d) if s == side else d for d in contracting[s]) for s in (0, 1)]
         pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
-        return self._bind(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+        return self._product(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+
+    def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> Var:
+        found = self._bind(equation, atoms, **params)
+        self.scores.add(found)
+        return found
 
     # ------------------------------------------------------------------ what is put among zeros moves on
 
@@ -449,8 +477,9 @@ class _Mover:
             return None
         pieces = []
         for spread in (low, high):
-            definition = self.definitions.get(spread.core) if isinstance(spread.core, Var) else None
-            pieces.append(None if definition is None else piece(definition, spread.core))
+            core = spread.core
+            definition = self.definitions.get(core) if isinstance(core, Var) else None
+            pieces.append(piece(definition, core) if definition is not None and isinstance(core, Var) else None)
         found = rolled(pieces, rows.axis)
         return None if found is None or rows.more else _Spread(found[0], replace(rows, size=whole))
 

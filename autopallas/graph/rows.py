@@ -178,9 +178,10 @@ def piece(equation: JaxprEqn, variable: Var) -> tuple[Atom, Rows] | None:
 
 def rolled(pieces: Sequence[tuple[Atom, Rows] | None], axis: int) -> tuple[Var, Rows] | None:
     """What an array is that is put together of two ``pieces`` of another along an axis: that one, rolled."""
-    if len(pieces) != 2 or pieces[0] is None or pieces[1] is None:
+    known = [found for found in pieces if found is not None]
+    if len(pieces) != 2 or len(known) != 2:
         return None
-    (source, first), (other, second) = pieces
+    (source, first), (other, second) = known
     whole = first.parts[0]
     if source is not other or not isinstance(source, Var) or not isinstance(first.start, int) or not first.start:
         return None

@@ -15,7 +15,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.patterns.cross_entropy_flows import Flows
+from autopallas.patterns.cross_entropy_flows import Flow, Flows
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -86,9 +86,10 @@ class Region:
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
+        self.side = 0
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
-            self._flow = flows.add(self.logits, inside, ends) if other is None else other._flow
+            self._flow: Flow = flows.add(self.logits, inside, ends) if other is None else other._flow
             self.scope.follows = self._flow.follows
 
     @cached_property
@@ -495,8 +496,7 @@ class Region:
         """
         levels = self._levels
         if whole and (given := self.given):
-            sources = self._flow.sources(value)
-            return max((1 for number in sources if number not in given), default=0)
+            return max((1 for source in self._flow.sources(value) if source not in given), default=0)
         if value not in levels:
             sources = [-1 if number is None else number for number in self._flow.sources(value)]
             if any(number not in levels for number in sources):

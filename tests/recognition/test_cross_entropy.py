@@ -200,8 +200,8 @@ def sums_along_the_rows_that_start_anew(w, x, y):
 
 
 @refused("several labels are gathered per row")
-def several_labels_per_row(w, x, y):
-    return -jnp.take_along_axis(log_softmax(x @ w), jnp.stack([y, (y + 1) % V], 1), -1).mean()
+def many_labels_per_row(w, x, y):
+    return -jnp.take_along_axis(log_softmax(x @ w), (y[:, None] + jnp.arange(20)) % V, -1).mean()
 
 
 @refused("in pieces of the vocabulary already")
