@@ -10,8 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.casts import counts_exactly
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.numerics.casts import counts_exactly
 
 __all__ = ["SELECTIONS", "Rows", "groups", "picked", "piece", "reshaped", "rolled", "selection", "window"]
 
