@@ -26,7 +26,8 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
-from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, reshaped, selection, window
+from autopallas.graph.label_sets import gathered, label_set, scattered
+from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, piece, reshaped, rolled, selection, window
 
 __all__ = ["move_selections"]
 
@@ -95,6 +96,10 @@ class _Mover:
         """What is computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
         self.assumed: set[Var] = set()
+        self.scores: set[Var] = set()
+        """The same, and what is computed from rows of logits that were selected."""
+        self.pieces: dict[Var, tuple[Atom, Rows]] = {}
+        """Slices of logits, by what is read in their place."""
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._own = frozenset(self._flowing())
 
@@ -123,7 +128,7 @@ class _Mover:
         """The results of products that flow into an exponential element by element."""
         found: set[Var] = set()
         own: set[Var] = set()
-        layout = _THROUGH | SELECTIONS
+        layout = _THROUGH | SELECTIONS | {"concatenate"}
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
             if name in ("exp", "exp2") or (name in layout and not found.isdisjoint(equation.outvars)):
@@ -146,9 +151,11 @@ class _Mover:
         name, result = equation.primitive.name, equation.outvars[0]
         if result in self._own:
             self.logits.add(result)
+            self.scores.add(result)
         elif name in _THROUGH or name in _REDUCTIONS or name in SELECTIONS:
-            if any(isinstance(a, Var) and a in self.logits for a in equation.invars):
-                self.logits.add(result)
+            for known in (self.logits, self.scores):
+                if any(isinstance(a, Var) and a in known for a in equation.invars):
+                    known.add(result)
 
     def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
         """The result of a function of some atoms, computed by new equations."""
@@ -185,12 +192,33 @@ class _Mover:
         name = equation.primitive.name
         if not equation.outvars:
             return None
+        several = self._label_set(equation) if name in ("gather", "scatter-add") else None
+        if several is not None:
+            return several
+        if name == "concatenate":
+            pieces = [self.pieces.get(a) if isinstance(a, Var) else None for a in equation.invars]
+            found = rolled(pieces, equation.params["dimension"])
+            if found is not None and found[0] in self.logits and self._comes_to_a_product(*found):
+                return self._select(*found, equation)
+            return None
         rows = selection(equation)
+        if (
+            rows is not None
+            and rows.fill is not None
+            and not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        ):
+            return None
         if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
             if len(self.names) >= _MOST or not self._comes_to_a_product(equation.invars[0], rows):
                 return None
             self.choices.add(rows.choice)
-            return self._select(equation.invars[0], rows, equation)
+            if rows.fill is None:
+                selected = self._select(equation.invars[0], rows, equation)
+                if name == "slice" and isinstance(selected, Var):
+                    self.pieces[selected] = equation.invars[0], rows
+                return selected
+            chosen = self._select(equation.invars[0], replace(rows, fill=None), equation)
+            return self._filled(equation, rows, chosen, rows.fill)
         spread = self._put(equation)
         if spread is not None:
             self.spread[equation.outvars[0]] = spread
@@ -202,6 +230,21 @@ class _Mover:
             moved = self._on_spread(equation)
             if moved is not None:
                 self.spread[equation.outvars[0]] = moved
+        return None
+
+    def _label_set(self, equation: JaxprEqn) -> Atom | None:
+        """Several elements of each row of logits, or the gradient of these, one after the other."""
+        found, first = label_set(equation), equation.invars[0]
+        if found is None or len(self.names) >= _MOST:
+            return None
+        indices, axis = found
+        gathers = equation.primitive.name == "gather"
+        choice = "labels", first.aval.shape, indices.aval.shape
+        if gathers and isinstance(first, Var) and first in self.scores:
+            self.choices.add(choice)
+            return self._emit(equation, lambda *given: gathered(equation, axis, *given), *equation.invars)
+        if not gathers and choice in self.choices and self._is_zero(first):
+            return self._emit(equation, lambda *given: scattered(equation, axis, *given), *equation.invars)
         return None
 
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
@@ -284,6 +327,11 @@ class _Mover:
             return self._emit(like, rows.select, atom)
         return self._emit(like, rows.select, atom, rows.start)
 
+    def _filled(self, like: JaxprEqn, rows: Rows, atom: Atom, fill: float) -> Atom:
+        """Selected rows with ``fill`` in those whose index is out of range."""
+        assert isinstance(rows.start, Var)
+        return self._emit(like, lambda array, start: rows.filled(array, start, fill), atom, rows.start)
+
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
         name, result = equation.primitive.name, equation.outvars[0]
@@ -298,7 +346,7 @@ class _Mover:
             if rows.more:
                 return None
             atoms = [self._taken(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
-            return self._bind(equation, atoms)
+            return self._product(equation, atoms)
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
         position = rows.axis - len(batch[0])
@@ -308,7 +356,12 @@ class _Mover:
         atoms[side] = self._taken(operands[side], own, equation)
         moved = [tuple(own.moved(d) if s == side else d for d in contracting[s]) for s in (0, 1)]
         pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
-        return self._bind(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+        return self._product(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+
+    def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> Var:
+        found = self._bind(equation, atoms, **params)
+        self.scores.add(found)
+        return found
 
     # ------------------------------------------------------------------ what is put among zeros moves on
 
@@ -344,7 +397,11 @@ class _Mover:
         else:
             return None
         core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
-        return _Spread(core, rows) if rows.choice in self.choices else None
+        if rows.choice not in self.choices:
+            return None
+        if rows.fill is not None:
+            core = self._filled(equation, rows, core, 0.0)
+        return _Spread(core, replace(rows, fill=None))
 
     def _is_zero(self, atom: Atom) -> bool:
         for _ in range(4):
@@ -362,6 +419,8 @@ class _Mover:
         given = [self.spread.get(a) if isinstance(a, Var) else None for a in operands]
         first = next(s for s in given if s is not None)
         rows, assumed = first.rows, any(s.assumed for s in given if s is not None)
+        if len(given) == 2 and (whole := self._rolled_back(equation, given)) is not None:
+            return whole
         if any(s is not None and s.rows != rows for s in given):
             return None
         if name in _LINEAR:
@@ -405,6 +464,25 @@ class _Mover:
         layout = _layout_of(equation, rows, further.shape(shape), further)
         return _Spread(self._emit(equation, layout, first.core), further, assumed)
 
+    def _rolled_back(self, equation: JaxprEqn, given: Sequence[_Spread | None]) -> _Spread | None:
+        """A sum of the two parts of one value, each among zeros: the value, rolled."""
+        first, second = given
+        if equation.primitive.name not in ("add", "add_any") or first is None or second is None:
+            return None
+        low, high = sorted((first, second), key=lambda s: s.rows.start != 0)
+        rows, size, whole = high.rows, low.rows.size, high.rows.parts[high.rows.part]
+        if rows.start != size or rows.mode is not None or rows.stride != 1 or size + rows.size != whole:
+            return None
+        if low.rows != replace(rows, start=0, size=size) or low.assumed or high.assumed:
+            return None
+        pieces = []
+        for spread in (low, high):
+            core = spread.core
+            definition = self.definitions.get(core) if isinstance(core, Var) else None
+            pieces.append(piece(definition, core) if definition is not None and isinstance(core, Var) else None)
+        found = rolled(pieces, rows.axis)
+        return None if found is None or rows.more else _Spread(found[0], replace(rows, size=whole))
+
     def _forward(self, equation: JaxprEqn, rows: Rows) -> Rows | None:
         """The rows of a layout operation's result that are those of its operand."""
         name, params = equation.primitive.name, equation.params
@@ -431,11 +509,11 @@ class _Mover:
 
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
-        if not self.assume_finite:
-            return None
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
         own = self.spread[operands[side]]
+        if not self.assume_finite and not own.rows.all:
+            return None
         rows, other = own.rows, operands[1 - side]
         ranks = [len(a.aval.shape) for a in operands]
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
@@ -467,10 +545,12 @@ class _Mover:
             return tuple(found[0]), tuple(found[1])
 
         new = self._bind(equation, atoms, dimension_numbers=(dims(contracting), dims(batch)))
-        self.assumed.add(new)
+        assumed = own.assumed or not rows.all
+        if assumed:
+            self.assumed.add(new)
         if result is None:
             return new
-        self.spread[equation.outvars[0]] = _Spread(new, result, assumed=True)
+        self.spread[equation.outvars[0]] = _Spread(new, result, assumed)
         shape = equation.outvars[0].aval.shape
         if isinstance(result.start, int):
             return self._emit(equation, lambda core: result.put(core, shape), new)

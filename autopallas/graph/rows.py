@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.numerics.casts import counts_exactly
 
-__all__ = ["SELECTIONS", "Rows", "groups", "picked", "reshaped", "selection", "window"]
+__all__ = ["SELECTIONS", "Rows", "groups", "picked", "piece", "reshaped", "rolled", "selection", "window"]
 
 Atom = Var | Literal
 
@@ -30,8 +31,11 @@ class Rows:
       part: of which of them positions are selected.
       start: the first position, or the variable that holds it; with ``mode`` the variable that holds all of them,
         [size, 1].
-      size, stride: how many positions, and the distance between them.
+      size, stride: how many positions, and the distance between them.  Behind the last position comes the first: as
+        many as there are, from another start, are all of them, rolled.
       mode: of the gather that picks positions by index, or None.
+      fill: what rows out of range are filled with; then ``mode`` is that of the gather which picks others in their
+        place.  Going back, they are dropped.
     """
 
     axis: int
@@ -41,6 +45,7 @@ class Rows:
     size: int
     stride: int = 1
     mode: Any = None
+    fill: float | None = None
 
     @property
     def more(self) -> int:
@@ -48,9 +53,22 @@ class Rows:
         return len(self.parts) - 1
 
     @property
+    def all(self) -> bool:
+        """Whether all rows are there, in another order."""
+        return self.mode is None and self.stride == 1 and self.size == self.parts[self.part]
+
+    @property
     def choice(self) -> tuple[Any, ...]:
         """What is selected, wherever the axis is."""
-        return self.parts[self.part], self.start, self.size, self.stride, self.mode
+        return self.parts[self.part], self.start, self.size, self.stride, self.mode, self.fill is None
+
+    def filled(self, array: Any, start: Any, fill: float) -> Any:
+        """What is selected, with ``fill`` in the rows whose index is out of range."""
+        own, last = self.axis + self.part, self.parts[self.part] - 1
+        index = lax.reshape(start, (self.size,))
+        within = lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), lax.le(index, lax.full_like(index, last)))
+        within = lax.broadcast_in_dim(within, array.shape, (own,))
+        return lax.select(within, array, lax.full_like(array, fill))
 
     def at(self, axis: int) -> Rows:
         return replace(self, axis=axis)
@@ -77,6 +95,8 @@ class Rows:
         own = self.axis + self.part
         if self.more:
             array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *array.shape[self.axis + 1 :]))
+        if isinstance(self.start, int) and self.all:
+            return _rolled(array, self.start, own)
         if isinstance(self.start, int):
             stop = self.start + (self.size - 1) * self.stride + 1
             return lax.slice_in_dim(array, self.start, stop, self.stride, own)
@@ -92,7 +112,9 @@ class Rows:
         """The inverse: an array of the shape ``before``, zero elsewhere."""
         own = self.axis + self.part
         full = (*before[: self.axis], *self.parts, *before[self.axis + 1 :])
-        if isinstance(self.start, int):
+        if isinstance(self.start, int) and self.all:
+            array = _rolled(array, self.size - self.start, own)
+        elif isinstance(self.start, int):
             rest = full[own] - self.start - (self.size - 1) * self.stride - 1
             config = [(self.start, rest, self.stride - 1) if d == own else (0, 0, 0) for d in range(len(full))]
             array = lax.pad(array, jnp.zeros((), array.dtype), config)
@@ -104,6 +126,12 @@ class Rows:
             zeros = jnp.zeros(full, array.dtype)
             array = lax.dynamic_update_slice_p.bind(zeros, array, *_starts(start, own, len(full)))
         return lax.reshape(array, tuple(before)) if self.more else array
+
+
+def _rolled(array: Any, start: int, axis: int) -> Any:
+    """An array whose first position along an axis is ``start``."""
+    parts = (lax.slice_in_dim(array, start, None, 1, axis), lax.slice_in_dim(array, 0, start, 1, axis))
+    return lax.concatenate(parts, axis)
 
 
 def _starts(start: Any, axis: int, rank: int) -> list[Any]:
@@ -123,7 +151,8 @@ def selection(equation: JaxprEqn) -> Rows | None:
         own = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
         whole = all(m in (n, 1) for n, m in zip(before, sizes, strict=True))
         batching = numbers.operand_batching_dims
-        return picked(equation.invars[1], own, batching, before, after, params["mode"]) if whole else None
+        indices, fill = equation.invars[1], params["fill_value"]
+        return picked(indices, own, batching, before, after, params["mode"], fill) if whole else None
     strides = params["strides"] or (1,) * len(before)
     changed = [d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m]
     if len(changed) != 1:
@@ -131,6 +160,36 @@ def selection(equation: JaxprEqn) -> Rows | None:
     (axis,) = changed
     size = after[axis]
     return Rows(axis, (before[axis],), 0, int(params["start_indices"][axis]), size, strides[axis] if size > 1 else 1)
+
+
+def piece(equation: JaxprEqn, variable: Var) -> tuple[Atom, Rows] | None:
+    """The array of which an equation's result is a part along one axis, and which part."""
+    source = equation.invars[0] if equation.invars else None
+    if source is not None and equation.primitive.name == "slice":
+        rows = selection(equation)
+        return None if rows is None else (source, rows)
+    if source is not None and equation.primitive.name == "split":
+        axis, sizes = equation.params["axis"], equation.params["sizes"]
+        position = next(i for i, v in enumerate(equation.outvars) if v is variable)
+        start, size = sum(map(int, sizes[:position])), int(sizes[position])
+        return source, Rows(axis, (source.aval.shape[axis],), 0, start, size)
+    return None
+
+
+def rolled(pieces: Sequence[tuple[Atom, Rows] | None], axis: int) -> tuple[Var, Rows] | None:
+    """What an array is that is put together of two ``pieces`` of another along an axis: that one, rolled."""
+    known = [found for found in pieces if found is not None]
+    if len(pieces) != 2 or len(known) != 2:
+        return None
+    (source, first), (other, second) = known
+    whole = first.parts[0]
+    if source is not other or not isinstance(source, Var) or not isinstance(first.start, int) or not first.start:
+        return None
+    if (first.axis, first.more, first.stride, first.mode) != (axis, 0, 1, None) or first.start + first.size != whole:
+        return None
+    if replace(second, stride=1) != replace(first, start=0, size=first.start) or second.stride != 1:
+        return None
+    return source, replace(first, size=whole)
 
 
 def window(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) -> Rows | None:
@@ -146,12 +205,12 @@ def window(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) ->
 
 def picked(
     indices: Atom, own: tuple[Any, Any, Any], batching: Sequence[int], whole: Sequence[int], part: Sequence[int],
-    mode: Any,
+    mode: Any, fill: float | None = None,
 ) -> Rows | None:  # fmt: skip
-    """The rows of a gather along one axis, whole otherwise, at indices [size, 1] within it; ``own``: the dimensions of
-    its result (or of a scatter's updates) that are not picked, and the axis twice."""
+    """The rows of a gather along one axis, whole otherwise, at indices [size, 1]; ``own``: the dimensions of its result
+    (or of a scatter's updates) that are not picked, and the axis twice; ``fill``: of rows out of range, NaN if None."""
     kept, axes, mapped = own
-    if len(axes) != 1 or axes != mapped or batching or isinstance(indices, Literal) or "FILL" in str(mode).upper():
+    if len(axes) != 1 or axes != mapped or batching or isinstance(indices, Literal):
         return None
     (axis,) = axes
     shape = indices.aval.shape
@@ -159,7 +218,12 @@ def picked(
         return None
     if tuple(part) != (*whole[:axis], shape[0], *whole[axis + 1 :]):
         return None
-    return Rows(axis, (whole[axis],), 0, indices, shape[0], mode=mode)
+    if "FILL" not in str(mode).upper():
+        return Rows(axis, (whole[axis],), 0, indices, shape[0], mode=mode)
+    if not counts_exactly(indices.aval.dtype, whole[axis] - 1):
+        return None
+    own_fill = math.nan if fill is None else float(fill)
+    return Rows(axis, (whole[axis],), 0, indices, shape[0], mode=lax.GatherScatterMode.CLIP, fill=own_fill)
 
 
 def groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:

@@ -12,7 +12,8 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
@@ -51,7 +52,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     alive = surviving(graph)
     scatters = _Scatters(graph, alive)
     flows = Flows(graph)
-    regions: list[Region] = []
+    candidates: list[_Candidate] = []
     for node in graph.nodes:
         with contained(node):
             if not _may_give_logits(graph, node) or node.outputs[0] not in exponents:
@@ -63,11 +64,18 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 continue
             if _weighs_something_else(graph, node, inside, ends.values()):
                 continue
-            scatters.join(inside, ends)
-            region = Region(graph, node, inside, sorted(ends.values(), key=lambda n: n.outputs or (-1,)), flows)
+            candidates.append(_Candidate(node, inside, ends))
+    scatters.join(candidates)
+    regions: list[Region] = []
+    for candidate in candidates:
+        with contained(candidate.dot):
+            ends = candidate.ends
+            read = sorted(ends.values(), key=lambda n: n.outputs or (-1,))
+            region = Region(graph, candidate.dot, candidate.inside, read, flows, shared=candidate.shared)
             if region.anchored:
                 regions.append(region)
     taken: set[int] = set()
+    given: set[int] = set()
     for region in regions:
         node = region.dot
         with contained(node):
@@ -75,8 +83,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 continue
             try:
                 with bounded(graph):
-                    matches.append(_match(graph, region, assume_finite))
+                    matches.append(_match(graph, region, assume_finite, given))
                 taken |= region.inside
+                given.update(matches[-1].replaced)
             except Mismatch as mismatch:
                 if region.labelled:
                     where = compat.location(node.equation)
@@ -156,6 +165,17 @@ def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int]
     return inside, ends
 
 
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A product that may give logits, the values into which these flow, and what reads those."""
+
+    dot: Node
+    inside: set[int]
+    ends: dict[int, Node]
+    shared: set[int] = field(default_factory=set)
+    """The values inside that other logits flow together with, too."""
+
+
 class _Scatters:
     """The scatters of a program, of which some are gradients of elements picked from logits; each is followed once."""
 
@@ -167,14 +187,31 @@ class _Scatters:
             if node.name == "scatter-add" and node.outputs[0] in alive:
                 self._by_shape.setdefault(graph.shape(node.outputs[0]), []).append(node)
 
-    def join(self, inside: set[int], ends: dict[int, Node]) -> None:
-        """Adds those that flow into the same values."""
-        for shape in sorted({self._graph.shape(number) for number in inside} & self._by_shape.keys()):
-            for node in self._by_shape[shape]:
-                own, own_ends = self._flow(node.outputs[0])
-                if not own.isdisjoint(inside) or not own_ends.keys().isdisjoint(ends):
-                    inside |= own
-                    ends |= own_ends
+    def join(self, candidates: Sequence[_Candidate]) -> None:
+        """Adds those that flow into the same values as some logits.
+
+        Of one that several logits flow together with, since their labels and cotangents are the same, each is given
+        what is none of the others' own.
+        """
+        joined: dict[int, list[_Candidate]] = {}
+        for candidate in candidates:
+            for shape in sorted({self._graph.shape(number) for number in candidate.inside} & self._by_shape.keys()):
+                for node in self._by_shape[shape]:
+                    own, own_ends = self._flow(node.outputs[0])
+                    if not own.isdisjoint(candidate.inside) or not own_ends.keys().isdisjoint(candidate.ends):
+                        joined.setdefault(node.outputs[0], []).append(candidate)
+        for number, sharing in joined.items():
+            own, own_ends = self._flow(number)
+            if len(sharing) == 1:
+                sharing[0].inside.update(own)
+                sharing[0].ends.update(own_ends)
+                continue
+            alone = [candidate.inside.copy() for candidate in sharing]
+            for position, candidate in enumerate(sharing):
+                values = own.difference(*alone[:position], *alone[position + 1 :])
+                candidate.inside.update(values)
+                candidate.shared.update(values)
+                candidate.ends.update((k, end) for k, end in own_ends.items() if not values.isdisjoint(end.inputs))
 
     def _flow(self, value: int) -> tuple[set[int], dict[int, Node]]:
         if value not in self._flows:
@@ -182,17 +219,19 @@ class _Scatters:
         return self._flows[value]
 
 
-def _match(graph: Graph, region: Region, assume_finite: bool) -> Match:
+def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) -> Match:
+    """The site of some logits; ``before``: values that other sites give already."""
     region.read()
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
-    first, *then = passes(region)
+    first, *then = passes(region, before)
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
         assumptions = (*assumptions, _LEFT_OUT)
     given = {number for p in (first, *then) for number in p.results}
-    left = region.inside & surviving(graph, given)
+    given |= {number for number in before if not region.scope.depends(number)}
+    left = (region.inside - region.shared) & surviving(graph, given)
     if left:
         raise Mismatch(_escape(graph, region, left))
     return Match(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -32,29 +32,40 @@ _FROM_HERE = 2**20
 ``_FROM_HERE + k``."""
 
 
-def passes(region: Region) -> list[Match]:
+def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
     """The passes over the logits, in order; the first one takes the statistics of the forward.
+
+    What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is
+    left to that.
 
     Where everything between statistics and products is computed row by row, one pass does it all.
 
     Raises:
       Mismatch: an operand is not at hand where a pass would stand.
     """
+    given = frozenset(number for number in given if not region.scope.depends(number))
     before = -1
     found: list[Match] = []
-    while region.space.refinements != before:
-        before = region.space.refinements
-        whole = _Pass(region, region.terminals, one=True) if _in_one(region) else None
+    while region.refinements != before:
+        before = region.refinements
+        own = [t for t in region.terminals if t.result not in given]
+        whole = _Pass(region, own, one=True) if _in_one(region) else None
         if whole is not None:
             with contextlib.suppress(Mismatch):
-                found = [whole.match()]
+                found = [*_in_order(region.regions[1:], given), whole.match()]
                 continue
-        order = sorted(region.terminals, key=lambda t: (t.level, _place(region, t)))
-        groups = groupby(order, key=lambda t: (t.level, _place(region, t)))
-        found = [_pass(region, list(terminals)) for _, terminals in groups]
+        found = _in_order(region.regions, given)
     if not any(s.kind == "exp_sum" for s in found[0].site.statistics):
         raise Mismatch("the first pass over the logits does not sum their exponentials")
     return found
+
+
+def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
+    """The passes of regions over the same logits, one for each level and body of their ends."""
+    ends = [(t.level, _place(region, t), i, t) for i, region in enumerate(regions) for t in region.terminals]
+    ends = [end for end in ends if end[-1].result not in given]
+    groups = groupby(sorted(ends, key=lambda end: end[:3]), key=lambda end: end[:3])
+    return [_pass(regions[key[2]], [t for *_, t in terminals]) for key, terminals in groups]
 
 
 def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
@@ -66,7 +77,8 @@ def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
 def _in_one(region: Region) -> bool:
     """Whether statistics and products are computed in the same body, once."""
     held = {body for t in region.terminals for body, _ in region.graph.occurrences(t.result)}
-    return len(held) == 1 and bool(region.products)
+    before = all(t.level == 1 for other in region.regions[1:] for t in other.terminals)
+    return len(held) == 1 and bool(region.products) and before
 
 
 def _place(region: Region, terminal: Terminal) -> int:
@@ -135,7 +147,9 @@ class _Pass:
             doubled=region.doubled,
         )
         for number in carrier.operands:
-            if region.touches(number) and region.level_of(number) >= (1 if self.one else self.terminals[0].level):
+            if not region.touches(number):
+                continue
+            if region.level_of(number, whole=self.one) >= (1 if self.one else self.terminals[0].level):
                 raise Mismatch("a pass over the logits would need its own results")
         self._refuse_circles(carrier.operands)
         nodes, free = nodes_between(self.graph, carrier.operands, self.results)
@@ -235,15 +249,19 @@ class _TileBuilder(ProgramBuilder):
     def __init__(self, region: Region, carrier: Carrier, owner: _Pass | None = None):
         super().__init__(carrier)
         self.region, self.owner = region, owner
+        self.whole = set(region.counted) == set(region.resolved(carrier.axes[0]))
+        """Whether all rows of one weight are those of the pass."""
 
     def _written(self, expression: Expression) -> Any:
         match expression:
             case Position():
+                if expression.axis == "query" and not self.whole:
+                    raise Mismatch("labels of columns are compared with rows of which each has a product of its own")
                 return self._input(Index(expression.axis, expression.dtype))
             case Ref():
                 ref = self.scope.space.canonical(expression)
                 if ref.value != self.scope.score and self.region.touches(ref.value):
-                    if not self.region.algebra.carries_axis(ref):
+                    if not self.region.algebra.carries_axis(ref) or self.region.algebra.of_column(ref):
                         return self._side(expression)
                     if self.scope.name(ref) == "scatter-add":
                         return self._register(self.region.algebra.spread(ref))
@@ -275,7 +293,8 @@ class _TileBuilder(ProgramBuilder):
 
     def _side(self, ref: Ref) -> Any:
         dtype = self.scope.graph.dtype(ref.value)
-        if self.owner is not None and self.owner.one and self.region.level_of(self._value(ref)) > 0:
+        whole = self.owner is not None and self.owner.one
+        if self.owner is not None and whole and self.region.level_of(self._value(ref), whole=True) > 0:
             return self._input(Side(_FROM_HERE + self.owner.finished(ref), dtype))
         if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
             raise Mismatch(f"a side input has the dtype {dtype}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,7 +15,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
-from autopallas.patterns.cross_entropy_flows import Flows
+from autopallas.patterns.cross_entropy_flows import Flow, Flows
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -65,17 +65,49 @@ class Region:
     Attributes:
       inside: numbers of these values.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
+      shared: those of them that flow together with other logits too: gradients of picked elements.
+      other: of a region in which rows and columns have changed places, the one that has them as they were.  Where a
+        loss takes statistics of rows and of columns, as contrastive ones do, each kind is read in a region of its own,
+        for which the other's are numbers at hand.
     """
 
-    def __init__(self, graph: Graph, dot: Node, inside: set[int], ends: Sequence[Node], flows: Flows):
-        self.graph, self.dot, self.inside, self.ends = graph, dot, inside, ends
+    def __init__(
+        self,
+        graph: Graph,
+        dot: Node,
+        inside: set[int],
+        ends: Sequence[Node],
+        flows: Flows,
+        other: Region | None = None,
+        shared: Set[int] = frozenset(),
+    ):
+        self.graph, self.dot, self.inside, self.ends, self._flows = graph, dot, inside, ends, flows
         self.logits = dot.outputs[0]
+        self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
-        self._levels: dict[int, int] = {}
+        self._levels: dict[int, int] = {} if other is None else other._levels
+        self.side = 0
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
-            self._flow = flows.add(self.logits, inside, ends)
+            self._flow: Flow = flows.add(self.logits, inside, ends) if other is None else other._flow
             self.scope.follows = self._flow.follows
+
+    @cached_property
+    def turned(self) -> Region | None:
+        """The region in which rows and columns have changed places; None where no column's exponentials are summed."""
+        found = Region(self.graph, self.dot, self.inside, self.ends, self._flows, self)
+        return found if found.anchored else None
+
+    @property
+    def regions(self) -> list[Region]:
+        """This one, and the turned one if that has read an end."""
+        turned = self.__dict__.get("turned")
+        return [self, *([turned] if turned is not None and turned.terminals else [])]
+
+    @property
+    def given(self) -> frozenset[int]:
+        """The results of the turned region that do not depend on those of this one."""
+        return frozenset(t.result for region in self.regions[1:] for t in region.terminals if t.level == 1)
 
     @property
     def location(self) -> str:
@@ -146,10 +178,12 @@ class Region:
         reduced = {a for d in node.params["axes"] for a in space.resolve(at.view[d][1])}
         left, right, contracted = contraction
         self.hidden = [a for _, atoms in contracted for a in atoms]
-        for rows, weight in ((left, right), (right, left)):
+        for side, (rows, weight) in enumerate(((left, right), (right, left))):
+            if self.other is not None and side == self.other.side:
+                continue
             own = space.atoms(weight) - set(space.resolve(self.hidden))
             if reduced and reduced <= own and not reduced & space.atoms(rows):
-                self.score, self.x, self.w = score, rows, weight
+                self.score, self.x, self.w, self.side = score, rows, weight, side
                 self._known = {self.logits: score}
                 self.vocabulary = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a in reduced)
                 self.rows = tuple(a for _, atoms in score.view for a in space.resolve(atoms) if a not in reduced)
@@ -178,6 +212,11 @@ class Region:
     def apart(self) -> frozenset[Atom]:
         """The labels of rows of which each has a weight of its own."""
         return frozenset(self.resolved(self._apart))
+
+    @property
+    def counted(self) -> tuple[Atom, ...]:
+        """The labels of rows that have a weight in common."""
+        return tuple(a for a in self.resolved(self.rows) if a not in self.apart)
 
     def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
         """A value that is computed from ``known`` ones (by default the logits), seen under the labels of these."""
@@ -238,22 +277,63 @@ class Region:
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop")
         before = -1
-        while self.space.refinements != before:
-            before = self.space.refinements
-            self.terminals, self._levels = [], {}
-            self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide)
-            self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
+        while self.refinements != before:
+            before = self.refinements
+            self._levels.clear()
+            for region in (self, self.__dict__.get("turned")):
+                if region is not None:
+                    region.start()
             for node in self.ends:  # what can be aligned by the logits tells how to align scatters
                 with contextlib.suppress(Mismatch):
                     self._aligned(self._source(node))
             for node in self.ends:
-                terminal = self._terminal(node)
-                self.terminals.append(terminal)
-                terminal.level = self._level(terminal)
+                region, terminal = self._end(node)
+                region.terminals.append(terminal)
                 self._levels[terminal.result] = terminal.level
-            self._out_of_rules()
-        if not any(_computes(t.expression, "exp_sum") for t in self.terminals if t.kind == "statistics"):
+            for region in self.regions:
+                region._out_of_rules()
+        terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
+        if not any(_computes(t.expression, "exp_sum") for t in terminals):
             raise Mismatch("nothing sums the exponentials of the logits")
+
+    @property
+    def refinements(self) -> int:
+        """How often a label was refined so far."""
+        return sum(region.space.refinements for region in (self, self.__dict__.get("turned")) if region is not None)
+
+    def start(self) -> None:
+        """Forgets what was read."""
+        self.terminals = []
+        self.algebra = RowStatistics(self.scope, self.vocabulary, self.wide, self.counted)
+        self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
+
+    def _end(self, node: Node) -> tuple[Region, Terminal]:
+        """An end read under the labels of rows or, where that shows it in an earlier pass, of columns.
+
+        Raises:
+          Mismatch: it is neither a statistic nor a product.
+        """
+        found: Terminal | None = None
+        reason: Mismatch | None = None
+        try:
+            found = self._terminal(node)
+            found.level = self._level(found)
+        except Mismatch as mismatch:
+            reason = mismatch
+        if found is not None and (found.level == 1 and found.kind == "statistics" or found.kind in ("rows", "columns")):
+            return self, found
+        if node.name != "dot_general" and (turned := self.turned) is not None:
+            if "algebra" not in turned.__dict__:
+                turned.start()
+            with contextlib.suppress(Mismatch):
+                other = turned._terminal(node)
+                other.level = turned._level(other)
+                if other.kind == "statistics" and (found is None or other.level < found.level or other.level == 1):
+                    return turned, other
+        if found is None:
+            assert reason is not None
+            raise reason
+        return self, found
 
     def _is_piece(self, operand: Ref) -> bool:
         """Whether an operand is an element of what a loop goes through, or is picked by index."""
@@ -409,9 +489,14 @@ class Region:
         """Whether a value is computed from the logits or from a scatter inside."""
         return bool(self._flow.sources(value))
 
-    def level_of(self, value: int) -> int:
-        """The last pass on whose results a number per row depends; 0 if on none."""
+    def level_of(self, value: int, whole: bool = False) -> int:
+        """The last pass on whose results a number per row depends; 0 if on none.
+
+        ``whole``: where the region is one pass, which the turned region's comes before.
+        """
         levels = self._levels
+        if whole and (given := self.given):
+            return max((1 for source in self._flow.sources(value) if source not in given), default=0)
         if value not in levels:
             sources = [-1 if number is None else number for number in self._flow.sources(value)]
             if any(number not in levels for number in sources):
@@ -464,7 +549,7 @@ class Region:
 
         def step(value: Ref) -> tuple[Expression, bool]:
             ref = self.space.canonical(value)
-            return (self._one_step(ref), True) if self.level_of(ref.value) > 0 else (value, False)
+            return (self._one_step(ref), True) if self.level_of(ref.value, whole=True) > 0 else (value, False)
 
         found = self._replaced(expression, step)
         for computed in _statistics(found):

@@ -14,6 +14,7 @@ from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
+from autopallas.sites.elementwise import Axis
 
 __all__ = ["Pick", "picked", "placed"]
 
@@ -28,6 +29,7 @@ class Pick:
     Attributes:
       label: its position along the axis, an integer per row.
       view: of the gather's result, or of the scatter's updates: which row each of their elements belongs to.
+      along: "key", or "query" where it is one element per column.
       mode: what becomes of a label out of range: "fill" (it gives the fill value, or is dropped), "clip" or "promise"
         (there is none; if there is all the same, a gather clips it and a scatter drops it, so JAX documents).
     """
@@ -35,6 +37,7 @@ class Pick:
     label: Ref
     view: View
     mode: str
+    along: Axis = "key"
 
 
 def picked(scope: Scope, operand: Ref, gather: Any, axis: Sequence[Atom]) -> Pick:

@@ -27,7 +27,7 @@ from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, 
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax, Term
-from autopallas.sites.elementwise import Constant
+from autopallas.sites.elementwise import Axis, Constant
 
 __all__ = ["RowStatistics"]
 
@@ -59,11 +59,12 @@ ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 
 
 class RowStatistics(Softmax):
-    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary."""
+    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary, ``rows`` those of rows
+    that have a weight in common."""
 
-    def __init__(self, scope: Scope, axis: tuple[Atom, ...], wide: Dtype):
+    def __init__(self, scope: Scope, axis: tuple[Atom, ...], wide: Dtype, rows: tuple[Atom, ...] = ()):
         super().__init__(scope, axis, 0)
-        self.wide = wide
+        self.wide, self.rows = wide, rows
         self.touches: Callable[[int], bool] = scope.depends
         """Whether a value is computed from the logits, or from a scatter that the site takes over."""
         self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
@@ -256,7 +257,7 @@ class RowStatistics(Softmax):
             yield _Summand((tile,), None)
             return
         node = self.scope.node(tile)
-        if node is not None and node.name == "scatter-add":
+        if node is not None and node.name == "scatter-add" and self._goes_to_rows(tile):
             yield self._placed(tile)
             return
         name, operands = self.scope.name(tile), self.space.operands(tile)
@@ -355,7 +356,7 @@ class RowStatistics(Softmax):
         tile = self.space.canonical(tile)
         name, operands = self.scope.name(tile), self.space.operands(tile)
         if name == "scatter-add":
-            return True
+            return self._goes_to_rows(tile)
         if operands is None or not self.carries_axis(tile):
             return False
         if name in ("neg", "convert_element_type"):
@@ -371,15 +372,18 @@ class RowStatistics(Softmax):
     def _label(self, pick: Pick) -> Expression:
         if pick.mode != "clip":
             return pick.label
-        label = self._countable(pick.label)
+        label = self._countable(pick.label, pick.along)
         own = self.scope.dtype(label)
-        last = Constant(self.space.extent(self.axis) - 1, own)
+        last = Constant(self._extent(pick.along) - 1, own)
         return Apply(lax.clamp_p, {}, (Constant(0, own), label, last), own)
 
-    def _countable(self, label: Expression) -> Expression:
+    def _extent(self, along: Axis) -> int:
+        return self.space.extent(self.axis if along == "key" else self.rows)
+
+    def _countable(self, label: Expression, along: Axis = "key") -> Expression:
         """A label in a type that holds every position: its own may be too narrow for them."""
         own = self.scope.dtype(label)
-        return label if counts_exactly(own, self.space.extent(self.axis)) else self.convert(label, np.dtype(np.int32))
+        return label if counts_exactly(own, self._extent(along)) else self.convert(label, np.dtype(np.int32))
 
     def _picked(self, tile: Expression, label: Expression, kind: str = "pick") -> Expression:
         """The element of a program at a label; 0 where the label is out of range."""
@@ -389,23 +393,37 @@ class RowStatistics(Softmax):
         cases = Constant(0.0, dtype), tile
         return Computed("sum", Apply(lax.select_n_p, {}, (self._here(label), *cases), dtype), self.wide)
 
-    def _here(self, label: Expression) -> Expression:
+    def _here(self, label: Expression, along: Axis = "key") -> Expression:
         """Where a tile is at a label."""
-        label = self._countable(label)
-        return Apply(lax.eq_p, {}, (Position("key", self.scope.dtype(label)), label), _BOOLEAN)
+        label = self._countable(label, along)
+        return Apply(lax.eq_p, {}, (Position(along, self.scope.dtype(label)), label), _BOOLEAN)
 
     def updates(self, tile: Ref) -> tuple[Pick, Ref]:
-        """A scatter of one element per row: where it goes, and the elements."""
+        """A scatter of one element per row, or per column: where it goes, and the elements."""
         node = self.scope.node(tile)
         assert node is not None
-        pick = placed(self.scope, tile, node, self.axis)
+        try:
+            pick = placed(self.scope, tile, node, self.axis)
+        except Mismatch as mismatch:
+            try:
+                pick = replace(placed(self.scope, tile, node, self.rows), along="query")
+            except Mismatch:
+                raise mismatch from None
         return pick, Ref(node.inputs[2], pick.view)
 
     def spread(self, tile: Ref) -> Expression:
-        """A scatter of one element per row as an elementwise expression."""
+        """A scatter of one element per row, or per column, as an elementwise expression."""
         pick, updates = self.updates(tile)
         dtype = self.scope.dtype(tile)
-        return Apply(lax.select_n_p, {}, (self._here(self._label(pick)), Constant(0.0, dtype), updates), dtype)
+        here = self._here(self._label(pick), pick.along)
+        return Apply(lax.select_n_p, {}, (here, Constant(0.0, dtype), updates), dtype)
+
+    def _is_tile(self, ref: Ref) -> bool:
+        return self.carries_axis(ref) and self._varies_over_rows(ref)
+
+    def _goes_to_rows(self, scatter: Ref) -> bool:
+        """Whether a scatter puts one element in each row."""
+        return self._is_tile(scatter) and self.updates(scatter)[0].along == "key"
 
     def _scaled(self, summand: _Summand, factor: Expression) -> _Summand:
         return replace(summand, factors=(*summand.factors, factor))
@@ -484,9 +502,17 @@ class RowStatistics(Softmax):
             self._pure[key] = not self.leaves(tile, stop=True)
         return self._pure[key]
 
+    def of_column(self, ref: Ref) -> bool:
+        """Whether a value is computed from the logits, and is one number per column."""
+        return self.touches(ref.value) and self.carries_axis(ref) and not self._varies_over_rows(ref)
+
+    def _varies_over_rows(self, ref: Ref) -> bool:
+        rows = self.space.resolve(self.rows)
+        return not rows or not self.space.atoms(ref).isdisjoint(rows)
+
     def leaves(self, tile: Expression, stop: bool = False) -> list[Ref]:
-        """The numbers per row inside a tile value that depend on the logits; ``stop``: one is enough, and a scatter
-        counts."""
+        """The numbers per row, or per column, inside a tile value that depend on the logits; ``stop``: one is enough, a
+        scatter counts, and columns do not: their numbers are at hand before a pass over rows."""
         found: dict[Any, Ref] = {}
         seen: set[Any] = set()
         todo: list[Expression] = [tile]
@@ -502,15 +528,18 @@ class RowStatistics(Softmax):
                         continue
                     seen.add(key)
                     node = self.scope.node(ref)
-                    if node is not None and node.name == "scatter-add" and self.carries_axis(ref):
-                        if stop:
+                    if node is not None and node.name == "scatter-add" and self._is_tile(ref):
+                        pick, updates = self.updates(ref)
+                        if stop and pick.along == "key":
                             found[key] = ref
                         else:
-                            pick, updates = self.updates(ref)
                             todo += [pick.label, updates]
                     elif self.touches(ref.value):
                         if not self.carries_axis(ref):
                             found[key] = ref
+                        elif self.of_column(ref):
+                            if not stop:
+                                found[key] = ref
                         else:
                             operands = self.space.operands(ref)
                             if operands is None:

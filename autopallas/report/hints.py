@@ -94,9 +94,9 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "argmax may stay: the kernel gives it.",
     ),
     (
-        r"normalised along another axis too",
-        "A contrastive loss normalises the same logits along both axes. Write two products, a @ b.T for one softmax "
-        "and b @ a.T for the other: each is found by itself.",
+        r"normalised along another axis too|labels of columns are compared",
+        "Logits may be normalised along whole rows and along whole columns, not along a part of them. Or write two "
+        "products, a @ b.T for one softmax and b @ a.T for the other: each is found by itself.",
     ),
     (
         r"a maximum that something is added to",

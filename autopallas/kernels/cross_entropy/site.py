@@ -32,7 +32,7 @@ class Result:
     Attributes:
       source: a program of the side inputs and statistics (as those of ``CrossEntropySpec.finish``), which gives one
         number per row; or the position of a product.
-      view: its dimensions.  What it lacks of the row labels is summed over.
+      view: its dimensions.  What it lacks of the labels of rows, and of the batch, is summed over.
       dtype: its dtype.
     """
 
@@ -166,14 +166,14 @@ class CrossEntropySite:
         return tuple(found)
 
     def _shaped(self, rows: jax.Array, result: Result) -> jax.Array:
-        """From [B, N] to the result's dimensions; summed over the rows' labels that it lacks."""
-        own = [a for _, labels in result.view for a in labels]
-        kept = tuple(a for a in self.row_labels if a in own)
-        rows = rows.reshape([self._extent(self.batch_labels), *(self.sizes[a] for a in self.row_labels)])
-        gone = [1 + i for i, a in enumerate(self.row_labels) if a not in own]
+        """From [B, N] to the result's dimensions; summed over the labels of rows and of the batch that it lacks."""
+        own = {a for _, labels in result.view for a in labels}
+        every = (*self.batch_labels, *self.row_labels)
+        rows = rows.reshape([self.sizes[a] for a in every])
+        gone = [i for i, a in enumerate(every) if a not in own]
         if gone:
             rows = rows.sum(gone, dtype=rows.dtype)
-        return write(rows, result.view, self.sizes, (self.batch_labels, kept))
+        return write(rows, result.view, self.sizes, ([a for a in every if a in own],))
 
     # ------------------------------------------------------------------ what the site primitive runs
 
@@ -277,15 +277,19 @@ class CrossEntropySite:
         """Of (x, w, *sides), those that come from active operands."""
         return tuple(isinstance(s, Operand) and s.position in active for s in (self.rows, self.weight, *self.sides))
 
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether a program reads the number of its row."""
+        programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
+        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
+
     # ------------------------------------------------------------------ on several devices
 
     def parts(self) -> Parts:
         """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
         uses = tuple(s for s in (self.rows, self.weight, *self.sides) if isinstance(s, Operand))
-        programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
-        programs += [r.source for r in self.results if isinstance(r.source, Program)]
-        counts_rows = any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
-        labels = {*self.batch_labels, *(() if counts_rows else self.row_labels)}
+        labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
         whole = frozenset(self.vocabulary_labels)
         if len(whole) == 1:
             labels |= whole
@@ -323,9 +327,9 @@ class CrossEntropySite:
     def batched(self, axes: Sequence[int | None], size: int) -> CrossEntropySite:
         """The site under vmap: operands with an axis have it in front, and so has every result."""
         label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
-        # One more axis of rows where the examples share the weight, and nothing is summed over rows.
+        # One more axis of rows where the examples share the weight, and rows are neither summed nor counted.
         summed = any(p.kind != "rows" for p in self.products)
-        apart = summed or bool(self.batch_labels) or axes[self.weight.position] is not None
+        apart = summed or self._counts_rows or bool(self.batch_labels) or axes[self.weight.position] is not None
         return replace(
             self,
             sizes=(*self.sizes, *(size for _ in label)),

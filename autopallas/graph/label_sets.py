@@ -1,0 +1,64 @@
+"""Gathers of several elements per row, such as the logits of the best labels, taken apart into one gather for each.
+
+``take_along_axis(z, labels)`` with K labels per row is K times one label per row, side by side; the scatter of its
+derivative is the sum of K scatters.  One element per row is what a kernel picks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from autopallas.compat import JaxprEqn, Literal, Var
+
+__all__ = ["apart", "gathered", "label_set", "scattered"]
+
+_MOST = 16
+"""Labels per row: each is compared with every position of the vocabulary."""
+
+
+def label_set(equation: JaxprEqn) -> tuple[Var, int] | None:
+    """The indices of a gather, or of a scatter, of several elements of each row, and their axis along which these are.
+
+    All axes of the operand but one are those of the indices, so that it is known which row is meant.
+    """
+    numbers, indices = equation.params["dimension_numbers"], equation.invars[1]
+    if equation.primitive.name == "gather":
+        windows, gone, along = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
+        batching = numbers.start_indices_batching_dims
+        if any(size != 1 for size in equation.params["slice_sizes"]):
+            return None
+    else:
+        windows, gone = numbers.update_window_dims, numbers.inserted_window_dims
+        along, batching = numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims
+    rank = len(equation.invars[0].aval.shape)
+    if windows or len(along) != 1 or tuple(gone) != tuple(along) or len(batching) != rank - 1:
+        return None
+    if isinstance(indices, Literal):
+        return None
+    shape = indices.aval.shape
+    several = [d for d, n in enumerate(shape[:-1]) if d not in batching and n != 1]
+    if len(several) != 1 or not 1 < shape[several[0]] <= _MOST:
+        return None
+    return indices, several[0]
+
+
+def apart(array: Any, axis: int) -> Sequence[Any]:
+    """An array's elements along an axis, which each of them keeps with a size of 1."""
+    return [lax.slice_in_dim(array, k, k + 1, 1, axis) for k in range(array.shape[axis])]
+
+
+def gathered(equation: JaxprEqn, axis: int, array: Any, indices: Any) -> Any:
+    """What a gather gives, as one gather for each label."""
+    return lax.concatenate([equation.primitive.bind(array, i, **equation.params) for i in apart(indices, axis)], axis)
+
+
+def scattered(equation: JaxprEqn, axis: int, zeros: Any, indices: Any, updates: Any) -> Any:
+    """What a scatter into zeros gives, as a sum of one for each label."""
+    found: Any = None
+    for index, update in zip(apart(indices, axis), apart(updates, axis), strict=True):
+        one = equation.primitive.bind(zeros, index, update, **equation.params)
+        found = one if found is None else lax.add(found, one)
+    return found

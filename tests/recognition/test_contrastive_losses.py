@@ -1,0 +1,327 @@
+"""Losses with statistics of the rows and of the columns of one product, and several products with the same labels."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import log_softmax, logsumexp, one_hot, softmax
+from training.checks import check
+
+from recognition.catalogue import array
+from recognition.compare import compare, optimized_like_a_user
+
+N, D = 6, 4
+EACH = jnp.arange(N)
+
+
+def arguments(dtype=jnp.float32):
+    """a [N, D], b [N, D], the logarithm of a temperature."""
+    return array(N, D, dtype=dtype, seed=1), array(N, D, dtype=dtype, seed=2), jnp.asarray(0.7, dtype)
+
+
+def normalised(a):
+    return a / jnp.linalg.norm(a, axis=-1, keepdims=True)
+
+
+def own(z):
+    """Cross-entropy of rows of which each is labelled with its own number."""
+    return -jnp.take_along_axis(log_softmax(z), EACH[:, None], -1).mean()
+
+
+def with_integer_labels(z, labels):
+    """As optax has it."""
+    z -= lax.stop_gradient(z.max(-1, keepdims=True))
+    picked = jnp.take_along_axis(z, labels[..., None], -1).squeeze(-1)
+    return jnp.log(jnp.exp(z).sum(-1)) - picked
+
+
+CONTRASTIVE = {}
+
+
+def contrastive(function):
+    CONTRASTIVE[function.__name__] = function
+    return function
+
+
+@contrastive
+def along_the_diagonal(a, b, t):
+    z = jnp.exp(t) * a @ b.T
+    return (logsumexp(z, -1) - jnp.diag(z)).mean() / 2 + (logsumexp(z, 0) - jnp.diag(z)).mean() / 2
+
+
+@contrastive
+def of_the_transposed_logits(a, b, t):
+    z = jnp.exp(t) * (normalised(a) @ normalised(b).T)
+    return (own(z) + own(z.T)) / 2
+
+
+@contrastive
+def by_row_and_column_numbers(a, b, t):
+    z = jnp.einsum("nd,md->nm", a, b) * t
+    return -(log_softmax(z, 1)[EACH, EACH].mean() + log_softmax(z, 0)[EACH, EACH].mean()) / 2
+
+
+@contrastive
+def diagonals_of_both(a, b, t):
+    z = jnp.matmul(normalised(b), normalised(a).T) * jnp.exp(t)
+    return -jnp.mean(jnp.diag(log_softmax(z))) - jnp.mean(jnp.diag(log_softmax(z.T)))
+
+
+@contrastive
+def one_hot_labels(a, b, t):
+    z = a @ b.T * jnp.exp(t)
+    labels = jnp.eye(N)
+    return -(jnp.sum(labels * log_softmax(z, -1), -1) + jnp.sum(labels * log_softmax(z, 0), 0)).mean()
+
+
+@contrastive
+def with_integer_labels_of_both(a, b, t):
+    z = a @ b.T / jnp.maximum(t, 0.01)
+    return (with_integer_labels(z, EACH).mean() + with_integer_labels(z.T, EACH).mean()) / 2
+
+
+@contrastive
+def labels_of_rows_and_of_columns(a, b, t):
+    z = a @ b[:5].T * t
+    rows, columns = jnp.array([3, 1, 0, 2, 4, 4]), jnp.array([1, 1, 0, 4, 2])
+    down = jnp.take_along_axis(log_softmax(z, 0), columns[None], 0)
+    return -jnp.take_along_axis(log_softmax(z, 1), rows[:, None], 1).mean() - down.mean()
+
+
+@contrastive
+def labels_of_columns_out_of_range(a, b, t):
+    z = a @ b.T * t
+    filled = jnp.take_along_axis(log_softmax(z, 0), (EACH + 3)[None], 0)
+    return -jnp.nan_to_num(filled).mean() - jnp.take_along_axis(log_softmax(z), (EACH + 3)[:, None], 1, "clip").mean()
+
+
+@contrastive
+def soft_labels(a, b, t):
+    z = a @ b.T * t
+    labels = softmax(jnp.cos(EACH[:, None] * EACH))
+    return -(labels * (log_softmax(z, 1) + log_softmax(z, 0))).sum() / N
+
+
+@contrastive
+def masked_in_both_directions(a, b, t):
+    z = jnp.where(EACH[:, None] + EACH < 9, a @ b.T * t, -jnp.inf)
+    return (logsumexp(z, 1) + logsumexp(z, 0)).mean() - jnp.diag(a @ b.T * t).mean()
+
+
+@contrastive
+def both_probabilities(a, b, t):
+    z = a @ b.T * t
+    return -jnp.log((softmax(z, 0) * softmax(z, 1))[EACH, EACH]).mean()
+
+
+@contrastive
+def columns_after_rows(a, b, t):
+    z = a @ b.T * t
+    z -= logsumexp(z, 1, keepdims=True)
+    z -= logsumexp(z, 0, keepdims=True)
+    return (z[EACH, EACH] ** 2).mean()
+
+
+@contrastive
+def weighted_by_the_loss_itself(a, b, t):
+    z = a @ b.T * t
+    rows, columns = log_softmax(z, 1)[EACH, EACH], log_softmax(z, 0)[EACH, EACH]
+    return -((1 - jnp.exp(rows)) ** 2 * rows + (1 - jnp.exp(columns)) ** 2 * columns).mean()
+
+
+@contrastive
+def rows_in_groups(a, b, t):
+    z = jnp.einsum("gnd,md->gnm", a.reshape(2, 3, D), b) * t
+    return (logsumexp(z, 2) ** 2).mean() + (logsumexp(z.reshape(N, N), 0) - z.reshape(N, N)[EACH, EACH]).mean()
+
+
+@contrastive
+def of_one_tower_with_itself(a, b, t):
+    z = a @ a.T * t - 1e9 * jnp.eye(N)
+    other = (EACH + 3) % N
+    return -log_softmax(z, 1)[EACH, other].mean() - log_softmax(z, 0)[other, EACH].mean() + b.sum()
+
+
+@contrastive
+def mapped_over_batches(a, b, t):
+    pairs = jnp.stack([a, a * 2]), jnp.stack([b, b[::-1]])
+    return jax.vmap(of_the_transposed_logits, (0, 0, None))(*pairs, t).sum()
+
+
+@contrastive
+def in_a_loop(a, b, t):
+    pairs = jnp.stack([a, a * 2]), jnp.stack([b, b[::-1]])
+    return lax.scan(lambda total, pair: (total + of_the_transposed_logits(*pair, t), None), 0.0, pairs)[0]
+
+
+@contrastive
+def in_a_checkpoint(a, b, t):
+    return jax.checkpoint(with_integer_labels_of_both)(jnp.tanh(a), b, t)
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_rows_and_columns_of_one_product_are_one_site(name):
+    compared = compare(CONTRASTIVE[name], arguments())
+    assert compared.counts("cross_entropy") == 1, compared.reasons()
+    assert compared.complaints == []
+    sizes = (N, 5 if name == "labels_of_rows_and_of_columns" else N)
+    report = check(
+        jax.value_and_grad(CONTRASTIVE[name], (0, 1, 2)),
+        arguments(),
+        op="cross_entropy",
+        # labels and a mask are the program's own
+        sizes=None if name in ("one_hot_labels", "soft_labels", "of_one_tower_with_itself") else sizes,
+    )
+    assert report.near_misses == ()
+
+
+def test_rows_and_columns_in_16_bits():
+    step = jax.value_and_grad(CONTRASTIVE["of_the_transposed_logits"], (0, 1, 2))
+    check(step, arguments(jnp.bfloat16), op="cross_entropy")
+
+
+def test_no_logits_are_stored_between_the_passes():
+    loss = CONTRASTIVE["labels_of_rows_and_of_columns"]
+    optimized = optimized_like_a_user(loss)
+    text = str(jax.make_jaxpr(optimized)(*arguments()))
+    assert "f32[6,5] = dot_general" in str(jax.make_jaxpr(loss)(*arguments()))
+    assert text.count("autopallas_site[") == 2
+    assert not [line for line in text.split("autopallas_site[")[0].splitlines() if "f32[6,5]" in line]
+
+
+SEVERAL = {}
+
+
+def several(function):
+    SEVERAL[function.__name__] = function
+    return function
+
+
+@several
+def both_ways_round(a, b, t):
+    a, b = normalised(a), normalised(b)
+    return (own(a @ b.T * jnp.exp(t)) + own(b @ a.T * jnp.exp(t))) / 2
+
+
+@several
+def by_number(a, b, t):
+    return -log_softmax(a @ b.T * t)[EACH, EACH].mean() - log_softmax(b @ a.T * t)[EACH, EACH].mean()
+
+
+@several
+def one_head_twice(a, b, t):
+    labels = jnp.array([3, 1, 1, 0, 5, 2])
+    loss = lambda z: -jnp.take_along_axis(log_softmax(z), labels[:, None], -1).mean()  # noqa: E731
+    return t * loss(a @ b.T) + t * loss(jnp.sin(a) @ b.T)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_products_with_the_same_labels_are_sites_of_their_own(name):
+    """Automatic differentiation puts the same cotangents at the same labels, which is one value for both."""
+    step = jax.value_and_grad(SEVERAL[name], (0, 1, 2))
+    check(step, arguments(), directions=("forward+backward",) * 2, op="cross_entropy", sizes=(N, N))
+
+
+def test_what_labels_share_with_something_else_is_kept():
+    labels = jnp.array([3, 1, 1, 0, 5, 2])
+
+    def loss(a, b, t):
+        first, second = (-log_softmax(z)[EACH, labels].mean() for z in (a @ b.T, jnp.sin(a) @ b.T))
+        return first + second + jnp.sort(a @ b.T, 1)[0, 0] * t
+
+    compared = compare(jax.value_and_grad(loss, (0, 1, 2)), arguments(), gradients=False)
+    assert compared.counts("cross_entropy") == 1
+    assert compared.complaints == []
+    assert any("sort" in reason for reason in compared.reasons())
+
+
+REFUSED = {}
+
+
+def refused(function):
+    REFUSED[function.__name__] = function
+    return function
+
+
+@refused
+def logits_are_returned(a, b, t):
+    z = a @ b.T * t
+    return own(z) + own(z.T), z
+
+
+@refused
+def columns_are_sorted(a, b, t):
+    z = a @ b.T * t
+    return own(z) + own(z.T) + jnp.sort(z, 0)[2].sum()
+
+
+@refused
+def the_columns_probabilities_weigh_something_else(a, b, t):
+    z = a @ b.T * t
+    return own(z) + (softmax(z, 0).T @ jnp.sin(a)).sum(0)[1]
+
+
+@refused
+def running_along_the_columns(a, b, t):
+    z = a @ b.T * t
+    return own(z) + lax.cumlogsumexp(z, 0).sum()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_needs_the_logits_themselves_is_left_alone(name):
+    compared = compare(REFUSED[name], arguments())
+    assert compared.counts("cross_entropy") == 0
+    assert compared.complaints == []
+    assert compared.reasons()
+
+
+def test_labels_of_columns_do_not_count_within_groups_of_rows():
+    """The weight's gradients are summed over the rows of each group: there a row's number is another one."""
+
+    def loss(a, b, t):
+        z = jnp.einsum("gnd,md->gnm", a.reshape(2, 3, D), b) * t
+        down = jnp.take_along_axis(log_softmax(z.reshape(N, N), 0), ((EACH * 5) % N)[None], 0)
+        return logsumexp(z, 2).mean() - down.mean()
+
+    def grouped(a, b, t):
+        return jax.vmap(jax.grad(loss, 1), (None, 0, None))(a, jnp.stack([b, b[::-1]]), t)
+
+    assert compare(grouped, arguments(), gradients=False).complaints == []
+
+
+def test_columns_of_some_rows():
+    def loss(a, b, t):
+        z = a @ b.T * t
+        return own(z) + logsumexp(z[:4], 0).sum()
+
+    assert compare(loss, arguments()).complaints == []
+    assert compare(jax.value_and_grad(loss, (0, 1, 2)), arguments(), gradients=False).complaints == []
+
+
+def test_one_hot_labels_of_columns_are_no_labels_of_rows():
+    def loss(a, b, t):
+        z = a @ b.T * t
+        labels = one_hot((EACH * 5 + 1) % N, N)
+        return -(labels * log_softmax(z, 0)).sum() - (labels * log_softmax(z, 1)).sum()
+
+    compared = compare(loss, arguments())
+    assert compared.counts("cross_entropy") == 1
+    assert compared.complaints == []
+
+
+def test_an_optimized_function_that_counts_rows_is_mapped_later():
+    def loss(x, w):
+        z = jnp.where(jnp.arange(N)[:, None] >= jnp.arange(N), x @ w, -1e9)
+        return logsumexp(z, -1) - z[EACH, 0]
+
+    x, w = array(3, N, D, seed=4), array(D, N, seed=5)
+    optimized = optimized_like_a_user(loss)
+    given = jax.vmap(optimized, (0, None))(x, w)
+    assert optimized.report().counts()["cross_entropy"] == 1
+    np.testing.assert_allclose(given, jax.vmap(loss, (0, None))(x, w), atol=1e-5)
+    total = lambda f: lambda x, w: jax.vmap(f, (0, None))(x, w).sum()  # noqa: E731
+    for a, b in zip(*(jax.grad(total(f), (0, 1))(x, w) for f in (optimized, loss)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
