@@ -50,6 +50,8 @@ _ROUNDS = 20
 _STARTS = 8
 """Values that may be the cotangent with which a loop backwards starts."""
 
+_RECTIFIED_WITHIN = frozenset({"scan", "jit", "pjit", "closed_call"})
+
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
 
@@ -212,12 +214,14 @@ class Rectified(Merged):
     ):
         super().__init__(graph, body, root, inside, calls)
         if self.complete:
-            self.equations = [_rectified(e) for e in self.equations]
+            before = self.equations
+            self.equations = [_rectified(e) for e in before]
+            self._within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
 
     @property
     def differs(self) -> bool:
         """Whether it has functions with a derivative of their own."""
-        return self.complete and any(is_elementwise_call(e) for e in self.equations)
+        return self.complete and (self._within or any(is_elementwise_call(e) for e in self.equations))
 
 
 class Dissolved(Rectified):
@@ -227,7 +231,18 @@ class Dissolved(Rectified):
 
 
 def _rectified(equation: JaxprEqn) -> JaxprEqn:
-    """``max(x, 0)`` as the rectifier that it may have been."""
+    """``max(x, 0)`` as the rectifier that it may have been; of a loop, in its body."""
+    name = equation.primitive.name
+    if name in _RECTIFIED_WITHIN:
+        params = dict(equation.params)
+        for parameter, position, body in compat.bodies(equation):
+            jaxpr, constants = compat.opened(body)
+            equations = [_rectified(e) for e in jaxpr.eqns]
+            if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
+                given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
+                params[parameter] = compat.rebuilt(body, *given, equations)
+        changed = any(params[name] is not value for name, value in equation.params.items())
+        return equation.replace(params=params) if changed else equation
     if equation.primitive.name != "max" or len(equation.invars) != 2:
         return equation
     x, zero = equation.invars
@@ -289,7 +304,7 @@ class Lookup:
             candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
             for candidate in dict.fromkeys(candidates):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
-                if numbers is not None and result in numbers:
+                if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed:
                     backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
         for backward in found.values():
@@ -325,6 +340,7 @@ class Lookup:
                 if forward.dissolved:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
                 pattern = self._derivatives[key] = flatten(derivative, forward.body.path)
+                _transpose_once(pattern)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
         return self._derivatives[key]
 
@@ -564,6 +580,22 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
     return [] if left else chosen
+
+
+def _transpose_once(body: Body) -> None:
+    """Makes one transpose of several after each other, as ``vmap`` of a derivative has it: the program need not have
+    what is in between."""
+    made: dict[Var, tuple[Any, list[int]]] = {}
+    for i, equation in enumerate(body.equations):
+        if equation.primitive.name != "transpose" or not isinstance(equation.invars[0], Var):
+            continue
+        source, order = equation.invars[0], [int(d) for d in equation.params["permutation"]]
+        if source in made:
+            source, first = made[source]
+            order = [first[d] for d in order]
+            params = equation.params | {"permutation": tuple(order)}
+            body.equations[i] = equation.replace(invars=[source], params=params)
+        made[equation.outvars[0]] = source, order
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

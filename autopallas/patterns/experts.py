@@ -393,7 +393,7 @@ class Draft:
                 continue
             if self.inside(number):
                 node = graph.definitions[number]
-                found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
+                found.update((output, node) for output in node.outputs if graph.definitions.get(output) is node)
                 todo += node.inputs
             else:
                 operands[number] = None

@@ -346,7 +346,8 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     if not stacked and not (_accumulates(body, consts, place) and _is_zero(graph, node.inputs[consts + place])):
         return None
     axis = 0 if stacked else None
-    loop = Loop(value, axis, False, length, set(node.outputs), set(node.outputs))
+    own = {number for number in node.outputs if graph.definitions.get(number) is node}
+    loop = Loop(value, axis, False, length, set(own), own)
     given = [*node.inputs[:consts], *node.inputs[consts + carried :]]
     variables = [*body.invars[:consts], *body.invars[consts + carried :]]
     for i, number in enumerate(given):
@@ -385,11 +386,11 @@ def _counts(graph: Graph, node: Node, body: Any, consts: int, place: int) -> boo
 
 
 def _slices(graph: Graph, node: Node, first: int) -> list[int]:
-    """The numbers of the integers that a scan reads one by one."""
+    """The numbers of the single integers that a scan reads one by one."""
     position = node.body.defined[node.equation.outvars[0]]
     (child,) = node.body.children[position]
     numbers = graph.numbers[child.body]
-    return [numbers[v] for v in child.body.invars[first:] if v.aval.shape == () and v.aval.dtype.kind in "iu"]
+    return [numbers[v] for v in child.body.invars[first:] if v.aval.size == 1 and v.aval.dtype.kind in "iu"]
 
 
 def _accumulates(body: Any, consts: int, place: int) -> bool:
