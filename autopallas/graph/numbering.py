@@ -77,7 +77,7 @@ class Graph:
       inner: for the results of a custom rule's call, the numbers of the same values in its primal body;
         ``outer`` is the way back.
       counters: numbers of what counts the steps of a loop, with how many there are and how many loops are around.
-      supposed: numbers of what a loop that was looked up would stack, and no loop of the program does.
+      supposed: numbers of values that were looked up and that the program has not: what a loop would stack, transposes.
       frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
@@ -389,7 +389,12 @@ class Graph:
         if name == "broadcast_in_dim" and operands:
             operands, params = self._broadcast(equation, operands)
         elif name == "transpose" and operands:
+            repeated = self.as_broadcast(equation, operands)
+            if repeated is not None:
+                return self.key(repeated[0], [repeated[1]], frame)
             operands, params = self._transpose(equation, operands[0])
+        elif name == "unstack" and operands:
+            operands, params = self._unstack(equation, operands[0])
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
         mesh: Hashable = ()
@@ -411,12 +416,44 @@ class Graph:
             number, dimensions = node.inputs[0], [dimensions[int(d)] for d in node.params["broadcast_dimensions"]]
         return [number, *operands[1:]], (tuple(equation.params["shape"]), tuple(dimensions))
 
-    def _transpose(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
+    def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
         """What a transpose is, in one step, where its operand is one too."""
         order = [int(d) for d in equation.params["permutation"]]
         while (node := self.definitions.get(number)) is not None and node.name == "transpose":
             number, order = node.inputs[0], [int(node.params["permutation"][d]) for d in order]
         return [number], tuple(order)
+
+    def as_broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[JaxprEqn, int] | None:
+        """(the broadcast, its operand) that the transpose of a broadcast is, if it is one."""
+        (number,), order = self._transpose(equation, operands[0])
+        node = self.definitions.get(number)
+        if node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
+            return None
+        (source,), (shape, dimensions) = self._broadcast(node.equation, node.inputs)  # type: ignore[misc]
+        places = [order.index(d) for d in dimensions]
+        if places != sorted(places):
+            return None
+        params = node.params | {"shape": tuple(shape[d] for d in order), "broadcast_dimensions": tuple(places)}
+        return node.equation.replace(outvars=equation.outvars, params=params), source
+
+    def _unstack(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
+        """The same of the parts along an axis: of what, along which axis, and how the other axes follow each other."""
+        axis, node = int(equation.params["axis"]), self.definitions.get(number)
+        order = list(range(len(self.shape(number))))
+        if node is not None and node.name == "transpose":
+            (number,), order = self._transpose(node.equation, node.inputs[0])
+        return [number], (order[axis], tuple(order[:axis] + order[axis + 1 :]))
+
+    def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+        """A number for a transpose that the program has not: what comes next, it may have."""
+        key = self.key(equation, operands, frame)
+        if equation.primitive.name != "transpose" or key is None:
+            return None
+        number = self._new(equation.outvars[0].aval)
+        self._table[key] = (number,)
+        self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)
+        self.supposed.add(number)
+        return [number]
 
     def _holding(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]

@@ -31,11 +31,13 @@ __all__ = [
     "LAYOUT",
     "Backward",
     "Dissolved",
+    "DissolvedApart",
     "Forward",
     "Level",
     "Lookup",
     "Merged",
     "Rectified",
+    "RectifiedApart",
     "Search",
     "Use",
     "differentiable",
@@ -202,30 +204,54 @@ class Merged(Forward):
         return self._replaced(given)
 
 
-class Rectified(Merged):
-    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``.
+class _Rules:
+    """With each ``max(x, 0)`` taken for ``jax.nn.relu``.
 
     JAX leaves of a function with a derivative of its own, in a loop that is differentiated, what it computes; its
     derivative is by its rule, there or where a checkpoint computes it again.
     """
 
+    equations: list[JaxprEqn]
+    complete: bool
+    differs = False
+    """Whether it has functions with a derivative of their own."""
+
+    def rectify(self) -> None:
+        if self.complete:
+            before = self.equations
+            self.equations = [_rectified(e) for e in before]
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
+            self.differs = within or any(is_elementwise_call(e) for e in self.equations)
+
+
+class Rectified(_Rules, Merged):
+    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``."""
+
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
     ):
         super().__init__(graph, body, root, inside, calls)
-        if self.complete:
-            before = self.equations
-            self.equations = [_rectified(e) for e in before]
-            self._within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
-
-    @property
-    def differs(self) -> bool:
-        """Whether it has functions with a derivative of their own."""
-        return self.complete and (self._within or any(is_elementwise_call(e) for e in self.equations))
+        self.rectify()
 
 
 class Dissolved(Rectified):
     """The same where the derivative, too, reads what such functions compute, and not what calls of them give."""
+
+    dissolved = True
+
+
+class RectifiedApart(_Rules, Forward):
+    """The same with a use for each place that reads a value: the program may add up their cotangents in another order."""
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        self.rectify()
+
+
+class DissolvedApart(RectifiedApart):
+    """The same as for :class:`Dissolved`."""
 
     dissolved = True
 
@@ -269,6 +295,13 @@ class Lookup:
             readers = self._index.setdefault(key, {})
             for number in {*node.inputs, _ANY}:
                 readers.setdefault(number, []).append(node)
+            repeated = graph.as_broadcast(node.equation, node.inputs) if node.name == "transpose" else None
+            if repeated is not None:
+                equation, operand = repeated
+                same = Node(equation, (operand,), node.outputs, node.body)
+                readers = self._index.setdefault(graph.key(equation, (), graph.frames[node.body]), {})
+                for number in (operand, _ANY):
+                    readers.setdefault(number, []).append(same)
         for aval in graph.avals:
             own: tuple[int, ...] = getattr(aval, "shape", ())
             if own:
@@ -340,7 +373,6 @@ class Lookup:
                 if forward.dissolved:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
                 pattern = self._derivatives[key] = flatten(derivative, forward.body.path)
-                _transpose_once(pattern)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
         return self._derivatives[key]
 
@@ -362,6 +394,8 @@ class Lookup:
             found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
             result = pattern.outvars[0]
             if found is None or not isinstance(result, Var) or result not in found:
+                return
+            if found[result] in self.graph.supposed:
                 return
             levels.append(Level(numbers[before], found[result]))
 
@@ -418,14 +452,23 @@ class Lookup:
     def _follow(
         self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]
     ) -> dict[Var, int] | None:
-        """The numbers of all variables, or None where an equation is not in the program."""
+        """The numbers of all variables, or None where an equation is not in the program.
+
+        A loop may lack what only those of its results need that the program has not.
+        """
         numbers = dict(known)
+        loops = any(self._is_loop(equation) for equation in equations)
         for equation in equations:
             operands = self._read(equation, numbers)
-            if operands is None:
-                return None
+            results: Sequence[int | None] | None = None
             self.graph.steps.spend()
-            results = self._results(equation, operands, frame)
+            if self._is_loop(equation):
+                given = [self._atom(atom, numbers) for atom in equation.invars]
+                results = self.graph.held(equation, self._children[id(equation)], given, frame)
+            elif operands is not None:
+                results = self.graph.find(equation, operands, frame) or self.graph.suppose(equation, operands, frame)
+            if results is None and loops:
+                continue
             if results is None:
                 return None
             numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
@@ -433,15 +476,20 @@ class Lookup:
 
     def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
         """The numbers of an equation's results, if the program has them; of a loop, as far as it has them."""
-        children = self._children.get(id(equation))
-        if children is None or equation.primitive.name != "scan":
+        if not self._is_loop(equation):
             return self.graph.find(equation, operands, frame)
-        return self.graph.held(equation, children, operands, frame)
+        return self.graph.held(equation, self._children[id(equation)], operands, frame)
+
+    def _is_loop(self, equation: JaxprEqn) -> bool:
+        return equation.primitive.name == "scan" and id(equation) in self._children
+
+    def _atom(self, atom: Var | Literal, numbers: dict[Var, int]) -> int | None:
+        return self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
 
     def _read(self, equation: JaxprEqn, numbers: dict[Var, int]) -> list[int] | None:
         operands: list[int] = []
         for atom in equation.invars:
-            number = self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
+            number = self._atom(atom, numbers)
             if number is None:
                 return None
             operands.append(number)
@@ -580,22 +628,6 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
     return [] if left else chosen
-
-
-def _transpose_once(body: Body) -> None:
-    """Makes one transpose of several after each other, as ``vmap`` of a derivative has it: the program need not have
-    what is in between."""
-    made: dict[Var, tuple[Any, list[int]]] = {}
-    for i, equation in enumerate(body.equations):
-        if equation.primitive.name != "transpose" or not isinstance(equation.invars[0], Var):
-            continue
-        source, order = equation.invars[0], [int(d) for d in equation.params["permutation"]]
-        if source in made:
-            source, first = made[source]
-            order = [first[d] for d in order]
-            params = equation.params | {"permutation": tuple(order)}
-            body.equations[i] = equation.replace(invars=[source], params=params)
-        made[equation.outvars[0]] = source, order
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

@@ -28,10 +28,12 @@ from autopallas.graph.proof_cache import Forms
 from autopallas.patterns.backward import (
     Backward,
     Dissolved,
+    DissolvedApart,
     Forward,
     Lookup,
     Merged,
     Rectified,
+    RectifiedApart,
     Search,
     differentiable,
     settle,
@@ -195,7 +197,7 @@ def _with_backward(
     case something else is added in between, each by itself.
     """
     lookup = Lookup(graph) if drafts else None
-    for kind in (Merged, Forward, Dissolved, Rectified):
+    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
@@ -475,7 +477,7 @@ class Draft:
 
         calls = frozenset({"scan"}) if self.loops else frozenset()
         forward = kind(self.graph, self.body, self.number, inside, calls)
-        if not forward.complete or isinstance(forward, Rectified) and not forward.differs:
+        if not forward.complete or isinstance(forward, (Rectified, RectifiedApart)) and not forward.differs:
             return None
         wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and not self._constant(u.number)]
         search = _Search(forward, wanted[::-1], [])
@@ -489,12 +491,14 @@ class Draft:
           Mismatch: what it reads cannot be had where its backward stands.
         """
         forward, graph = search.forward, self.graph
+        constant = [self._constant(use.number) for use in forward.uses]  # the site has these of its own
+        places = {i: k for k, i in enumerate(i for i, own in enumerate(constant) if not own)}
         backwards = []
         for backward in search.found:
             body = self._home(backward)
-            if not all(at_hand(graph, use.number, (self.body,), body, across=True) for use in forward.uses):
+            if not all(at_hand(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
                 raise Mismatch("the backward lacks an operand where it stands")
-            gradients = tuple((use, levels[0].cotangent) for use, levels in backward.levels.items())
+            gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))
         if not backwards:
             raise Mismatch("the backward was not recognised")
@@ -503,9 +507,9 @@ class Draft:
         made: dict[int, Any] = {}
         equations: list[Any] = []
         given: list[Any] = []
-        for use, variable in zip(forward.uses, inputs, strict=True):
+        for use, variable, own in zip(forward.uses, inputs, constant, strict=True):
             # A use with a gradient is an operand of its own; what has none, as the choices, is the same everywhere.
-            if self._constant(use.number):
+            if own:
                 if use.number not in made and use.number not in graph.literals:
                     nodes, _ = nodes_between(graph, tuple(made), [use.number])
                     equations += copied(graph, nodes, made)
@@ -513,8 +517,9 @@ class Draft:
                 given.append(made[use.number] if literal is None else Literal(literal, use.variable.aval))
             else:
                 given.append(variable if differentiable(use) else shared.setdefault(use.number, variable))
-        original = closed(inputs, [forward.root], [*equations, *forward.over(given)])
-        return self._match([use.number for use in forward.uses], original, original, (), tuple(backwards))
+        read = [inputs[i] for i in places]
+        original = closed(read, [forward.root], [*equations, *forward.over(given)])
+        return self._match([forward.uses[i].number for i in places], original, original, (), tuple(backwards))
 
     def _home(self, backward: Backward) -> Body:
         """The body that computes the cotangents."""
