@@ -62,7 +62,7 @@ def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | N
     """(counter, the equation that gives from the numbers of all steps what a loop stacks) if a value repeats the number
     of the step."""
     counter, shape = _plain(graph, number), graph.shape(number)
-    if counter == number or counter not in graph.counters or graph.shape(counter) or graph.avals[number].dtype.kind not in "iu":
+    if counter == number or counter not in graph.counters:
         return None
     steps = jax.ShapeDtypeStruct((length,), graph.dtype(counter))
     program, _ = compat.opened(compat.make_jaxpr(lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,)), steps))

@@ -246,7 +246,7 @@ class Graph:
             return same
         key = self.key(equation, operands, frame)
         found = None if key is None else self._known(key, equation)
-        return None if found is None else list(found)
+        return None if found is None or not self.supposed.isdisjoint(found) else list(found)
 
     def _known(self, key: Hashable, equation: JaxprEqn) -> tuple[int, ...] | None:
         """The numbers under a key.  Functions with a derivative of their own are one only if the derivatives are."""
@@ -283,8 +283,8 @@ class Graph:
             slices = [self._slice(number, loops(inner)) for number in operands[last:]]
             given = [*operands[:constants], *(None for _ in range(carried)), *slices]
             for i in counters(self, equation, inner, operands[constants:last]):
-                key = ("counter", inner.invars[constants + i].aval.dtype, int(equation.params["length"]), loops(inner))
-                given[constants + i] = self._table.get(key, (None,))[0]
+                dtype, length = inner.invars[constants + i].aval.dtype, int(equation.params["length"])
+                given[constants + i] = self._table.get(("counter", dtype, length, loops(inner)), (None,))[0]
             loop, pairs = self._loops.alike(equation, inner, frame, given, operands[constants:last])
             for here, there in pairs.items():
                 given[constants + here] = loop.within[there] if loop is not None else None
@@ -295,12 +295,13 @@ class Graph:
                 if number is None:
                     stacked.append(None)
                     continue
-                whole, key = self._whole(equation, operands, inner, number, frame), stacked_key(equation, inner, number, frame)
+                whole = self._whole(equation, operands, inner, number, frame)
+                key = stacked_key(equation, inner, number, frame)
                 if whole is None and key not in self._table:  # nobody stacks it, but what it is in a step is known
-                    own = self._new(variable.aval)
-                    self._table[key] = (own,)
-                    self._table["element", own, loops(inner)] = (number,)
-                    self.supposed.add(own)
+                    whole = self._new(variable.aval)
+                    self._table[key] = (whole,)
+                    self._table["element", whole, loops(inner)] = (number,)
+                    self.supposed.add(whole)
                 stacked.append(self._table[key][0] if whole is None else whole)
             return [*ends, *stacked]
         if name == "cond" and operands[0] is not None:
@@ -373,7 +374,7 @@ class Graph:
         name = equation.primitive.name
         if operands and (slice_of := placed(self, equation, operands)) is not None:
             aval = equation.outvars[0].aval
-            return "placed", slice_of, tuple(aval.shape), aval.dtype
+            return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
         params: Hashable
         if is_elementwise_call(equation):
             params = called_program(equation)
@@ -387,7 +388,8 @@ class Graph:
             except TypeError:
                 params = hashable(params)
         if name == "broadcast_in_dim" and operands:
-            operands, params = self._broadcast(equation, operands)
+            operands, shape, dimensions = self._broadcast(equation, operands)
+            params = shape, dimensions
         elif name == "transpose" and operands:
             repeated = self.as_broadcast(equation, operands)
             if repeated is not None:
@@ -407,14 +409,16 @@ class Graph:
             return None
         return key
 
-    def _broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[Sequence[int], Hashable]:
+    def _broadcast(
+        self, equation: JaxprEqn, operands: Sequence[int]
+    ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
         """What a broadcast is, in one step, where its operand is one too: vmap makes two of what grad makes one of."""
         number, dimensions = operands[0], [int(d) for d in equation.params["broadcast_dimensions"]]
         while (node := self.definitions.get(number)) is not None and node.name == "broadcast_in_dim":
             if len(node.inputs) > 1 or len(operands) > 1:
                 break
             number, dimensions = node.inputs[0], [dimensions[int(d)] for d in node.params["broadcast_dimensions"]]
-        return [number, *operands[1:]], (tuple(equation.params["shape"]), tuple(dimensions))
+        return [number, *operands[1:]], tuple(equation.params["shape"]), tuple(dimensions)
 
     def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
         """What a transpose is, in one step, where its operand is one too."""
@@ -429,7 +433,7 @@ class Graph:
         node = self.definitions.get(number)
         if node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
             return None
-        (source,), (shape, dimensions) = self._broadcast(node.equation, node.inputs)  # type: ignore[misc]
+        (source,), shape, dimensions = self._broadcast(node.equation, node.inputs)
         places = [order.index(d) for d in dimensions]
         if places != sorted(places):
             return None
@@ -439,16 +443,18 @@ class Graph:
     def _unstack(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
         """The same of the parts along an axis: of what, along which axis, and how the other axes follow each other."""
         axis, node = int(equation.params["axis"]), self.definitions.get(number)
-        order = list(range(len(self.shape(number))))
+        order = tuple(range(len(self.shape(number))))
         if node is not None and node.name == "transpose":
             (number,), order = self._transpose(node.equation, node.inputs[0])
-        return [number], (order[axis], tuple(order[:axis] + order[axis + 1 :]))
+        return [number], (order[axis], (*order[:axis], *order[axis + 1 :]))
 
     def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
         """A number for a transpose that the program has not: what comes next, it may have."""
         key = self.key(equation, operands, frame)
         if equation.primitive.name != "transpose" or key is None:
             return None
+        if key in self._table:
+            return list(self._table[key])
         number = self._new(equation.outvars[0].aval)
         self._table[key] = (number,)
         self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)

@@ -241,7 +241,7 @@ class Dissolved(Rectified):
 
 
 class RectifiedApart(_Rules, Forward):
-    """The same with a use for each place that reads a value: the program may add up their cotangents in another order."""
+    """The same with a use for each place that reads a value: the program may add them up in another order."""
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()

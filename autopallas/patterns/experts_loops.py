@@ -26,6 +26,7 @@ from autopallas.graph.labels import is_product
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.experts_choice import Choices
+from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.experts_steps import Steps
 from autopallas.patterns.expressions import Scope
@@ -348,12 +349,22 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     steps = Steps(graph, node)
     before = {i: found for i in range(carried) if i not in counters and (found := steps.running_sum(i)) is not None}
     others = [i for i in range(carried) if i not in counters and i not in before]
-    if equation.effects or equation.params["reverse"] and (counters or before) or others != ([] if stacked else [place]):
+    if equation.effects or others != ([] if stacked else [place]):
+        return None
+    if equation.params["reverse"] and (counters or before):
         return None
     if not stacked:
-        added = _accumulates(body, consts, place) or steps.selects_one(place)
-        if not (added and _is_zero(graph, node.inputs[consts + place])):
+        if not _is_zero(graph, node.inputs[consts + place]):
             return None
+        if not _accumulates(body, consts, place):
+            if not steps.selects(place):
+                return None
+            if not steps.selects_one(place):
+                if not (steps.contracts and (counters or before or _slices(graph, node, consts + carried))):
+                    return None
+                raise Mismatch(
+                    f"{DENSE}, in a loop that selects what they compute, and an element may be selected for two of them"
+                )
     axis = 0 if stacked else None
     own = {number for number in node.outputs if graph.definitions.get(number) is node}
     loop = Loop(value, axis, False, length, set(own), own)

@@ -1,4 +1,4 @@
-"""What the steps of a loop over experts have to do with each other: sums of counts, and selections that exclude others."""
+"""What the steps of a loop over experts have to do with each other: sums of counts, selections of which one holds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Steps:
         numbers = graph.numbers[child.body]
         self._within = [numbers[v] for v in child.body.invars]
         self._after = [graph.find_literal(v) if not isinstance(v, Var) else numbers[v] for v in child.body.outvars]
-        self._varies: dict[int, bool] = {number: False for number in self._within[: self._constants]}
-        self._varies |= {number: True for number in self._within[self._constants :]}
+        self._varies = dict.fromkeys(self._within[: self._constants], False)
+        self._varies |= dict.fromkeys(self._within[self._constants :], True)
 
     def running_sum(self, place: int) -> int | None:
         """The array of which carried integers are the sum of the slices that earlier steps read."""
@@ -44,9 +44,19 @@ class Steps:
         read = self._within[self._constants + self._carried :]
         return self._inputs[self._constants + self._carried + read.index(added)] if added in read else None
 
+    @property
+    def contracts(self) -> bool:
+        """Whether a step contracts something."""
+        return any(equation.primitive.name == "dot_general" for equation in self._body.equations)
+
     def selects_one(self, place: int) -> bool:
-        """Whether what is carried at a place is replaced in each step where a condition holds that holds in one step at
-        most, and is read for nothing else."""
+        """The same, where the condition holds in one step at most."""
+        after = self._after[place]
+        return self.selects(place) and after is not None and self._holds_once(self.graph.definitions[after].inputs[0])
+
+    def selects(self, place: int) -> bool:
+        """Whether what is carried at a place is replaced in each step where a condition holds, and read for nothing
+        else."""
         carry = self._body.invars[self._constants + place]
         number, after = self._within[self._constants + place], self._after[place]
         node = None if after is None else self.graph.definitions.get(after)
@@ -55,9 +65,8 @@ class Steps:
         if number in (node.inputs[0], node.inputs[2]) or self._within.count(number) != 1:
             return False
         readers = [e for e in self._body.equations if any(atom is carry for atom in e.invars)]
-        if len(readers) != 1 or readers[0].primitive.name != "select_n" or any(v is carry for v in self._body.outvars):
-            return False
-        return self._holds_once(node.inputs[0])
+        alone = len(readers) == 1 and readers[0].primitive.name == "select_n"
+        return alone and not any(v is carry for v in self._body.outvars)
 
     def _holds_once(self, number: int) -> bool:
         """Whether each element of a condition holds in one step at most."""
