@@ -216,9 +216,6 @@ class Graph:
             node = self.definitions.get(operands[0])
             if node is not None and node.name in ("broadcast_in_dim", "reshape") and not self.shape(node.inputs[0]):
                 return [node.inputs[0]]
-        if equation.primitive.name == "transpose":
-            (number,), order = self._transpose(equation, operands[0])
-            return [number] if order == tuple(range(len(self.shape(number)))) else None
         cast = self._folded(equation, operands)
         if cast is not None:
             return [cast]
@@ -421,7 +418,10 @@ class Graph:
         return [number, *operands[1:]], tuple(equation.params["shape"]), tuple(dimensions)
 
     def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
-        """What a transpose is, in one step, where its operand is one too."""
+        """What a transpose is, in one step, where its operand is one too.
+
+        One that undoes another is no operand's number: what a site gives may be in between.
+        """
         order = [int(d) for d in equation.params["permutation"]]
         while (node := self.definitions.get(number)) is not None and node.name == "transpose":
             number, order = node.inputs[0], [int(node.params["permutation"][d]) for d in order]

@@ -22,6 +22,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import Forms
@@ -119,6 +120,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 alone[root] = matches[root]
             else:
                 _with_backward(graph, {root: draft}, alone, misses)
+        _with_loops_again(graph, drafts, alone)
         matches = alone
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
@@ -217,6 +219,32 @@ def _with_backward(
                         matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
                     misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+
+
+def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
+    """Adds the backwards of loops of which nothing is used elsewhere: a checkpoint has computed such a loop again.
+
+    They are added where the loops backwards are gone then; else the forward alone is the site.
+    """
+    again = {root: draft for root, draft in drafts.items() if draft.loops and root in matches and not draft.escaped}
+    if not again or not any(body.transposed or "checkpoint" in body.path for body in graph.numbers):
+        return
+    lookup = Lookup(graph)
+    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
+        for root, draft in again.items():
+            if matches[root].backwards:
+                continue
+            with contained(draft.root), suppress(Mismatch), bounded(graph):
+                search = draft.search(kind)
+                given = {number for match in matches.values() for number in match.replaced}
+                if search is None or search not in settle(graph, lookup, [search], given) or not search.found:
+                    continue
+                still = surviving(graph, given | search.replaced())
+                ends = {levels[0].cotangent for b in search.found for levels in b.levels.values()}
+                loops = [node for n in ends if (node := graph.definitions.get(n)) is not None and node.name == "scan"]
+                left = {n for node in loops for n in node.outputs if jnp.issubdtype(graph.dtype(n), jnp.floating)}
+                if loops and not (left - ends) & still:
+                    matches[root] = draft.match_with(search)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
