@@ -16,9 +16,9 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
+from autopallas.numerics.casts import counts_exactly
 
 if TYPE_CHECKING:
     from autopallas.graph.numbering import Graph, Node

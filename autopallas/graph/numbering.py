@@ -18,7 +18,6 @@ import numpy as np
 from jax import numpy as jnp
 
 from autopallas import compat
-from autopallas.casts import counts_exactly
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
@@ -35,6 +34,7 @@ from autopallas.graph.keys import (
 )
 from autopallas.graph.loop_slices import counters, counting, folded, placed, repeated, slice_read, summed_slices
 from autopallas.graph.steps import Steps
+from autopallas.numerics.casts import counts_exactly
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
