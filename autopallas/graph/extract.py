@@ -30,7 +30,7 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
             free[number] = None
             continue
         # Of several results of a loop, an earlier one may give some: those do not say where this one stands.
-        found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
+        found.update((output, node) for output in node.outputs if graph.definitions.get(output) is node)
         todo += node.inputs
     graph.steps.spend(len(found))
     ordered = {id(node): node for _, node in sorted(found.items())}

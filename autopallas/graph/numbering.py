@@ -32,7 +32,9 @@ from autopallas.graph.keys import (
     spread_over_all,
     stacked_key,
 )
+from autopallas.graph.loop_slices import counters, counting, folded, placed, repeated, slice_read, summed_slices
 from autopallas.graph.steps import Steps
+from autopallas.numerics.casts import counts_exactly
 
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
@@ -74,6 +76,8 @@ class Graph:
       elements: numbers of what a scan reads step by step.
       inner: for the results of a custom rule's call, the numbers of the same values in its primal body;
         ``outer`` is the way back.
+      counters: numbers of what counts the steps of a loop, with how many there are and how many loops are around.
+      supposed: numbers of values that were looked up and that the program has not: what a loop would stack, transposes.
       frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
@@ -97,6 +101,8 @@ class Graph:
         self.elements: set[int] = set()
         self.inner: dict[int, int] = {}
         self.outer: dict[int, list[int]] = {}
+        self.counters: dict[int, tuple[int, int]] = {}
+        self.supposed: set[int] = set()
         self.frames: dict[Body, tuple[int, ...]] = {}
         self.numbers: dict[Body, dict[Var, int]] = {}
         self.positions: dict[Body, dict[int, tuple[int, Var]]] = {}
@@ -104,6 +110,8 @@ class Graph:
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
         self._loops = Loops(self._read, self._held)
+        self._slices: dict[tuple[int, int], int] = {}
+        """Per slice in a loop with so many loops around it: the array."""
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
@@ -208,8 +216,15 @@ class Graph:
             node = self.definitions.get(operands[0])
             if node is not None and node.name in ("broadcast_in_dim", "reshape") and not self.shape(node.inputs[0]):
                 return [node.inputs[0]]
-        folded = self._folded(equation, operands)
-        return None if folded is None else [folded]
+        cast = self._folded(equation, operands)
+        if cast is not None:
+            return [cast]
+        always = folded(self, equation, operands)
+        if always is not None:
+            aval = equation.outvars[0].aval
+            return [self._literal(Literal(np.bool_(always), aval)) if isinstance(always, bool) else always]
+        read = slice_read(self, equation, operands)
+        return None if read is None else [self._element(read[0], equation.outvars[0].aval, self.counters[read[1]][1])]
 
     def _folded(self, equation: JaxprEqn, operands: Sequence[int]) -> int | None:
         """The literal that the cast of a literal is: JAX leaves the cast out where it traces such a program anew."""
@@ -228,7 +243,7 @@ class Graph:
             return same
         key = self.key(equation, operands, frame)
         found = None if key is None else self._known(key, equation)
-        return None if found is None else list(found)
+        return None if found is None or not self.supposed.isdisjoint(found) else list(found)
 
     def _known(self, key: Hashable, equation: JaxprEqn) -> tuple[int, ...] | None:
         """The numbers under a key.  Functions with a derivative of their own are one only if the derivatives are."""
@@ -262,15 +277,30 @@ class Graph:
         if name == "scan":
             constants, carried = compat.scan_parts(equation)
             last = constants + carried
-            slices = [self._table.get(("element", number, loops(inner)), (None,))[0] for number in operands[last:]]
+            slices = [self._slice(number, loops(inner)) for number in operands[last:]]
             given = [*operands[:constants], *(None for _ in range(carried)), *slices]
+            for i in counters(self, equation, inner, operands[constants:last]):
+                dtype, length = inner.invars[constants + i].aval.dtype, int(equation.params["length"])
+                given[constants + i] = self._table.get(("counter", dtype, length, loops(inner)), (None,))[0]
             loop, pairs = self._loops.alike(equation, inner, frame, given, operands[constants:last])
             for here, there in pairs.items():
                 given[constants + here] = loop.within[there] if loop is not None else None
             results = self._loops.follow(inner, given, frame)
             ends = [None if n is None else self._loops.end(n) for n in given[constants:last]]
-            keys = [stacked_key(equation, inner, number, frame) for number in results[carried:]]
-            return [*ends, *(self._table.get(key, (None,))[0] for key in keys)]
+            stacked: list[int | None] = []
+            for number, variable in zip(results[carried:], equation.outvars[carried:], strict=True):
+                if number is None:
+                    stacked.append(None)
+                    continue
+                whole = self._whole(equation, operands, inner, number, frame)
+                key = stacked_key(equation, inner, number, frame)
+                if whole is None and key not in self._table:  # nobody stacks it, but what it is in a step is known
+                    whole = self._new(variable.aval)
+                    self._table[key] = (whole,)
+                    self._table["element", whole, loops(inner)] = (number,)
+                    self.supposed.add(whole)
+                stacked.append(self._table[key][0] if whole is None else whole)
+            return [*ends, *stacked]
         if name == "cond" and operands[0] is not None:
             own = [n for n in operands if n is not None]
             branches = []
@@ -291,9 +321,33 @@ class Graph:
         """The family of slices of a value along its leading axis, in loops with as many loops around them: a loop and
         one inside it that read the same array are at different slices of it."""
         key = ("element", stacked, depth)
+        node = self.definitions.get(stacked)
+        if node is not None and node.name == "iota" and not aval.shape and aval.dtype.kind in "iu":
+            length = self.shape(stacked)[0]
+            if counts_exactly(self.dtype(stacked), length):
+                return self._counter(aval, length, depth)
         if key not in self._table:
             self._table[key] = (self._new(aval),)
-        self.elements.add(self._table[key][0])
+        number = self._table[key][0]
+        self.elements.add(number)
+        self._slices.setdefault((number, depth), stacked)
+        return number
+
+    def _slice(self, stacked: int | None, depth: int) -> int | None:
+        """The same, if the program has it."""
+        node = None if stacked is None else self.definitions.get(stacked)
+        if node is not None and stacked is not None and node.name == "iota" and len(self.shape(stacked)) == 1:
+            length, dtype = self.shape(stacked)[0], self.dtype(stacked)
+            if counts_exactly(dtype, length) and ("counter", dtype, length, depth) in self._table:
+                return self._table["counter", dtype, length, depth][0]
+        return self._table.get(("element", stacked, depth), (None,))[0]
+
+    def _counter(self, aval: Any, length: int, depth: int) -> int:
+        """The number of the step in a loop of so many steps, with as many loops around it."""
+        key = ("counter", aval.dtype, length, depth)
+        if key not in self._table:
+            self._table[key] = (self._new(aval),)
+            self.counters[self._table[key][0]] = length, depth
         return self._table[key][0]
 
     def _node(
@@ -309,11 +363,15 @@ class Graph:
         for number in {n for i, n in enumerate(inputs) if i not in shared} if shared else set(inputs):
             self.users[number].append(node)
         for number in outputs:
-            self.definitions.setdefault(number, node)
+            if number not in inputs:  # a loop may stack all slices of an array that it reads
+                self.definitions.setdefault(number, node)
 
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
+        if operands and (slice_of := placed(self, equation, operands)) is not None:
+            aval = equation.outvars[0].aval
+            return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
         params: Hashable
         if is_elementwise_call(equation):
             params = called_program(equation)
@@ -327,7 +385,15 @@ class Graph:
             except TypeError:
                 params = hashable(params)
         if name == "broadcast_in_dim" and operands:
-            operands, params = self._broadcast(equation, operands)
+            operands, shape, dimensions = self._broadcast(equation, operands)
+            params = shape, dimensions
+        elif name == "transpose" and operands:
+            repeated = self.as_broadcast(equation, operands)
+            if repeated is not None:
+                return self.key(repeated[0], [repeated[1]], frame)
+            operands, params = self._transpose(equation, operands[0])
+        elif name == "unstack" and operands:
+            operands, params = self._unstack(equation, operands[0])
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
         mesh: Hashable = ()
@@ -340,14 +406,60 @@ class Graph:
             return None
         return key
 
-    def _broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[Sequence[int], Hashable]:
+    def _broadcast(
+        self, equation: JaxprEqn, operands: Sequence[int]
+    ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
         """What a broadcast is, in one step, where its operand is one too: vmap makes two of what grad makes one of."""
         number, dimensions = operands[0], [int(d) for d in equation.params["broadcast_dimensions"]]
         while (node := self.definitions.get(number)) is not None and node.name == "broadcast_in_dim":
             if len(node.inputs) > 1 or len(operands) > 1:
                 break
             number, dimensions = node.inputs[0], [dimensions[int(d)] for d in node.params["broadcast_dimensions"]]
-        return [number, *operands[1:]], (tuple(equation.params["shape"]), tuple(dimensions))
+        return [number, *operands[1:]], tuple(equation.params["shape"]), tuple(dimensions)
+
+    def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
+        """What a transpose is, in one step, where its operand is one too.
+
+        One that undoes another is no operand's number: what a site gives may be in between.
+        """
+        order = [int(d) for d in equation.params["permutation"]]
+        while (node := self.definitions.get(number)) is not None and node.name == "transpose":
+            number, order = node.inputs[0], [int(node.params["permutation"][d]) for d in order]
+        return [number], tuple(order)
+
+    def as_broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[JaxprEqn, int] | None:
+        """(the broadcast, its operand) that the transpose of a broadcast is, if it is one."""
+        (number,), order = self._transpose(equation, operands[0])
+        node = self.definitions.get(number)
+        if node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
+            return None
+        (source,), shape, dimensions = self._broadcast(node.equation, node.inputs)
+        places = [order.index(d) for d in dimensions]
+        if places != sorted(places):
+            return None
+        params = node.params | {"shape": tuple(shape[d] for d in order), "broadcast_dimensions": tuple(places)}
+        return node.equation.replace(outvars=equation.outvars, params=params), source
+
+    def _unstack(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
+        """The same of the parts along an axis: of what, along which axis, and how the other axes follow each other."""
+        axis, node = int(equation.params["axis"]), self.definitions.get(number)
+        order = tuple(range(len(self.shape(number))))
+        if node is not None and node.name == "transpose":
+            (number,), order = self._transpose(node.equation, node.inputs[0])
+        return [number], (order[axis], (*order[:axis], *order[axis + 1 :]))
+
+    def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
+        """A number for a transpose that the program has not: what comes next, it may have."""
+        key = self.key(equation, operands, frame)
+        if equation.primitive.name != "transpose" or key is None:
+            return None
+        if key in self._table:
+            return list(self._table[key])
+        number = self._new(equation.outvars[0].aval)
+        self._table[key] = (number,)
+        self.definitions[number] = Node(equation, tuple(operands), (number,), self.root)
+        self.supposed.add(number)
+        return [number]
 
     def _holding(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
@@ -400,10 +512,14 @@ class Graph:
             given[:constants] = operands[:constants]
             for i in range(constants + carried, len(operands)):
                 given[i] = self._element(operands[i], inner.invars[i].aval, loops(inner))
-            loop, pairs = self._loops.alike(equation, inner, inside, given, operands[constants : constants + carried])
+            starts = operands[constants : constants + carried]
+            for i in counters(self, equation, inner, starts):
+                aval, length = inner.invars[constants + i].aval, int(equation.params["length"])
+                given[constants + i] = self._counter(aval, length, loops(inner))
+            loop, pairs = self._loops.alike(equation, inner, inside, given, starts)
             if loop is not None:
                 given[constants : constants + carried] = [
-                    loop.within[pairs[i]] if i in pairs else None for i in range(carried)
+                    loop.within[pairs[i]] if i in pairs else given[constants + i] for i in range(carried)
                 ]
         elif name == "while":
             condition, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
@@ -468,23 +584,60 @@ class Graph:
     ) -> tuple[int, ...]:
         """The same for a scan: what it carries to the end, and what it stacks."""
         constants, carried = compat.scan_parts(equation)
-        within = inputs[constants : constants + carried]
+        within, depth = inputs[constants : constants + carried], loops(body)
         outputs: list[int] = []
         for i, variable in enumerate(equation.outvars):
+            number = results[i]
             if i < carried:
                 known = self._loops.end(within[i])
-                outputs.append(self._new(variable.aval) if known is None else known)
-                continue
-            # What a loop stacks is known by what it is in a step, the length, and how many loops are around it.
-            key = stacked_key(equation, body, results[i], inside)
+                summed = None
+                if known is None:
+                    summed = summed_slices(self, operands[constants + i], within[i], number)
+                if summed is None or self.counters[summed[0]] != (equation.params["length"], depth):
+                    outputs.append(self._new(variable.aval) if known is None else known)
+                    continue
+                _, number, axis = summed
+                key = stacked_key(equation, body, number, inside)
+                if axis:  # along another axis than what a loop stacks
+                    key = "stacked along", axis, key
+            else:
+                whole = self._whole(equation, operands, body, number, inside)
+                if whole is not None:
+                    outputs.append(whole)
+                    continue
+                # What a loop stacks is known by what it is in a step, the length, and how many loops are around it.
+                key = stacked_key(equation, body, number, inside)
+                axis = 0
             if key not in self._table:
                 self._table[key] = (self._new(variable.aval),)
             outputs.append(self._table[key][0])
-            self._table["element", outputs[i], loops(body)] = (results[i],)
+            self.supposed.discard(outputs[i])
+            if not axis:
+                self._table["element", outputs[i], depth] = (number,)
         starts = operands[constants : constants + carried]
         read = [*inputs[:constants], *inputs[constants + carried :]]
         self._loops.add(equation, body, inside, read, Loop(starts, within, results[:carried], outputs[:carried]))
         return tuple(outputs)
+
+    def _whole(
+        self,
+        equation: JaxprEqn,
+        operands: Sequence[int | None],
+        body: Body,
+        number: int,
+        frame: tuple[int, ...],
+    ) -> int | None:
+        """What a scan stacks where that are all slices of an array that it reads, or the numbers of all steps."""
+        length = equation.params["length"]
+        source = self._slices.get((number, loops(body)))
+        if source is not None and source in operands:
+            return source
+        made = repeated(self, number, length) if number not in self.counters else None
+        counter = number if made is None else made[0]
+        if self.counters.get(counter) != (length, loops(body)):
+            return None
+        (steps,) = self._equation(body, counting(self.dtype(counter), length), [], [], frame)
+        return steps if made is None else self._equation(body, made[1], [steps], [], frame)[0]
 
     def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:
         """What each device of a mesh has of a value: the whole, where the value is the same on all."""

@@ -31,11 +31,13 @@ __all__ = [
     "LAYOUT",
     "Backward",
     "Dissolved",
+    "DissolvedApart",
     "Forward",
     "Level",
     "Lookup",
     "Merged",
     "Rectified",
+    "RectifiedApart",
     "Search",
     "Use",
     "differentiable",
@@ -49,6 +51,8 @@ _ROUNDS = 20
 
 _STARTS = 8
 """Values that may be the cotangent with which a loop backwards starts."""
+
+_RECTIFIED_WITHIN = frozenset({"scan", "jit", "pjit", "closed_call"})
 
 LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims"})
 
@@ -200,24 +204,34 @@ class Merged(Forward):
         return self._replaced(given)
 
 
-class Rectified(Merged):
-    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``.
+class _Rules:
+    """With each ``max(x, 0)`` taken for ``jax.nn.relu``.
 
     JAX leaves of a function with a derivative of its own, in a loop that is differentiated, what it computes; its
     derivative is by its rule, there or where a checkpoint computes it again.
     """
 
+    equations: list[JaxprEqn]
+    complete: bool
+    differs = False
+    """Whether it has functions with a derivative of their own."""
+
+    def rectify(self) -> None:
+        if self.complete:
+            before = self.equations
+            self.equations = [_rectified(e) for e in before]
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
+            self.differs = within or any(is_elementwise_call(e) for e in self.equations)
+
+
+class Rectified(_Rules, Merged):
+    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``."""
+
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
     ):
         super().__init__(graph, body, root, inside, calls)
-        if self.complete:
-            self.equations = [_rectified(e) for e in self.equations]
-
-    @property
-    def differs(self) -> bool:
-        """Whether it has functions with a derivative of their own."""
-        return self.complete and any(is_elementwise_call(e) for e in self.equations)
+        self.rectify()
 
 
 class Dissolved(Rectified):
@@ -226,8 +240,35 @@ class Dissolved(Rectified):
     dissolved = True
 
 
+class RectifiedApart(_Rules, Forward):
+    """The same with a use for each place that reads a value: the program may add them up in another order."""
+
+    def __init__(
+        self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
+    ):
+        super().__init__(graph, body, root, inside, calls)
+        self.rectify()
+
+
+class DissolvedApart(RectifiedApart):
+    """The same as for :class:`Dissolved`."""
+
+    dissolved = True
+
+
 def _rectified(equation: JaxprEqn) -> JaxprEqn:
-    """``max(x, 0)`` as the rectifier that it may have been."""
+    """``max(x, 0)`` as the rectifier that it may have been; of a loop, in its body."""
+    name = equation.primitive.name
+    if name in _RECTIFIED_WITHIN:
+        params = dict(equation.params)
+        for parameter, position, body in compat.bodies(equation):
+            jaxpr, constants = compat.opened(body)
+            equations = [_rectified(e) for e in jaxpr.eqns]
+            if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
+                given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
+                params[parameter] = compat.rebuilt(body, *given, equations)
+        changed = any(params[name] is not value for name, value in equation.params.items())
+        return equation.replace(params=params) if changed else equation
     if equation.primitive.name != "max" or len(equation.invars) != 2:
         return equation
     x, zero = equation.invars
@@ -254,6 +295,13 @@ class Lookup:
             readers = self._index.setdefault(key, {})
             for number in {*node.inputs, _ANY}:
                 readers.setdefault(number, []).append(node)
+            repeated = graph.as_broadcast(node.equation, node.inputs) if node.name == "transpose" else None
+            if repeated is not None:
+                equation, operand = repeated
+                same = Node(equation, (operand,), node.outputs, node.body)
+                readers = self._index.setdefault(graph.key(equation, (), graph.frames[node.body]), {})
+                for number in (operand, _ANY):
+                    readers.setdefault(number, []).append(same)
         for aval in graph.avals:
             own: tuple[int, ...] = getattr(aval, "shape", ())
             if own:
@@ -289,7 +337,7 @@ class Lookup:
             candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
             for candidate in dict.fromkeys(candidates):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
-                if numbers is not None and result in numbers:
+                if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed:
                     backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
         for backward in found.values():
@@ -347,6 +395,8 @@ class Lookup:
             result = pattern.outvars[0]
             if found is None or not isinstance(result, Var) or result not in found:
                 return
+            if found[result] in self.graph.supposed:
+                return
             levels.append(Level(numbers[before], found[result]))
 
     def add_up(self, forward: Forward, backward: Backward, among: Sequence[int]) -> None:
@@ -402,14 +452,23 @@ class Lookup:
     def _follow(
         self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]
     ) -> dict[Var, int] | None:
-        """The numbers of all variables, or None where an equation is not in the program."""
+        """The numbers of all variables, or None where an equation is not in the program.
+
+        A loop may lack what only those of its results need that the program has not.
+        """
         numbers = dict(known)
+        loops = any(self._is_loop(equation) for equation in equations)
         for equation in equations:
             operands = self._read(equation, numbers)
-            if operands is None:
-                return None
+            results: Sequence[int | None] | None = None
             self.graph.steps.spend()
-            results = self._results(equation, operands, frame)
+            if self._is_loop(equation):
+                given = [self._atom(atom, numbers) for atom in equation.invars]
+                results = self.graph.held(equation, self._children[id(equation)], given, frame)
+            elif operands is not None:
+                results = self.graph.find(equation, operands, frame) or self.graph.suppose(equation, operands, frame)
+            if results is None and loops:
+                continue
             if results is None:
                 return None
             numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
@@ -417,15 +476,20 @@ class Lookup:
 
     def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
         """The numbers of an equation's results, if the program has them; of a loop, as far as it has them."""
-        children = self._children.get(id(equation))
-        if children is None or equation.primitive.name != "scan":
+        if not self._is_loop(equation):
             return self.graph.find(equation, operands, frame)
-        return self.graph.held(equation, children, operands, frame)
+        return self.graph.held(equation, self._children[id(equation)], operands, frame)
+
+    def _is_loop(self, equation: JaxprEqn) -> bool:
+        return equation.primitive.name == "scan" and id(equation) in self._children
+
+    def _atom(self, atom: Var | Literal, numbers: dict[Var, int]) -> int | None:
+        return self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
 
     def _read(self, equation: JaxprEqn, numbers: dict[Var, int]) -> list[int] | None:
         operands: list[int] = []
         for atom in equation.invars:
-            number = self.graph.find_literal(atom) if isinstance(atom, Literal) else numbers.get(atom)
+            number = self._atom(atom, numbers)
             if number is None:
                 return None
             operands.append(number)

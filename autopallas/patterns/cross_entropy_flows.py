@@ -83,7 +83,7 @@ class Flows:
             if not read:
                 continue
             for output in node.outputs:
-                if graph.definitions[output] is not node:
+                if graph.definitions.get(output) is not node:
                     continue
                 found = read
                 for position, bit in ended.get(output, ()):

@@ -22,16 +22,19 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
+from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import Forms
 from autopallas.patterns.backward import (
     Backward,
     Dissolved,
+    DissolvedApart,
     Forward,
     Lookup,
     Merged,
     Rectified,
+    RectifiedApart,
     Search,
     differentiable,
     settle,
@@ -122,6 +125,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 alone[root] = matches[root]
             else:
                 _with_backward(graph, {root: draft}, alone, misses)
+        _with_loops_again(graph, drafts, alone)
         matches = alone
     places: dict[str, NearMiss] = {}  # a sum that is written in parts is one miss
     for root, miss in misses.items():
@@ -200,7 +204,7 @@ def _with_backward(
     case something else is added in between, each by itself.
     """
     lookup = Lookup(graph) if drafts else None
-    for kind in (Merged, Forward, Dissolved, Rectified):
+    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
@@ -220,6 +224,32 @@ def _with_backward(
                         matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
                     misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+
+
+def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
+    """Adds the backwards of loops of which nothing is used elsewhere: a checkpoint has computed such a loop again.
+
+    They are added where the loops backwards are gone then; else the forward alone is the site.
+    """
+    again = {root: draft for root, draft in drafts.items() if draft.loops and root in matches and not draft.escaped}
+    if not again or not any(body.transposed or "checkpoint" in body.path for body in graph.numbers):
+        return
+    lookup = Lookup(graph)
+    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
+        for root, draft in again.items():
+            if matches[root].backwards:
+                continue
+            with contained(draft.root), suppress(Mismatch), bounded(graph):
+                search = draft.search(kind)
+                given = {number for match in matches.values() for number in match.replaced}
+                if search is None or search not in settle(graph, lookup, [search], given) or not search.found:
+                    continue
+                still = surviving(graph, given | search.replaced())
+                ends = {levels[0].cotangent for b in search.found for levels in b.levels.values()}
+                loops = [node for n in ends if (node := graph.definitions.get(n)) is not None and node.name == "scan"]
+                left = {n for node in loops for n in node.outputs if jnp.issubdtype(graph.dtype(n), jnp.floating)}
+                if loops and not (left - ends) & still:
+                    matches[root] = draft.match_with(search)
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
@@ -400,7 +430,7 @@ class Draft:
                 continue
             if self.inside(number):
                 node = graph.definitions[number]
-                found.update((output, node) for output in node.outputs if graph.definitions[output] is node)
+                found.update((output, node) for output in node.outputs if graph.definitions.get(output) is node)
                 todo += node.inputs
             else:
                 operands[number] = None
@@ -482,7 +512,7 @@ class Draft:
 
         calls = frozenset({"scan"}) if self.loops else frozenset()
         forward = kind(self.graph, self.body, self.number, inside, calls)
-        if not forward.complete or isinstance(forward, Rectified) and not forward.differs:
+        if not forward.complete or isinstance(forward, (Rectified, RectifiedApart)) and not forward.differs:
             return None
         wanted = [i for i, u in enumerate(forward.uses) if differentiable(u) and not self._constant(u.number)]
         search = _Search(forward, wanted[::-1], [])
@@ -496,12 +526,14 @@ class Draft:
           Mismatch: what it reads cannot be had where its backward stands.
         """
         forward, graph = search.forward, self.graph
+        constant = [self._constant(use.number) for use in forward.uses]  # the site has these of its own
+        places = {i: k for k, i in enumerate(i for i, own in enumerate(constant) if not own)}
         backwards = []
         for backward in search.found:
             body = self._home(backward)
-            if not all(at_hand(graph, use.number, (self.body,), body, across=True) for use in forward.uses):
+            if not all(at_hand(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
                 raise Mismatch("the backward lacks an operand where it stands")
-            gradients = tuple((use, levels[0].cotangent) for use, levels in backward.levels.items())
+            gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))
         if not backwards:
             raise Mismatch("the backward was not recognised")
@@ -510,9 +542,9 @@ class Draft:
         made: dict[int, Any] = {}
         equations: list[Any] = []
         given: list[Any] = []
-        for use, variable in zip(forward.uses, inputs, strict=True):
+        for use, variable, own in zip(forward.uses, inputs, constant, strict=True):
             # A use with a gradient is an operand of its own; what has none, as the choices, is the same everywhere.
-            if self._constant(use.number):
+            if own:
                 if use.number not in made and use.number not in graph.literals:
                     nodes, _ = nodes_between(graph, tuple(made), [use.number])
                     equations += copied(graph, nodes, made)
@@ -520,8 +552,9 @@ class Draft:
                 given.append(made[use.number] if literal is None else Literal(literal, use.variable.aval))
             else:
                 given.append(variable if differentiable(use) else shared.setdefault(use.number, variable))
-        original = closed(inputs, [forward.root], [*equations, *forward.over(given)])
-        return self._match([use.number for use in forward.uses], original, original, (), tuple(backwards))
+        read = [inputs[i] for i in places]
+        original = closed(read, [forward.root], [*equations, *forward.over(given)])
+        return self._match([forward.uses[i].number for i in places], original, original, (), tuple(backwards))
 
     def _home(self, backward: Backward) -> Body:
         """The body that computes the cotangents."""

@@ -26,7 +26,9 @@ from autopallas.graph.labels import is_product
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.experts_choice import Choices
+from autopallas.patterns.experts_refusals import DENSE
 from autopallas.patterns.experts_signs import Signs
+from autopallas.patterns.experts_steps import Steps
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
@@ -332,7 +334,11 @@ def selected_on_the_way(graph: Graph, root: int) -> Iterator[int]:
 
 
 def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
-    """A scan as a loop over experts: what it stacks, or the sum that is all that it carries."""
+    """A scan as a loop over experts: what it stacks, or the sum that is all that it carries.
+
+    Beside a sum it may count its steps, and how many rows the experts before have.  In the place of a sum it may select
+    what an expert computes, where no two experts are selected for an element.
+    """
     equation = node.equation
     consts, carried = compat.scan_parts(equation)
     place = node.outputs.index(value)
@@ -340,13 +346,28 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     carries = body.invars[consts : consts + carried]
     stacked, length = place >= carried, equation.params["length"]
     counters = [i for i in range(carried) if _counts(graph, node, body, consts, i)]
-    others = [i for i in range(carried) if i not in counters]
-    if equation.effects or equation.params["reverse"] and counters or others != ([] if stacked else [place]):
+    steps = Steps(graph, node)
+    before = {i: found for i in range(carried) if i not in counters and (found := steps.running_sum(i)) is not None}
+    others = [i for i in range(carried) if i not in counters and i not in before]
+    if equation.effects or others != ([] if stacked else [place]):
         return None
-    if not stacked and not (_accumulates(body, consts, place) and _is_zero(graph, node.inputs[consts + place])):
+    if equation.params["reverse"] and (counters or before):
         return None
+    if not stacked:
+        if not _is_zero(graph, node.inputs[consts + place]):
+            return None
+        if not _accumulates(body, consts, place):
+            if not steps.selects(place):
+                return None
+            if not steps.selects_one(place):
+                if not (steps.contracts and (counters or before or _slices(graph, node, consts + carried))):
+                    return None
+                raise Mismatch(
+                    f"{DENSE}, in a loop that selects what they compute, and an element may be selected for two of them"
+                )
     axis = 0 if stacked else None
-    loop = Loop(value, axis, False, length, set(node.outputs), set(node.outputs))
+    own = {number for number in node.outputs if graph.definitions.get(number) is node}
+    loop = Loop(value, axis, False, length, set(own), own)
     given = [*node.inputs[:consts], *node.inputs[consts + carried :]]
     variables = [*body.invars[:consts], *body.invars[consts + carried :]]
     for i, number in enumerate(given):
@@ -354,17 +375,25 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     for i in counters:
         loop.leaves.append(_Leaf((), partial(_positions, length, carries[i].aval.dtype)))
         variables.append(carries[i])
+    for i, number in before.items():
+        loop.leaves.append(_Leaf((number,), _before))
+        variables.append(carries[i])
     run = compat.jaxpr_as_fun(equation.params["jaxpr"])
     last = len(given)
 
     def term(*own: Any) -> Any:
-        counted = dict(zip(counters, own[last:], strict=True))
-        carry = [counted.get(i, jnp.zeros(v.aval.shape, v.aval.dtype)) for i, v in enumerate(carries)]
+        known = dict(zip([*counters, *before], own[last:], strict=True))
+        carry = [known.get(i, jnp.zeros(v.aval.shape, v.aval.dtype)) for i, v in enumerate(carries)]
         return run(*own[:consts], *carry, *own[consts:last])[place]
 
     loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables))
-    loop.compares = bool(counters or _slices(graph, node, consts + carried))
+    loop.compares = bool(counters or before or _slices(graph, node, consts + carried))
     return loop
+
+
+def _before(counts: Sequence[jax.Array]) -> jax.Array:
+    """How many rows the experts before each one have."""
+    return jnp.cumsum(counts[0], axis=0, dtype=counts[0].dtype) - counts[0]
 
 
 def _positions(count: int, dtype: Any, _: Sequence[jax.Array]) -> jax.Array:
@@ -385,11 +414,11 @@ def _counts(graph: Graph, node: Node, body: Any, consts: int, place: int) -> boo
 
 
 def _slices(graph: Graph, node: Node, first: int) -> list[int]:
-    """The numbers of the integers that a scan reads one by one."""
+    """The numbers of the single integers that a scan reads one by one."""
     position = node.body.defined[node.equation.outvars[0]]
     (child,) = node.body.children[position]
     numbers = graph.numbers[child.body]
-    return [numbers[v] for v in child.body.invars[first:] if v.aval.shape == () and v.aval.dtype.kind in "iu"]
+    return [numbers[v] for v in child.body.invars[first:] if v.aval.size == 1 and v.aval.dtype.kind in "iu"]
 
 
 def _accumulates(body: Any, consts: int, place: int) -> bool:

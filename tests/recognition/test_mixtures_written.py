@@ -15,7 +15,6 @@ from recognition.mixtures_written import KINDS, SITES, collected, everyone, sort
 OP = "grouped_matmul"
 FOUND = [f for kind in ("picked", "gathered", "intervals", "switches", "loops") for f in KINDS[kind]]
 FOUND += KINDS["slots"][:4]
-FOUND.remove(next(f for f in FOUND if f.__name__ == "segments_in_a_scan"))
 
 
 def found(function, args=(P, X), count=1, **options):

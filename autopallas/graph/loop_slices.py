@@ -1,0 +1,220 @@
+"""What a loop reads and writes at its own step: the slice of an array whose number is that of the step.
+
+An array that a loop reads by the number of its step is the same as one that it reads slice by slice, and a sum to which
+each step adds at its own number is the same as what a loop stacks.  JAX makes one of the other where it takes the parts
+of a loop that do not change out of a loop around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from autopallas import compat
+from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.graph.flatten import Body
+from autopallas.numerics.casts import counts_exactly
+
+if TYPE_CHECKING:
+    from autopallas.graph.numbering import Graph, Node
+
+__all__ = ["counters", "counting", "folded", "is_zero", "placed", "repeated", "slice_read", "summed_slices"]
+
+_REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+_CLIPPED = frozenset({GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS})
+_MOST = 8
+"""Layout operations that are looked through."""
+
+
+def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int | None]) -> list[int]:
+    """Which of the values that a scan carries are the number of the step: 0, 1, ..."""
+    if equation.params["reverse"]:
+        return []
+    constants, carried = compat.scan_parts(equation)
+    found = []
+    for i in range(carried):
+        carry, after, start = body.invars[constants + i], body.outvars[i], starts[i]
+        dtype = getattr(carry.aval, "dtype", None)
+        if start not in graph.literals or carry.aval.shape or dtype is None or dtype.kind not in "iu":
+            continue
+        position = body.defined.get(after) if isinstance(after, Var) else None
+        if position is None or graph.literals[start] != 0 or body.equations[position].primitive.name != "add":
+            continue
+        steps = [a for a in body.equations[position].invars if a is not carry]
+        by_one = len(steps) == 1 and isinstance(steps[0], Literal) and int(steps[0].val) == 1
+        if by_one and counts_exactly(dtype, int(equation.params["length"])):
+            found.append(i)
+    return found
+
+
+def counting(dtype: np.dtype[Any], length: int) -> JaxprEqn:
+    """The equation that gives the numbers of all steps."""
+    program, _ = compat.opened(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
+    return program.eqns[-1]
+
+
+def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | None:
+    """(counter, the equation that gives from the numbers of all steps what a loop stacks) if a value repeats the number
+    of the step."""
+    counter, shape = _plain(graph, number), graph.shape(number)
+    if counter == number or counter not in graph.counters:
+        return None
+    steps = jax.ShapeDtypeStruct((length,), graph.dtype(counter))
+    program, _ = compat.opened(compat.make_jaxpr(lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,)), steps))
+    return counter, program.eqns[-1]
+
+
+def folded(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> int | bool | None:
+    """The number of the value that a selection always selects; or what a comparison always says; None of others.
+
+    JAX asks of each index whether it is negative, and then counts from the end.
+    """
+    name = equation.primitive.name
+    if name == "lt" and operands[1] in graph.literals and equation.outvars[0].aval.shape == ():
+        other = graph.literals[operands[1]]
+        if other.dtype.kind not in "iu":
+            return None
+        if operands[0] in graph.literals:
+            return bool(graph.literals[operands[0]] < other)
+        return False if operands[0] in graph.counters and other <= 0 else None
+    if name == "select_n" and operands[0] in graph.literals and graph.literals[operands[0]].ndim == 0:
+        which = int(graph.literals[operands[0]])
+        return operands[1 + which] if 0 <= which < len(operands) - 1 else None
+    return None
+
+
+def slice_read(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int] | None:
+    """(array, counter) where a value is the slice of an array along its first axis that has the step's number."""
+    name = equation.primitive.name
+    if name == "gather":
+        return _gathered(graph, equation, operands)
+    if name not in ("squeeze", "reshape"):
+        return None
+    node = graph.definitions.get(operands[0])
+    if node is None or node.name != "dynamic_slice":
+        return None
+    source, *starts = node.inputs
+    shape = graph.shape(source)
+    if not shape or tuple(equation.outvars[0].aval.shape) != shape[1:] or tuple(node.params["slice_sizes"]) != (
+        1, *shape[1:]
+    ):  # fmt: skip
+        return None
+    if name == "squeeze" and [int(d) % len(shape) for d in equation.params["dimensions"]] != [0]:
+        return None
+    return (source, starts[0]) if _counts(graph, starts[0], shape[0]) else None
+
+
+def _gathered(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int] | None:
+    source, params = operands[0], equation.params
+    shape, dimensions = graph.shape(source), params["dimension_numbers"]
+    places = _scalars(graph, operands[1])
+    if places is None or not shape or tuple(equation.outvars[0].aval.shape) != shape[1:]:
+        return None
+    if tuple(dimensions.start_index_map) != (0,) or tuple(dimensions.collapsed_slice_dims) != (0,):
+        return None
+    if dimensions.operand_batching_dims or tuple(params["slice_sizes"]) != (1, *shape[1:]):
+        return None
+    return (source, places[0]) if _counts(graph, places[0], shape[0]) else None
+
+
+def placed(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int, int] | None:
+    """(counter, value, axis) where an array is zero but for the slice with the step's number, which is that value."""
+    name = equation.primitive.name
+    if name == "dynamic_update_slice":
+        whole, update, *starts = operands
+        window = list(range(len(graph.shape(whole))))
+        kept, moved = window, dict(enumerate(starts))
+        clips = True
+    elif name in ("scatter", "scatter-add"):
+        whole, indices, update = operands
+        dimensions = equation.params["dimension_numbers"]
+        scalars = _scalars(graph, indices)
+        inserted = {int(d) for d in dimensions.inserted_window_dims}
+        if scalars is None or dimensions.operand_batching_dims:
+            return None
+        window = [int(d) for d in dimensions.update_window_dims]
+        kept = [d for d in range(len(graph.shape(whole))) if d not in inserted]
+        targets = [int(d) for d in dimensions.scatter_dims_to_operand_dims]
+        moved = dict(zip(targets, scalars, strict=True))
+        clips = equation.params["mode"] in _CLIPPED
+    else:
+        return None
+    shape, sizes = graph.shape(whole), graph.shape(update)
+    axes = [d for d, start in moved.items() if _counts(graph, start, shape[d])]
+    if len(axes) != 1 or window != list(range(len(sizes))) or len(kept) != len(sizes) or not is_zero(graph, whole):
+        return None
+    (axis,) = axes
+    others = [d for d in moved if d != axis]
+    if not clips and any(not is_zero(graph, moved[d]) for d in others):
+        return None
+    size = dict(zip(kept, sizes, strict=True))
+    if any(size.get(d, 1) != shape[d] for d in range(len(shape)) if d != axis) or size.get(axis, 1) != 1:
+        return None
+    value = update if axis not in size else _without(graph, update, axis)
+    return None if value is None else (moved[axis], value, axis)
+
+
+def summed_slices(graph: Graph, start: int, within: int, after: int) -> tuple[int, int, int] | None:
+    """(counter, value, axis) where a loop carries a sum, zero at the start, to whose slice with the step's number each
+    step adds a value."""
+    node = graph.definitions.get(after)
+    if node is None or node.name not in ("add", "add_any") or within not in node.inputs or not is_zero(graph, start):
+        return None
+    others = [i for i in node.inputs if i != within]
+    if len(others) != 1 or len(node.inputs) != 2:
+        return None
+    added = graph.definitions.get(others[0])
+    return None if added is None else placed(graph, added.equation, added.inputs)
+
+
+def _counts(graph: Graph, number: int, length: int) -> bool:
+    """Whether a value is the number of the step of a loop with so many steps."""
+    return number in graph.counters and graph.counters[number][0] == length
+
+
+def is_zero(graph: Graph, number: int) -> bool:
+    """Whether a value is zero in each of its elements."""
+    number = _plain(graph, number)
+    return number in graph.literals and not np.any(graph.literals[number])
+
+
+def _plain(graph: Graph, number: int) -> int:
+    """A value without its layout operations."""
+    for _ in range(_MOST):
+        node = graph.definitions.get(number)
+        if node is None or node.name not in _REPEATS or len(node.inputs) != 1:
+            break
+        number = node.inputs[0]
+    return number
+
+
+def _scalars(graph: Graph, number: int) -> list[int] | None:
+    """The scalars of which a vector consists."""
+    if len(graph.shape(number)) != 1:
+        return None
+    node: Node | None = graph.definitions.get(number)
+    parts = node.inputs if node is not None and node.name == "concatenate" else (number,)
+    if any(graph.shape(part) != (1,) for part in parts):
+        return None
+    scalars = [_plain(graph, part) for part in parts]
+    return scalars if all(graph.shape(scalar) == () for scalar in scalars) else None
+
+
+def _without(graph: Graph, number: int, axis: int) -> int | None:
+    """The value of which another one is a copy with an axis of size 1 more."""
+    node = graph.definitions.get(number)
+    if node is None or node.name not in ("broadcast_in_dim", "reshape", "expand_dims") or len(node.inputs) != 1:
+        return None
+    shape = graph.shape(number)
+    if graph.shape(node.inputs[0]) != (*shape[:axis], *shape[axis + 1 :]):
+        return None
+    if node.name == "broadcast_in_dim":
+        kept = [d for d in range(len(shape)) if d != axis]
+        if [int(d) for d in node.params["broadcast_dimensions"]] != kept:
+            return None
+    return node.inputs[0]
