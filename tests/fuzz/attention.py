@@ -202,6 +202,8 @@ def _by_hand(w: Writer, at: str, s: str, size: dict[str, int], exp: str) -> tupl
             "lax.stop_gradient({}.max(-1, keepdims=True))"
         )  # fmt: skip
         coarse = c.chance(f"{at}.coarse maximum", 0.12)
+        if coarse:  # so far that rounding it makes a difference
+            x = s = w.set("s", f"{s} * 40.0")
         rounded = ".astype(jnp.bfloat16).astype(jnp.float32)"
         m = form.format(s) + rounded if coarse else w.cast(f"{at}.max cast", form.format(s), 0.35)
         floor = c.pick(f"{at}.max floor", ["", "-jnp.inf", "-1e30", "0.0", "-1e4"], 0.15)
