@@ -1,4 +1,4 @@
-"""The decorator, and the whole pipeline on one screen: trace, graph, patterns, plan, rewrite, run."""
+"""The decorator: an optimized function, which is called as the function was."""
 
 from __future__ import annotations
 
@@ -6,133 +6,28 @@ import functools
 import sys
 import threading
 import types
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
-from autopallas import compat, recovery
+from autopallas import compat, pipeline, recovery
 from autopallas.arguments import Static, Untraceable, join, split, traceable
-from autopallas.autotune.probe import Prober
-from autopallas.custom.check import apart
-from autopallas.errors import AutopallasWarning, OptionError, RequirementError
-from autopallas.faults import MEANT, collecting, in_words
+from autopallas.errors import OptionError
+from autopallas.faults import MEANT
 from autopallas.gc_pause import paused
-from autopallas.graph import Graph, flatten, move_heads_out, move_selections
-from autopallas.options import OptionArguments, Options, resolve, validated
-from autopallas.patterns import NearMiss, find
-from autopallas.plan.choose_implementation import plan
-from autopallas.plan.decision import Decision
-from autopallas.report import Failure, Report, Site, at_exit
-from autopallas.report import NearMiss as NearMissRecord
-from autopallas.report.describe import Describer
+from autopallas.options import OptionArguments, resolve, validated
+from autopallas.report import Failure, Report, at_exit
 from autopallas.report.late import LiveReport
 from autopallas.sharding import call_shardings
-from autopallas.sharding.call_shardings import Shardings
 from autopallas.sharding.processes import hurried, objection
-from autopallas.sharding.shard_sites import placed
-from autopallas.sites.device import Device
-from autopallas.tuning import processor
-from autopallas.tuning.cache import WARNED
-from autopallas.tuning.choose import Tuner
 from autopallas.verification import first_call
 
-__all__ = ["Optimized", "explain", "inside", "optimize", "rewrite"]
+__all__ = ["Optimized", "explain", "optimize"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-inside = compat.trace_context(False)
-"""Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
-
-
-def rewrite(
-    program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
-) -> tuple[Any, Report]:
-    """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
-
-    The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
-    in the work on one site costs that site.  ``probes`` says whether kernels may be compiled for it, ``shardings`` how
-    its arguments and results are spread over devices.
-    """
-    result, report = _rewritten(program, options, probes, shardings)
-    return result, report()
-
-
-def _rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
-    device = Device.current()
-    tuner = Tuner(device, options)
-    result = program
-    sites: tuple[Site, ...] = ()
-    misses: list[NearMiss] = []
-    decisions: list[Decision] = []
-    with collecting(options.strict) as failures:
-        stage = "graph"
-        try:
-            with paused():
-                graph = Graph(move_selections(move_heads_out(flatten(program)), options.assume_finite))
-                stage = "patterns"
-                matches, misses = find(graph, options.ops, options.assume_finite)
-            stage = "partition"
-            matches = placed(program, graph, matches, shardings, options.strict)
-            stage = "plan"
-            with Prober(device, options, probes) as prober:
-                matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
-                decisions = recovery.narrowed(matches, decisions, device)
-            stage = "report"
-            describer = Describer()
-            decisions = describer.accountable(matches, decisions)
-            stage = "rewrite"
-            with paused():
-                result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
-            sites = describer.records(matches, decisions)
-            if failures:
-                WARNED.once(str(failures), in_words(failures))
-            failures += [failure for failure in _failures(sites) if failure not in failures]
-            for match, *failed in prober.found:
-                recovery.warn_of(match.op, match.location, *failed)
-        except MEANT:
-            raise
-        except Exception as error:
-            if options.strict:
-                raise
-            result, sites, decisions = program, (), []
-            failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
-            _warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
-    report = Report(
-        sites=sites,
-        near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
-        failures=tuple(failures),
-        tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
-        platform=device.platform,
-        device_kind=device.kind,
-        versions={**compat.versions(), **processor.told(device)},
-    )
-    _require(report, options)
-    return result, LiveReport(report, [decision.entry for decision in decisions])
-
-
-def _failures(sites: Sequence[Site]) -> list[Failure]:
-    """The implementations that should have worked and did not, once for each operation and reason."""
-    found: dict[tuple[str, str, str], Failure] = {}
-    for site in sites:
-        for _, stage, error in site.attempts:
-            if stage not in ("supports", "tune"):
-                found.setdefault((site.op, stage, error), Failure(stage, error, site.op, site.location))
-    return list(found.values())
-
-
-def _require(report: Report, options: Options) -> None:
-    counts = report.counts()
-    short = [f"{op}: {counts[op]} of {wanted}" for op, wanted in options.require if counts[op] < wanted]
-    if short:
-        raise RequirementError(f"fewer sites were replaced than required ({', '.join(short)})\n\n{report}")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, AutopallasWarning, stacklevel=3)
 
 
 class Optimized(Generic[P, R]):
@@ -241,7 +136,7 @@ class Optimized(Generic[P, R]):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
-        if options.disabled or inside.value or recovery.nothing_allowed():
+        if options.disabled or pipeline.inside.value or recovery.nothing_allowed():
             return self._inner(*args, **kwargs)
         if options.verify:
             first_call.demand()
@@ -255,7 +150,7 @@ class Optimized(Generic[P, R]):
             return result
 
         try:
-            with inside(True):
+            with pipeline.inside(True):
                 program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
         except Exception as error:
             recovery.mark_theirs(error)
@@ -269,18 +164,18 @@ class Optimized(Generic[P, R]):
             if options.strict:
                 raise
             text = f"{type(error).__name__}: {error}"
-            _warn(f"autopallas left a program as it was: partition failed with {text}")
+            pipeline.warn(f"autopallas left a program as it was: partition failed with {text}")
             live = LiveReport(Report(failures=(Failure("partition", text),)))
-            _require(live(), options)
+            pipeline.require(live(), options)
         else:
-            rewritten, live = _rewritten(program, options, not self._dry, shardings)
+            rewritten, live = pipeline.rewritten(program, options, not self._dry, shardings)
         self._publish(live)
         report = live()
         if (report.sites or report.failures) and not self._dry:
             reason = objection(program, rewritten, arrays, shardings)
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
-                _require(live(), options)
+                pipeline.require(live(), options)
         with paused():
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -356,7 +251,7 @@ class Optimized(Generic[P, R]):
             self._publish(LiveReport(Report(failures=(Failure("trace", reason),))))
             if resolve(self._explicit).strict:
                 raise self._as_it_is
-            _warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
+            pipeline.warn(f"autopallas runs {self!r} as it is, since jax.jit cannot trace it: {reason}")
         return self._function(*args, **kwargs) if use is _call else None
 
 
@@ -404,7 +299,7 @@ def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], s
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
-            _warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
+            pipeline.warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
     return compat.emitted(rewritten, arrays)
 
 

@@ -17,9 +17,10 @@ from autopallas.cli.shapes import shapes_of
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
-from autopallas.optimize import Optimized, inside
+from autopallas.optimize import Optimized
 from autopallas.options import Options, resolve
 from autopallas.patterns import Match, NearMiss, find
+from autopallas.pipeline import inside
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
 from autopallas.sites.device import Device

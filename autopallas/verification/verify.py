@@ -17,8 +17,8 @@ from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
-from autopallas.optimize import Optimized, inside, rewrite
 from autopallas.options import resolve
+from autopallas.pipeline import OptimizedFunction, inside, rewrite
 from autopallas.verification import text
 from autopallas.verification.influence import Source, sources
 from autopallas.verification.sites import SiteCheck, applied_sites, check_sites
@@ -88,7 +88,7 @@ def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
 
 def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
     """As :func:`verify`, but a breach is returned too."""
-    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, Optimized):
+    if isinstance(fn, types.MethodType) and isinstance(fn.__func__, OptimizedFunction):
         bound: Any = fn
         fn, args = bound.__func__, (bound.__self__, *args)
     if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
@@ -137,8 +137,8 @@ def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tuple[Any, Any, list[str]]:
     """(original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
-    optimized = isinstance(fn, Optimized)
-    inner: Callable[..., Any] = fn._inner if isinstance(fn, Optimized) else fn
+    optimized = isinstance(fn, OptimizedFunction)
+    inner: Callable[..., Any] = fn._inner if isinstance(fn, OptimizedFunction) else fn
 
     def program_of(*arrays: Any) -> Any:
         args, kwargs = join(static, arrays)
@@ -151,7 +151,7 @@ def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tup
         as_called = jax.make_jaxpr(program_of)(*arrays)
         if applied_sites(as_called):
             return original, as_called, names
-    return original, rewrite(original, resolve(fn._explicit if isinstance(fn, Optimized) else {}))[0], names
+    return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
 
 
 def _oracle(original: Any, arrays: Sequence[Any], own: Sequence[Any]) -> tuple[Sequence[Any], tuple[str, ...]]:

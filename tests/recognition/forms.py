@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from autopallas.optimize import rewrite
 from autopallas.options import resolve
+from autopallas.pipeline import rewrite
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -250,9 +250,9 @@ def test_under_strict_promotion(qkv):
 # --- Failures inside -------------------------------------------------------------------------------------------------
 
 STAGES = {
-    "graph": "autopallas.optimize.Graph",
-    "patterns": "autopallas.optimize.find",
-    "plan": "autopallas.optimize.plan",
+    "graph": "autopallas.pipeline.Graph",
+    "patterns": "autopallas.pipeline.find",
+    "plan": "autopallas.pipeline.plan",
     "rewrite": "autopallas.recovery.splice",
 }
 
