@@ -114,6 +114,7 @@ __all__ = [
     "numeric_setting",
     "on_mesh_of",
     "opened",
+    "operation_name",
     "propagated",
     "reader",
     "rebuilt",
@@ -269,6 +270,14 @@ def _in_package(file: str) -> str | None:
 
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def operation_name(equation: JaxprEqn) -> str:
+    """The name of an equation's primitive; "scatter-apply" of a ``scatter`` that applies a function to what is there,
+    which shares its primitive with the one that replaces it."""
+    name: str = equation.primitive.name
+    applies = name == "scatter" and equation.params["update_jaxpr"] is not None
+    return "scatter-apply" if applies else name
 
 
 def is_transposed(equation: JaxprEqn) -> bool:

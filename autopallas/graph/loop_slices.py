@@ -124,7 +124,7 @@ def _gathered(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tupl
 
 def placed(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int, int] | None:
     """(counter, value, axis) where an array is zero but for the slice with the step's number, which is that value."""
-    name = equation.primitive.name
+    name = compat.operation_name(equation)
     if name == "dynamic_update_slice":
         whole, update, *starts = operands
         window = list(range(len(graph.shape(whole))))

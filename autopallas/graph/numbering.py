@@ -53,7 +53,7 @@ class Node:
     __slots__ = ("body", "equation", "inputs", "name", "outputs")
 
     def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
-        self.name = equation.primitive.name
+        self.name = compat.operation_name(equation)
         self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import GatherScatterMode
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal, Var
@@ -28,6 +29,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.label_sets import gathered, label_set, scattered
 from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, piece, reshaped, rolled, selection, window
+from autopallas.numerics.casts import counts_exactly
 
 __all__ = ["move_selections"]
 
@@ -399,7 +401,11 @@ class _Mover:
         core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
         if rows.choice not in self.choices:
             return None
-        if rows.fill is not None:
+        # A gather clips what is promised to be in range, and the scatter that is its transpose drops it.
+        promised = rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS
+        if promised and not counts_exactly(equation.invars[1].aval.dtype, rows.parts[rows.part] - 1):
+            return None
+        if rows.fill is not None or promised:
             core = self._filled(equation, rows, core, 0.0)
         return _Spread(core, replace(rows, fill=None))
 

@@ -11,6 +11,7 @@ from autopallas.patterns.match import Match, NearMiss
 __all__ = ["in_some_order"]
 
 _REASON = "it waits for what another site computes, and that one for what it computes"
+_ITSELF = "some of what it reads is computed from its own results"
 
 
 def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], list[NearMiss]]:
@@ -21,10 +22,11 @@ def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], 
     circle the one that reads the least is left out.
     """
     kept, left_out = list(matches), []
-    while len(kept) > 1 and (circle := _circle(graph, kept)):
+    while kept and (circle := _circle(graph, kept)):
         least = min(circle, key=lambda match: _size(graph, match.operands))
         kept.remove(least)
-        left_out.append(NearMiss(least.op, least.location, _REASON, min(least.replaced)))
+        reason = _REASON if len(circle) > 1 else _ITSELF
+        left_out.append(NearMiss(least.op, least.location, reason, min(least.replaced)))
     return kept, left_out
 
 

@@ -24,7 +24,7 @@ from autopallas.numerics.casts import rounds
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import HALF_MASKED, Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.sites.elementwise import Constant, Program, Side, conversion_params
 from autopallas.sites.index_notation import Operand, Positions
 
@@ -61,8 +61,10 @@ def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
     reader.product(terms, 1.0)  # finds the sums
     if not reader.sums:
         return None
+    if found.masked is None:
+        raise Mismatch(HALF_MASKED)
     normaliser, further = reader.told_apart()
-    reader.masked = found.masked or any(w.kind in ("where", "unless") for w in normaliser.weights)
+    reader.masked = bool(found.masked) or any(w.kind in ("where", "unless") for w in normaliser.weights)
     expression = reader.product(terms, 1.0)
     if found.guarded:
         total, nothing = Computed("sum 0", found.argument, reader.wide), Constant(0.0, reader.wide)

@@ -9,10 +9,10 @@ taken out stays in the program as a side input; then the statistic needs a pass 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from autopallas.numerics.casts import counts_exactly, rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import Softmax, Term
+from autopallas.patterns.softmax import HALF_MASKED, Softmax, Term
 from autopallas.sites.elementwise import Axis, Constant
 
 __all__ = ["RowStatistics"]
@@ -100,10 +100,14 @@ class RowStatistics(Softmax):
                 break
             casts.append(self.scope.dtype(tile))
             tile = operands[0]
-        argument, rows = self.strip(tile)
-        found: Expression = Computed("max", argument, self.wide)
-        for term in rows:
+        stripped = self.stripped(tile)
+        if stripped.masked is None:
+            stripped = stripped._replace(x=tile, rows=[])
+        greatest = found = cast(Expression, Computed("max", stripped.x, self.wide))
+        for term in stripped.rows:
             found = self._add(found, self._term(term))
+        if stripped.masked and stripped.rows:
+            found = Apply(lax.select_n_p, {}, (self._is_empty(greatest), found, greatest), self.wide)
         for dtype in reversed(casts):
             found = self.convert(found, dtype)
         return found
@@ -215,6 +219,8 @@ class RowStatistics(Softmax):
         found = self.exponential(tile)
         if any(w.kind not in ("where", "unless") for w in found.weights):
             raise Mismatch("the exponentials are weighted")
+        if found.masked is None:
+            raise Mismatch(HALF_MASKED)
         argument = found.argument
         self.assumptions |= dict.fromkeys(self.assumed(argument, found.weights))
         for weight in found.weights:
@@ -235,8 +241,8 @@ class RowStatistics(Softmax):
             else:
                 exponent = self._add(exponent, self._term(term))
         if found.masked or found.weights:  # in a row of which nothing is left, what is subtracted may be infinite
-            empty = Apply(lax.eq_p, {}, (greatest, Constant(-math.inf, self.wide)), _BOOLEAN)
-            exponent = Apply(lax.select_n_p, {}, (empty, exponent, Constant(0.0, self.wide)), self.wide)
+            cases = exponent, Constant(0.0, self.wide)
+            exponent = Apply(lax.select_n_p, {}, (self._is_empty(greatest), *cases), self.wide)
         result = self._multiply(Computed("exp_sum", argument, self.wide), self._unary(lax.exp_p, exponent))
         for term in factors:
             if abs(term.coefficient) != 1:
@@ -244,6 +250,10 @@ class RowStatistics(Softmax):
             value = self.convert(term.expression, self.wide)
             result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
         return result
+
+    def _is_empty(self, greatest: Expression) -> Apply:
+        """Whether nothing but -inf is in a row, whose greatest element is given."""
+        return Apply(lax.eq_p, {}, (greatest, Constant(-math.inf, self.wide)), _BOOLEAN)
 
     # ------------------------------------------------------------------ sums
 
@@ -311,9 +321,22 @@ class RowStatistics(Softmax):
                     both = (inner, zero) if position == 0 else (zero, inner)
                     wide = self._wider(dtype, inner)
                     masked = Apply(lax.select_n_p, {}, (mask, *(self.convert(b, wide) for b in both)), wide)
-                    yield _Summand(s.factors, masked, s.label)
+                    if all(self._number(factor) is not None for factor in s.factors):
+                        yield _Summand(s.factors, masked, s.label)
+                    elif s.tile is None or isinstance(s.tile, Ref) and self._is_mask(s.tile):
+                        yield self._of_those_counted(_Summand((), masked, s.label), s.factors)
+                    else:
+                        raise _NotLinear
         else:
             yield self._exponential_sum(tile)
+
+    def _of_those_counted(self, counted: _Summand, factors: Sequence[Expression]) -> _Summand:
+        """Numbers per row times how many elements of the row are chosen: where none is, 0, whatever the numbers are."""
+        count = self._summand(counted)
+        product = self._summand(replace(counted, factors=tuple(factors)))
+        nothing = Apply(lax.eq_p, {}, (count, Constant(0.0, self.wide)), _BOOLEAN)
+        value = Apply(lax.select_n_p, {}, (nothing, product, Constant(0.0, self.wide)), self.wide)
+        return _Summand((), None, known=value)
 
     def _number(self, expression: Expression) -> float | None:
         if isinstance(expression, Constant):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from jax import lax
@@ -27,6 +27,7 @@ from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = [
+    "HALF_MASKED",
     "HIDDEN",
     "SEVERAL_BLOCKS",
     "UNSHIFTED",
@@ -60,6 +61,10 @@ HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so g
 gives NaN."""
 
 
+HALF_MASKED = (
+    "a number of the row is subtracted under a mask, and another one over it: of a row that is masked the first may be "
+    "infinite"
+)
 SEVERAL_BLOCKS = (
     "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values would "
     "be one attention"
@@ -100,8 +105,9 @@ class Exponential:
     rows: list[Term] = field(default_factory=list)
     guarded: bool = False
     """Whether what is not a number, as in a row without any key, is replaced by 0."""
-    masked: bool = False
-    """Whether a mask stood over the rows that were taken out: where it hides all keys, they do not matter."""
+    masked: bool | None = False
+    """Whether a mask stood over the rows that were taken out: where it hides all keys, they do not matter.  None: over
+    some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +123,13 @@ class _Stripped(NamedTuple):
     """The argument of an exponential, taken apart: ``x`` plus ``rows``.
 
     ``shifted``: whether ``x`` less its own maximum over the keys is what the program takes the exponential of, or
-    something smaller.  ``masked``: whether all of the rows stood under a mask.
+    something smaller.  ``masked``: whether all of the rows stood under a mask; None: some of them did.
     """
 
     x: Expression
     rows: list[Term]
     shifted: bool = False
-    masked: bool = False
+    masked: bool | None = False
 
 
 class Softmax:
@@ -270,6 +276,10 @@ class Softmax:
         found = self._stripped(ref)
         return found.x, list(found.rows)
 
+    def stripped(self, ref: Ref) -> _Stripped:
+        """The same, with what is known of the rows."""
+        return self._stripped(ref)
+
     def _stripped(self, ref: Ref, nothing: float = -math.inf, depth: int = 0) -> _Stripped:
         """The same; a fill below ``nothing`` has an exponential of exactly 0 where this is the whole exponent."""
         ref = self.space.canonical(ref)
@@ -284,12 +294,13 @@ class Softmax:
         dtype = self.scope.graph.dtype(ref.value)
         x: Expression = ref
         rows: list[Term] = []
-        shifted = masked = False
+        shifted, masked = False, cast("bool | None", False)
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1
             if self._is_row(b):
-                x, rows, shifted, _ = self._stripped(a, depth=depth + 1)
+                x, rows, shifted, masked = self._stripped(a, depth=depth + 1)
+                masked = None if rows and masked is not False else False
                 row = [t.scaled(sign) for t in self.linear(b)]
                 bounds = self._bounds(row, a)
                 if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
@@ -300,7 +311,8 @@ class Softmax:
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
-                x, inner, _, _ = self._stripped(b, depth=depth + 1)
+                x, inner, _, masked = self._stripped(b, depth=depth + 1)
+                masked = None if inner and masked is not False else False
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
                 if sign < 0:
                     x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
@@ -308,7 +320,8 @@ class Softmax:
                 left, right = (self._stripped(o, depth=depth + 1) for o in (a, b))
                 x = self._on_wide(node, left.x, right.x)
                 rows = [*left.rows, *(t.scaled(sign) for t in right.rows)]
-                masked = all(part.masked or not part.rows for part in (left, right))
+                over = {part.masked for part in (left, right) if part.rows}
+                masked = over.pop() if len(over) == 1 else None if over else False
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
             x, rows, shifted, masked = self._stripped(operands[0], nothing, depth + 1)
             if blurs(dtype, self._added(operands[0])):

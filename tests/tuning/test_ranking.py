@@ -15,6 +15,7 @@ from test_tables import PLAIN
 from autopallas.autotune.search import candidates_of
 from autopallas.cli import main
 from autopallas.compile.tpu import GENERATIONS, Compilation, Compiler, Operation
+from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.sites.device import Device
@@ -156,12 +157,11 @@ def test_what_cannot_be_lowered_or_has_no_turn_is_recorded():
     assert "the original cannot be compiled: ValueError: x" in rank(Fake("tpu-v5e", ValueError("x"))).reason
 
 
-def test_an_operation_offers_its_candidates_for_the_target_and_not_for_this_machine():
-    match = tune.of_case(PLAIN["attention"]).match
-    tpu = candidates_of(match, "xla", AttentionBlockSizes(8, 8), GENERATIONS["tpu-v6e"].device)
+def test_an_implementation_offers_candidates_for_the_target_or_has_those_of_its_operation():
+    match, target = tune.of_case(PLAIN["attention"]).match, GENERATIONS["tpu-v6e"].device
+    tpu = candidates_of(match, "pallas_tpu", AttentionBlockSizes(8, 8), target)
     here = candidates_of(match, "xla", AttentionBlockSizes(8, 8), Device.current())
-    with GENERATIONS["tpu-v6e"].device.targeted():
-        assert tpu == [AttentionBlockSizes(8, 8), *AttentionBlockSizes.candidates(match.spec)]
+    assert tpu == [AttentionBlockSizes(8, 8), *pallas_tpu.candidates(match.spec, target)]
     assert here == [AttentionBlockSizes(8, 8), *AttentionBlockSizes.candidates(match.spec)]
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopallas.kernels.attention.spec import AttentionSpec
-from autopallas.kernels.tpu import generation
-from autopallas.sites.device import Device
 
 __all__ = ["BlockSizes"]
 
@@ -66,12 +64,10 @@ class BlockSizes:
 
     @classmethod
     def candidates(cls, spec: AttentionSpec) -> tuple[BlockSizes, ...]:
-        """What a search should try on this device, best guess first, each valid for the shape and none twice."""
-        device = Device.current()
-        if device.platform == "tpu":
-            from autopallas.kernels.attention import tpu_block_sizes
+        """What a search should try, best guess first, each valid for the shape and none twice.
 
-            return tpu_block_sizes.candidates(spec, generation(device))
+        For implementations that know nothing better.
+        """
         pairs = [(256, 256), (128, 256), (256, 512), (512, 256), (512, 512), (128, 128), (128, 512), (512, 1024)]
         fitted = (cls(query, key).fitted(spec) for query, key in pairs)
         return tuple(dict.fromkeys(fitted))

@@ -19,7 +19,7 @@ from autopallas.kernels.tpu import MIB, generation, reason_against
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
 
@@ -37,6 +37,11 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     if tpu_block_sizes.fitting(spec, BlockSizes.get_default(), known) is None:
         return Unsupported(f"its smallest blocks do not fit into the {known.budget // MIB} MiB of vector memory")
     return Supported()
+
+
+def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
+    """Block sizes worth trying, best guess first, each within the vector memory of the device."""
+    return tpu_block_sizes.candidates(spec, generation(device))
 
 
 def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:

@@ -1,0 +1,133 @@
+"""The whole pipeline on one screen, from a jaxpr to a jaxpr: graph, patterns, sharding, plan, rewrite, report."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from autopallas import compat, recovery
+from autopallas.autotune.probe import Prober
+from autopallas.custom.check import apart
+from autopallas.errors import AutopallasWarning, RequirementError
+from autopallas.faults import MEANT, collecting, in_words
+from autopallas.gc_pause import paused
+from autopallas.graph import Graph, flatten, move_heads_out, move_selections
+from autopallas.options import Options
+from autopallas.patterns import NearMiss, find
+from autopallas.plan.choose_implementation import plan
+from autopallas.plan.decision import Decision
+from autopallas.report import Failure, Report, Site
+from autopallas.report import NearMiss as NearMissRecord
+from autopallas.report.describe import Describer
+from autopallas.report.late import LiveReport
+from autopallas.sharding.call_shardings import Shardings
+from autopallas.sharding.shard_sites import placed
+from autopallas.sites.device import Device
+from autopallas.tuning import processor
+from autopallas.tuning.cache import WARNED
+from autopallas.tuning.choose import Tuner
+
+__all__ = ["OptimizedFunction", "inside", "require", "rewrite", "rewritten", "warn"]
+
+
+@runtime_checkable
+class OptimizedFunction(Protocol):
+    """An optimized function, as far as others than the decorator know it."""
+
+    _inner: Callable[..., Any]
+    """The function that is traced."""
+    _explicit: Mapping[str, Any]
+    """Its own options."""
+
+
+inside = compat.trace_context(False)
+"""Whether an optimized function is being traced.  The outermost one owns the rewrite.  Part of the trace key."""
+
+
+def rewrite(
+    program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
+) -> tuple[Any, Report]:
+    """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
+
+    The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
+    in the work on one site costs that site.  ``probes`` says whether kernels may be compiled for it, ``shardings`` how
+    its arguments and results are spread over devices.
+    """
+    result, report = rewritten(program, options, probes, shardings)
+    return result, report()
+
+
+def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
+    device = Device.current()
+    tuner = Tuner(device, options)
+    result = program
+    sites: tuple[Site, ...] = ()
+    misses: list[NearMiss] = []
+    decisions: list[Decision] = []
+    with collecting(options.strict) as failures:
+        stage = "graph"
+        try:
+            with paused():
+                graph = Graph(move_selections(move_heads_out(flatten(program)), options.assume_finite))
+                stage = "patterns"
+                matches, misses = find(graph, options.ops, options.assume_finite)
+            stage = "partition"
+            matches = placed(program, graph, matches, shardings, options.strict)
+            stage = "plan"
+            with Prober(device, options, probes) as prober:
+                matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
+                decisions = recovery.narrowed(matches, decisions, device)
+            stage = "report"
+            describer = Describer()
+            decisions = describer.accountable(matches, decisions)
+            stage = "rewrite"
+            with paused():
+                result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
+            sites = describer.records(matches, decisions)
+            if failures:
+                WARNED.once(str(failures), in_words(failures))
+            failures += [failure for failure in _failures(sites) if failure not in failures]
+            for match, *failed in prober.found:
+                recovery.warn_of(match.op, match.location, *failed)
+        except MEANT:
+            raise
+        except Exception as error:
+            if options.strict:
+                raise
+            result, sites, decisions = program, (), []
+            failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
+            warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
+    report = Report(
+        sites=sites,
+        near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
+        failures=tuple(failures),
+        tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
+        platform=device.platform,
+        device_kind=device.kind,
+        versions={**compat.versions(), **processor.told(device)},
+    )
+    require(report, options)
+    return result, LiveReport(report, [decision.entry for decision in decisions])
+
+
+def _failures(sites: Sequence[Site]) -> list[Failure]:
+    """The implementations that should have worked and did not, once for each operation and reason."""
+    found: dict[tuple[str, str, str], Failure] = {}
+    for site in sites:
+        for _, stage, error in site.attempts:
+            if stage not in ("supports", "tune"):
+                found.setdefault((site.op, stage, error), Failure(stage, error, site.op, site.location))
+    return list(found.values())
+
+
+def require(report: Report, options: Options) -> None:
+    counts = report.counts()
+    short = [f"{op}: {counts[op]} of {wanted}" for op, wanted in options.require if counts[op] < wanted]
+    if short:
+        raise RequirementError(f"fewer sites were replaced than required ({', '.join(short)})\n\n{report}")
+
+
+def warn(message: str) -> None:
+    """A warning of this package, at the line of the call."""
+    warnings.warn(message, AutopallasWarning, stacklevel=3)
