@@ -230,7 +230,8 @@ def _placed(part: Match, found: Found, mesh: Any) -> Match:
     try:
         return replace(part, site=divided(part.site))
     except Indivisible:
-        apart = part.site.apart() if hasattr(part.site, "apart") and not found.exact else None
+        further = part.site.operation.hook("divided", "with_divided_groups")
+        apart = None if further is None or found.exact else further(part.site)
         if apart is None:
             raise
         # The compiler may sum parts, or gather the operand, as it likes.

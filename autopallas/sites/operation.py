@@ -49,15 +49,24 @@ class Operation:
     name: str
     order: Mapping[str, tuple[str, ...]]
 
-    def implementation(self, name: str) -> Any | None:
-        """The module of an implementation, or None where this operation has none of that name."""
-        module = f"autopallas.kernels.{self.name}.{name}"
+    def module(self, name: str) -> Any | None:
+        """A module of the operation's folder, or None where it has none of that name."""
+        folder = f"autopallas.kernels.{self.name}"
         try:
-            return importlib.import_module(module)
+            return importlib.import_module(f"{folder}.{name}")
         except ModuleNotFoundError as error:
-            if error.name == module:
+            if error.name in (folder, f"{folder}.{name}"):
                 return None
             raise
+
+    def implementation(self, name: str) -> Any | None:
+        """The module of an implementation, or None where this operation has none of that name."""
+        return self.module(name)
+
+    def hook(self, module: str, function: str) -> Callable[..., Any] | None:
+        """What the operation does otherwise than others: a function of one of its modules, or None."""
+        found: Callable[..., Any] | None = getattr(self.module(module), function, None)
+        return found
 
     def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
         """Whether the named implementation can compute ``spec`` on ``device``."""

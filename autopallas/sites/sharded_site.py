@@ -36,7 +36,11 @@ class PlacedSite:
 
     @cached_property
     def _divided(self) -> tuple[Any, tuple[Counted, ...]]:
-        return self.site.divided(self.division)
+        divide = self.site.operation.hook("divided", "divide")
+        if divide is None:
+            return self.site.divided(self.division)
+        found: tuple[Any, tuple[Counted, ...]] = divide(self.site, self.division)
+        return found
 
     @cached_property
     def _parts(self) -> Parts:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ import numpy as np
 
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
-from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import (
     DEAD,
     HIDDEN,
@@ -39,7 +38,10 @@ from autopallas.kernels.attention.tiles import (
 from autopallas.numerics.casts import exponential_underflows_below
 from autopallas.sites.elementwise import Constant, Index, Program, Score, Side
 
-__all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "tile_states", "usual"]
+if TYPE_CHECKING:
+    from autopallas.kernels.attention.spec import AttentionSpec
+
+__all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "picture", "tile_states", "usual"]
 
 Array: TypeAlias = jax.Array
 States: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -130,6 +132,26 @@ def tile_states(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileStates:
     states = np.where(states == DEAD, DEAD, np.where(found == DEAD, HIDDEN, np.minimum(states, found))).astype(np.int8)
     states.setflags(write=False)  # it is cached
     return TileStates(states, _least(bounds.greatest, spec.accumulation_dtype))
+
+
+def picture(
+    spec: AttentionSpec, query_block: int, key_block: int, most: int = 32, implementation: str | None = None
+) -> dict[str, Any]:
+    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
+
+    Blocks are drawn several together where there would be more than ``most`` along an axis.  For an implementation that
+    does not skip hidden tiles there are none.
+    """
+
+    def edges(length: int, block: int) -> Edges:
+        step = block * -(-length // (block * most))
+        return tuple((start, min(start + step, length)) for start in range(0, length, step))
+
+    rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
+    skips = implementation is None or implementation in IMPLEMENTATIONS
+    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
+    states = ["".join(map(str, row)) for row in found.tolist()]
+    return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
 
 def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:

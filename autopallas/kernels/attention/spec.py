@@ -186,8 +186,8 @@ class AttentionSpec:
         return (f"{mask}, {self.fill}: its tiles are skipped where {proof} them zero (checked at run time)",)
 
     def tiles(self, block_sizes: Any, implementation: str | None = None) -> dict[str, Any]:
-        """Which tiles of the scores are computed, for a picture; see :func:`tiles.picture`."""
-        from autopallas.kernels.attention.tiles import picture
+        """Which tiles of the scores are computed, for a picture; see :func:`fills.picture`."""
+        from autopallas.kernels.attention.fills import picture
 
         return picture(self, block_sizes.query_block, block_sizes.key_block, implementation=implementation)
 

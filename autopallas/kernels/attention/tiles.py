@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.programs import causal
-from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.sites.elementwise import Constant, Instruction, Program, Score
+
+if TYPE_CHECKING:
+    from autopallas.kernels.attention.spec import AttentionSpec
 
 __all__ = [
     "DEAD",
@@ -29,7 +31,6 @@ __all__ = [
     "decided",
     "increasing",
     "of_positions",
-    "picture",
     "rectangles",
     "scale_of",
     "simplified",
@@ -106,28 +107,6 @@ def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
             states[i] = np.where(states[i] == DEAD, PARTIAL, states[i])
     states.setflags(write=False)  # it is cached
     return states
-
-
-def picture(
-    spec: AttentionSpec, query_block: int, key_block: int, most: int = 32, implementation: str | None = None
-) -> dict[str, Any]:
-    """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
-
-    Blocks are drawn several together where there would be more than ``most`` along an axis.  For an implementation that
-    does not skip hidden tiles there are none.
-    """
-
-    from autopallas.kernels.attention.fills import IMPLEMENTATIONS, tile_states
-
-    def edges(length: int, block: int) -> Edges:
-        step = block * -(-length // (block * most))
-        return tuple((start, min(start + step, length)) for start in range(0, length, step))
-
-    rows, columns = edges(spec.query_length, query_block), edges(spec.key_length, key_block)
-    skips = implementation is None or implementation in IMPLEMENTATIONS
-    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
-    states = ["".join(map(str, row)) for row in found.tolist()]
-    return {"rows": rows[0][1], "columns": columns[0][1], "states": states} if states else {}
 
 
 def rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int]]) -> Ranges:

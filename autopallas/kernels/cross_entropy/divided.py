@@ -7,7 +7,7 @@ al. 2019, https://arxiv.org/abs/1909.08053).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -19,9 +19,10 @@ from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
+from autopallas.sites.division import Counted, Division
 from autopallas.sites.elementwise import Index, Input, Program, Score, Side
 
-__all__ = ["DividedCrossEntropySite"]
+__all__ = ["DividedCrossEntropySite", "divide"]
 
 Array: TypeAlias = jax.Array
 
@@ -53,6 +54,16 @@ class DividedCrossEntropySite(CrossEntropySite):
 
     def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
         return super().backward(_Kernel(kernel, self.across, self.vocabulary), *given)
+
+
+def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+    """What each device computes: where the vocabulary is divided, statistics of the whole."""
+    part, extras = site.divided(division)
+    across = tuple(axis for label in site.vocabulary_labels for axis in division.of(label))
+    if across:
+        own = {f.name: getattr(part, f.name) for f in fields(part)}
+        part = DividedCrossEntropySite(**own, across=across, vocabulary=site.spec.vocabulary)
+    return part, extras
 
 
 @dataclass(frozen=True, slots=True)

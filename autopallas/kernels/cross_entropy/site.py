@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -301,22 +301,12 @@ class CrossEntropySite:
             tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
         )
 
-    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
-        """What each device computes."""
-        site, extras = self._part(division)
-        across = tuple(axis for label in self.vocabulary_labels for axis in division.of(label))
-        if across:
-            from autopallas.kernels.cross_entropy.divided import DividedCrossEntropySite
-
-            own = {f.name: getattr(site, f.name) for f in fields(site)}
-            site = DividedCrossEntropySite(**own, across=across, vocabulary=self.spec.vocabulary)
-        return site, extras
-
     def alone(self, division: Division) -> CrossEntropySite:
         """A cross-entropy over the part of the vocabulary."""
-        return self._part(division)[0]
+        return self.divided(division)[0]
 
-    def _part(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+        """What each device computes, of its part of the vocabulary."""
         extras = Extras(len(self.types))
         sides = tuple(extras.source(side, division) for side in self.sides)
         site = replace(self, sizes=division.local(self.sizes), sides=sides)

@@ -20,7 +20,7 @@ from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.division import Counted, Division, Parts
 from autopallas.sites.index_notation import Label, Operand
 
-__all__ = ["DividedGroupsSite"]
+__all__ = ["DividedGroupsSite", "with_divided_groups"]
 
 Array: TypeAlias = jax.Array
 
@@ -36,16 +36,6 @@ class DividedGroupsSite(GroupedMatmulSite):
 
     everywhere: Labels = ()
     across: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, site: GroupedMatmulSite) -> DividedGroupsSite | None:
-        """The same site with groups that may be divided; None where its groups are not along one axis."""
-        if len(site.group_labels) != 1 or isinstance(site, DividedGroupsSite):
-            return None
-        (group,), label = site.group_labels, len(site.sizes)
-        own = {f.name: getattr(site, f.name) for f in fields(site)}
-        own |= {"sizes": (*site.sizes, site.sizes[group]), "group_sizes": _renamed(site.group_sizes, group, label)}
-        return cls(**own, everywhere=(label,))
 
     @property
     def _size_labels(self) -> Labels:
@@ -74,6 +64,19 @@ class DividedGroupsSite(GroupedMatmulSite):
 
     def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
         return super().backward(_Kernel(kernel, self.across), *given)
+
+
+def with_divided_groups(site: Any) -> DividedGroupsSite | None:
+    """The same site with groups that may be divided too; None where its groups are not along one axis.
+
+    How the original does that depends on the platform.
+    """
+    if type(site) is not GroupedMatmulSite or len(site.group_labels) != 1:
+        return None
+    (group,), label = site.group_labels, len(site.sizes)
+    own = {f.name: getattr(site, f.name) for f in fields(site)}
+    own |= {"sizes": (*site.sizes, site.sizes[group]), "group_sizes": _renamed(site.group_sizes, group, label)}
+    return DividedGroupsSite(**own, everywhere=(label,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,12 +189,6 @@ class GroupedMatmulSite:
         """What each device computes."""
         return self.alone(division), ()
 
-    def apart(self) -> GroupedMatmulSite | None:
-        """The site with groups that may be divided too.  How the original does that depends on the platform."""
-        from autopallas.kernels.grouped_matmul.divided import DividedGroupsSite
-
-        return DividedGroupsSite.of(self)
-
     def alone(self, division: Division) -> GroupedMatmulSite:
         """No device needs another."""
         return replace(self, sizes=division.local(self.sizes))

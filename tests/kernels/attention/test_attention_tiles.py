@@ -237,7 +237,7 @@ def test_a_schedule_visits_every_live_tile_once():
 
 
 def test_the_picture_of_a_long_mask_has_few_tiles_and_the_same_kinds():
-    from autopallas.kernels.attention.tiles import picture
+    from autopallas.kernels.attention.fills import picture
 
     live = traced(lambda i, j: i >= j, QUERY, KEY)
     small, large = spec_of(live, 1024, 1024), spec_of(live, 2**16, 2**16)

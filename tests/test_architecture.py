@@ -1,0 +1,71 @@
+"""What may import what (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import autopallas
+
+ROOT = Path(autopallas.__file__).parent
+MODULES = {
+    ".".join(("autopallas", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+FLOORS = (
+    {"compat", "places", "errors", "version", "gc_pause", "progress", "arguments", "environment", "numerics", "sites"},
+    {"report", "faults"},
+    {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
+    {"plan", "rewrite", "sharding", "recovery"},
+    {"pipeline", "verification", "optimize"},
+    {"autopallas", "cli", "__main__"},
+)
+"""From the ground up.  A room imports from its own floor and from those below."""
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The modules that one imports when it is imported or run; not what only its annotations name."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autopallas"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+GRAPH = {name: set(imports(path)) - {name} for name, path in MODULES.items()}
+
+
+def reached(start: str) -> set[str]:
+    found: set[str] = set()
+    todo = [start]
+    while todo:
+        for name in GRAPH[todo.pop()] - found:
+            found.add(name)
+            todo.append(name)
+    return found
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """But a report and its pages: it prints itself."""
+    circles = {name for name in GRAPH if name in reached(name)}
+    assert {name for name in circles if not name.startswith("autopallas.report.")} == set()
+
+
+def test_rooms_import_from_their_own_floor_and_from_those_below():
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    room = lambda name: name.split(".")[1] if "." in name else name  # noqa: E731
+    assert {room(name) for name in MODULES} == set(floor_of)
+    upward = {
+        (name.removeprefix("autopallas."), other.removeprefix("autopallas."))
+        for name, others in GRAPH.items()
+        for other in others
+        if floor_of[room(other)] > floor_of[room(name)]
+    }
+    assert upward == set()
