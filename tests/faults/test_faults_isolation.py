@@ -119,8 +119,8 @@ def test_a_backward_whose_search_fails_leaves_other_backwards(error, monkeypatch
 
 
 LATER = {
-    "partition.place:_mesh": "partition",
-    "plan.decide:_decide": "plan",
+    "sharding.shard_sites:_mesh": "partition",
+    "plan.choose_implementation:_decide": "plan",
     "report.describe:_describe": "report",
     "rewrite.sites:_Splicer.replace": "rewrite",
 }

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import jax
 import pytest
 
 import autopallas
-from autopallas import optimize
+from autopallas import pipeline
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.rewrite import sites
+from autopallas.sharding import call_shardings
 from tests.faults.programs import forget, program, warned
 
 ERRORS = [ValueError("on fire"), MemoryError("too much")]
-pipeline = sys.modules[optimize.__module__]
 
 
 def kept_with_one_warning(fn, case, stage, op=""):
@@ -55,7 +54,7 @@ def test_a_pattern_that_fails(error, monkeypatch):
 @pytest.mark.parametrize("error", ERRORS)
 def test_shardings_that_cannot_be_found_out(error, monkeypatch):
     case = program()
-    monkeypatch.setattr(pipeline.partition, "known", raising(error))
+    monkeypatch.setattr(call_shardings, "known", raising(error))
     kept_with_one_warning(autopallas.optimize(case.function, objective="always"), case, "partition")
     monkeypatch.undo()
     assert healed(case) == {"attention": 1}

@@ -12,8 +12,9 @@ from places import CPU, attend, key_for, match_of, qkv
 
 import autopallas
 from autopallas.errors import AutopallasWarning
+from autopallas.kernels.attention import reference, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.operation import OPERATION, reference, tuned_block_sizes, xla
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.sites.operation import Unsupported
 from autopallas.tuning import choose as module
 from autopallas.tuning import processor

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.kernels.attention import attention
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.operation import OPERATION, attention
+from autopallas.kernels.attention.operation import OPERATION
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from attention_cases import Case
 
+from autopallas.kernels.attention import tpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.operation import OPERATION, tpu_block_sizes
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal
 from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, find, infer_block_sizes, table_key
 from autopallas.kernels.tpu import generation

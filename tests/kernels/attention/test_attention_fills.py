@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from attention_cases import KEY, QUERY, SCORE, Case, side
 
+from autopallas.kernels.attention import fills, intervals, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import fill_of, mask_class, tile_states
 from autopallas.kernels.attention.intervals import Ranges
-from autopallas.kernels.attention.operation import OPERATION, fills, intervals, xla
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight

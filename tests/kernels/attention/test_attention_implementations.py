@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from attention_cases import CASES, KEY, QUERY, SCORE, Case, errors, named, oracle, promoted_spec
 
+from autopallas.kernels.attention import reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.operation import OPERATION, reference
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.spec import Weight
 from autopallas.sites.device import Device

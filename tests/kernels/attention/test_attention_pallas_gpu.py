@@ -16,10 +16,11 @@ from attention_cases import SCORE, Case, errors, named, oracle, traced
 from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, computed
 
 from autopallas import compat
+from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits
-from autopallas.kernels.attention.operation import OPERATION, gpu_block_sizes, pallas_gpu, reference
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.schedule import edges
 from autopallas.kernels.attention.spec import Weight
 from autopallas.kernels.attention.tiles import DEAD, FULL, tile_map

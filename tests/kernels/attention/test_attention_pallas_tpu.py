@@ -19,8 +19,9 @@ from test_attention_implementations import BY_NAME, AttentionImplementation, com
 
 import autopallas
 from autopallas.errors import UnsupportedError
+from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
-from autopallas.kernels.attention.operation import OPERATION, pallas_tpu
+from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.tiles import DEAD
 from autopallas.kernels.attention.tpu_grid import Grid, geometry

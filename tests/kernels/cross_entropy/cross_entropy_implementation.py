@@ -24,8 +24,9 @@ from cross_entropy_cases import (
     wide,
 )
 
+from autopallas.kernels.cross_entropy import reference
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.operation import OPERATION, reference
+from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Score, Side, traced

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.kernels.cross_entropy import cross_entropy
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.operation import OPERATION, cross_entropy
+from autopallas.kernels.cross_entropy.operation import OPERATION
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

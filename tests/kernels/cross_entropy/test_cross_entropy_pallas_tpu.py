@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import autopallas
+from autopallas.kernels.cross_entropy import cross_entropy, pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.operation import OPERATION, cross_entropy, pallas_tpu
+from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.kernels.cross_entropy.tpu_memory import fitting, vmem_bytes
 from autopallas.kernels.tpu import GENERATIONS

@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 
 from autopallas.errors import AutopallasWarning, UnsupportedError
+from autopallas.kernels.grouped_matmul import grouped_matmul
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as tuned
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.operation import OPERATION, grouped_matmul
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.device import Device
 

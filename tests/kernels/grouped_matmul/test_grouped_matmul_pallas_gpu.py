@@ -19,10 +19,11 @@ from test_grouped_matmul_implementations import (
 
 from autopallas import compat
 from autopallas.kernels.gpu import SHARED_MEMORY, too_few_threads
+from autopallas.kernels.grouped_matmul import pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW, capacity, visits
-from autopallas.kernels.grouped_matmul.operation import OPERATION, pallas_gpu
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.sites import interpret
 from autopallas.sites.device import Device

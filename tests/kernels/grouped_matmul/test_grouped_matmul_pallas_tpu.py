@@ -27,8 +27,9 @@ from test_grouped_matmul_implementations import error as error_of
 
 import autopallas
 from autopallas.kernels import tpu
+from autopallas.kernels.grouped_matmul import pallas_tpu, tpu_cores
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.operation import OPERATION, pallas_tpu, tpu_cores
+from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.kernels.grouped_matmul.visits import capacity, group_bounds, visits_by_group, visits_by_tile
