@@ -6,6 +6,7 @@ expert the chosen one" taken as false: if zero comes out, whatever everything el
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,8 @@ _DEPTH = 60
 _DEEPEST = 120
 _ROUNDS = 16
 _WALKED = 500
+_NEAR = 32
+"""Values behind a gather of slots among which the products with the experts' matrices are looked for."""
 _STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
 
 
@@ -220,6 +223,9 @@ def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
 
 
 class _Reader:
+    _farthest = math.inf
+    """How many values behind the result the products with the experts' matrices may be."""
+
     def __init__(
         self,
         scope: Scope,
@@ -342,7 +348,8 @@ class _Reader:
 
     def _contractions(self, ref: Ref) -> Iterator[tuple[frozenset[Atom], frozenset[Atom], frozenset[Atom]]]:
         """(labels of one side, of the other, summed labels) of the contractions from which a value comes."""
-        space, seen, todo = self.space, set(), [ref]
+        space, todo = self.space, [ref]
+        seen: set[Any] = set()
         named = self.expert | self.rows | space.atoms(self.top) | frozenset(self.summed)
         contraction = space.contraction(self.top)
         if contraction is not None:
@@ -351,7 +358,7 @@ class _Reader:
             # Fresh labels stand for the summed ones, which the result lacks in any case.
             yield a - inner, b | self.expert, frozenset()
             yield b - inner, a | self.expert, frozenset()
-        while todo:
+        while todo and len(seen) <= self._farthest:
             ref = space.canonical(todo.pop())
             key = space.pattern(ref, named)
             if key in seen or not self._concerns(ref):
@@ -718,6 +725,8 @@ class _SlotReader(_Reader):
     expert computes for what is picked of its slots in the same way: whatever is in there, and whoever shares it.
     """
 
+    _farthest = _NEAR
+
     def __init__(self, scope: Scope, top: Ref, pick: SlotPick, known: PickedRows | None):
         super().__init__(scope, top, [top], ())
         self.pick, self.known = pick, known
@@ -769,7 +778,7 @@ class _SlotReader(_Reader):
         space, places = self.space, frozenset(self.places)
         seen: set[Any] = set()
         todo = [self.top]
-        while todo and len(seen) <= _WALKED:
+        while todo and len(seen) <= _NEAR:
             ref = space.canonical(todo.pop())
             key = space.pattern(ref, places)
             if key in seen or not places <= space.atoms(ref):

@@ -24,7 +24,7 @@ from autopallas.numerics.casts import rounds
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import HALF_MASKED, Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.sites.elementwise import Constant, Program, Side, conversion_params
 from autopallas.sites.index_notation import Operand, Positions
 
@@ -61,10 +61,8 @@ def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
     reader.product(terms, 1.0)  # finds the sums
     if not reader.sums:
         return None
-    if found.masked is None:
-        raise Mismatch(HALF_MASKED)
     normaliser, further = reader.told_apart()
-    reader.masked = bool(found.masked) or any(w.kind in ("where", "unless") for w in normaliser.weights)
+    reader.masked = any(w.kind in ("where", "unless") for w in normaliser.weights)
     expression = reader.product(terms, 1.0)
     if found.guarded:
         total, nothing = Computed("sum 0", found.argument, reader.wide), Constant(0.0, reader.wide)
@@ -81,6 +79,7 @@ class _Reader:
         self.argument = found.argument
         self.sums: list[LogSumExp] = []
         self.masked = False  # whether exponentials are set to 0, whatever they were
+        self.under_mask = {self.softmax.term_key(t) for t in found.under_mask}
         self.length = 0
         assert self.scope.score is not None
         double = self.scope.graph.dtype(self.scope.score) == np.float64
@@ -89,6 +88,7 @@ class _Reader:
     def product(self, terms: Sequence[Term], shifts: float = 0.0) -> Expression:
         """The exponential of a sum of terms, and of the kernel's shift as often as ``shifts`` says."""
         exponents: list[Expression] = []
+        over_mask: list[Expression] = []
         factors: list[tuple[Expression, float]] = []
         for term in terms:
             if term.kind == "constant":
@@ -100,7 +100,10 @@ class _Reader:
                 factors.append((self._convert(self._row(term.expression), self.wide), term.coefficient))
             else:
                 exponents.append(self._times(self._convert(self._row(term.expression), self.wide), term.coefficient))
-        result: Expression = Apply(lax.exp_p, {"accuracy": None}, (self._exponent(exponents, shifts),), self.wide)
+                if self.softmax.term_key(term) not in self.under_mask:
+                    over_mask.append(exponents[-1])
+        exponent = self._exponent(exponents, over_mask, shifts)
+        result: Expression = Apply(lax.exp_p, {"accuracy": None}, (exponent,), self.wide)
         for factor, power in factors:
             if power != int(power):
                 raise Mismatch("a factor of the row enters with a fractional power")
@@ -109,25 +112,31 @@ class _Reader:
                 result = self._multiply(result, factor) if power > 0 else divided
         return result
 
-    def _exponent(self, exponents: Sequence[Expression], shifts: float) -> Expression:
+    def _exponent(self, exponents: Sequence[Expression], over_mask: Sequence[Expression], shifts: float) -> Expression:
         """The sum of exponents and shifts.
 
         A row without any key has a shift of -inf, and nothing but zeros to multiply: then any number will do.  Where
-        the program's own exponent is none, its exponentials are not either, but for a mask over them.
+        the program's own exponent is none, its exponentials are not either, but for a mask over them: what stands
+        ``over_mask`` counts alone.
         """
         zero: Expression = Constant(0.0, self.wide)
-        total = exponents[0] if exponents else zero
-        for exponent in exponents[1:]:
-            total = Apply(lax.add_p, {}, (total, exponent), self.wide)
+        total = self._total(exponents)
         if not shifts:
             return total
         boolean = np.dtype(bool)
         shift = Computed("shift", self.argument, self.wide)
         empty = Apply(lax.eq_p, {}, (shift, Constant(-math.inf, self.wide)), boolean)
         whole = Apply(lax.add_p, {}, (total, self._times(shift, shifts)), self.wide)
-        finite = Apply(lax.is_finite_p, {}, (total,), boolean)
-        alone = zero if self.masked else Apply(lax.select_n_p, {}, (finite, total, zero), self.wide)
+        left = self._total(over_mask)
+        finite = Apply(lax.is_finite_p, {}, (left,), boolean)
+        alone = zero if self.masked or not over_mask else Apply(lax.select_n_p, {}, (finite, left, zero), self.wide)
         return Apply(lax.select_n_p, {}, (empty, whole, alone), self.wide)
+
+    def _total(self, exponents: Sequence[Expression]) -> Expression:
+        total: Expression = exponents[0] if exponents else Constant(0.0, self.wide)
+        for exponent in exponents[1:]:
+            total = Apply(lax.add_p, {}, (total, exponent), self.wide)
+        return total
 
     def _sum(self, inner: LogSumExp) -> Computed:
         """A sum of the exponentials, relative to the kernel's shift."""

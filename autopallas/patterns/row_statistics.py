@@ -9,10 +9,10 @@ taken out stays in the program as a side input; then the statistic needs a pass 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from autopallas.numerics.casts import counts_exactly, rounds
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import HALF_MASKED, Softmax, Term
+from autopallas.patterns.softmax import Softmax, Term
 from autopallas.sites.elementwise import Axis, Constant
 
 __all__ = ["RowStatistics"]
@@ -101,13 +101,11 @@ class RowStatistics(Softmax):
             casts.append(self.scope.dtype(tile))
             tile = operands[0]
         stripped = self.stripped(tile)
-        if stripped.masked is None:
-            stripped = stripped._replace(x=tile, rows=[])
-        greatest = found = cast(Expression, Computed("max", stripped.x, self.wide))
-        for term in stripped.rows:
-            found = self._add(found, self._term(term))
-        if stripped.masked and stripped.rows:
-            found = Apply(lax.select_n_p, {}, (self._is_empty(greatest), found, greatest), self.wide)
+        greatest: Expression = Computed("max", stripped.x, self.wide)
+        found = self._plus(greatest, stripped.rows)
+        if stripped.under_mask:
+            alone = self._plus(greatest, self._over_mask(stripped.rows, stripped.under_mask))
+            found = Apply(lax.select_n_p, {}, (self._is_empty(greatest), found, alone), self.wide)
         for dtype in reversed(casts):
             found = self.convert(found, dtype)
         return found
@@ -219,8 +217,6 @@ class RowStatistics(Softmax):
         found = self.exponential(tile)
         if any(w.kind not in ("where", "unless") for w in found.weights):
             raise Mismatch("the exponentials are weighted")
-        if found.masked is None:
-            raise Mismatch(HALF_MASKED)
         argument = found.argument
         self.assumptions |= dict.fromkeys(self.assumed(argument, found.weights))
         for weight in found.weights:
@@ -234,15 +230,13 @@ class RowStatistics(Softmax):
         finite = Apply(lax.is_finite_p, {}, (greatest,), _BOOLEAN)
         shift: Expression = Apply(lax.select_n_p, {}, (finite, Constant(0.0, self.wide), greatest), self.wide)
         exponent: Expression = Apply(_STOP_GRADIENT, {}, (shift,), self.wide)
-        factors: list[Term] = []
-        for term in found.rows:
-            if term.kind == "log":
-                factors.append(term)
-            else:
-                exponent = self._add(exponent, self._term(term))
-        if found.masked or found.weights:  # in a row of which nothing is left, what is subtracted may be infinite
-            cases = exponent, Constant(0.0, self.wide)
-            exponent = Apply(lax.select_n_p, {}, (self._is_empty(greatest), *cases), self.wide)
+        factors = [term for term in found.rows if term.kind == "log"]
+        rows = [term for term in found.rows if term.kind != "log"]
+        exponent = self._plus(exponent, rows)
+        if found.under_mask or found.weights:  # in a row of which nothing is left, what is subtracted may be infinite
+            over: Sequence[Term] = () if found.weights else self._over_mask(rows, found.under_mask)
+            alone = self._plus(Constant(0.0, self.wide), over)
+            exponent = Apply(lax.select_n_p, {}, (self._is_empty(greatest), exponent, alone), self.wide)
         result = self._multiply(Computed("exp_sum", argument, self.wide), self._unary(lax.exp_p, exponent))
         for term in factors:
             if abs(term.coefficient) != 1:
@@ -250,6 +244,15 @@ class RowStatistics(Softmax):
             value = self.convert(term.expression, self.wide)
             result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
         return result
+
+    def _plus(self, expression: Expression, terms: Iterable[Term]) -> Expression:
+        for term in terms:
+            expression = self._add(expression, self._term(term))
+        return expression
+
+    def _over_mask(self, rows: Sequence[Term], under_mask: Iterable[Term]) -> list[Term]:
+        """Of the rows that were taken out, those that no mask stood over."""
+        return self.combine([*rows, *(t.scaled(-1) for t in under_mask)])
 
     def _is_empty(self, greatest: Expression) -> Apply:
         """Whether nothing but -inf is in a row, whose greatest element is given."""

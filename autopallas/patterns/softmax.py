@@ -27,7 +27,6 @@ from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = [
-    "HALF_MASKED",
     "HIDDEN",
     "SEVERAL_BLOCKS",
     "UNSHIFTED",
@@ -61,10 +60,6 @@ HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so g
 gives NaN."""
 
 
-HALF_MASKED = (
-    "a number of the row is subtracted under a mask, and another one over it: of a row that is masked the first may be "
-    "infinite"
-)
 SEVERAL_BLOCKS = (
     "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values would "
     "be one attention"
@@ -105,9 +100,8 @@ class Exponential:
     rows: list[Term] = field(default_factory=list)
     guarded: bool = False
     """Whether what is not a number, as in a row without any key, is replaced by 0."""
-    masked: bool | None = False
-    """Whether a mask stood over the rows that were taken out: where it hides all keys, they do not matter.  None: over
-    some of them."""
+    under_mask: list[Term] = field(default_factory=list)
+    """Of the rows those over which a mask stood: where it hides all keys, they do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +117,13 @@ class _Stripped(NamedTuple):
     """The argument of an exponential, taken apart: ``x`` plus ``rows``.
 
     ``shifted``: whether ``x`` less its own maximum over the keys is what the program takes the exponential of, or
-    something smaller.  ``masked``: whether all of the rows stood under a mask; None: some of them did.
+    something smaller.  ``under_mask``: of the rows those over which a mask stands.
     """
 
     x: Expression
     rows: list[Term]
     shifted: bool = False
-    masked: bool | None = False
+    under_mask: Sequence[Term] = ()
 
 
 class Softmax:
@@ -178,14 +172,14 @@ class Softmax:
             nothing = exponential_underflows_below(self.scope.graph.dtype(exponent.value))
             stripped = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
             self.unshifted |= not stripped.shifted
-            argument, rows = stripped.x, list(stripped.rows)
+            argument, rows, under = stripped.x, list(stripped.rows), list(stripped.under_mask)
             if scale != 1:
                 own = self.scope.dtype(argument)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
                 argument, factor = self.convert(argument, dtype), Constant(scale, dtype)
                 argument = Apply(lax.mul_p, compat.multiplication_params(), (argument, factor), dtype)
-                rows = [t.scaled(scale) for t in rows]
-            return Exponential(argument, [], rows, masked=stripped.masked)
+                rows, under = ([t.scaled(scale) for t in terms] for terms in (rows, under))
+            return Exponential(argument, [], rows, under_mask=under)
         if name in ("mul", "div"):
             a, b = operands
             if name == "mul" and not (self.carries_axis(a) and self._has_exponential(a)):
@@ -294,13 +288,12 @@ class Softmax:
         dtype = self.scope.graph.dtype(ref.value)
         x: Expression = ref
         rows: list[Term] = []
-        shifted, masked = False, cast("bool | None", False)
+        shifted, under = False, cast(Sequence[Term], ())
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1
             if self._is_row(b):
-                x, rows, shifted, masked = self._stripped(a, depth=depth + 1)
-                masked = None if rows and masked is not False else False
+                x, rows, shifted, under = self._stripped(a, depth=depth + 1)
                 row = [t.scaled(sign) for t in self.linear(b)]
                 bounds = self._bounds(row, a)
                 if self._drowns(row) and self.is_filled(a, _DROWNS_IN):
@@ -311,8 +304,8 @@ class Softmax:
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
-                x, inner, _, masked = self._stripped(b, depth=depth + 1)
-                masked = None if inner and masked is not False else False
+                x, inner, _, under = self._stripped(b, depth=depth + 1)
+                under = [t.scaled(sign) for t in under]
                 rows = self.linear(a) + [t.scaled(sign) for t in inner]
                 if sign < 0:
                     x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
@@ -320,10 +313,9 @@ class Softmax:
                 left, right = (self._stripped(o, depth=depth + 1) for o in (a, b))
                 x = self._on_wide(node, left.x, right.x)
                 rows = [*left.rows, *(t.scaled(sign) for t in right.rows)]
-                over = {part.masked for part in (left, right) if part.rows}
-                masked = over.pop() if len(over) == 1 else None if over else False
+                under = [*left.under_mask, *(t.scaled(sign) for t in right.under_mask)]
         elif name == "convert_element_type" and self._rounds(ref, operands[0]):
-            x, rows, shifted, masked = self._stripped(operands[0], nothing, depth + 1)
+            x, rows, shifted, under = self._stripped(operands[0], nothing, depth + 1)
             if blurs(dtype, self._added(operands[0])):
                 rows = []
             elif widens(self.scope.dtype(x), dtype):
@@ -335,28 +327,30 @@ class Softmax:
                 other = operands[1 - position]
                 number = self.scope.number(other)
                 if number and self.scope.depends(operands[position].value):
-                    x, rows, shifted, masked = self._stripped(operands[position], depth=depth + 1)
+                    x, rows, shifted, under = self._stripped(operands[position], depth=depth + 1)
                     x = self._on_wide(node, x, other) if position == 0 else self._on_wide(node, other, x)
-                    rows = [t.scaled(number if name == "mul" else 1 / number) for t in rows]
+                    factor = number if name == "mul" else 1 / number
+                    rows, under = ([t.scaled(factor) for t in terms] for terms in (rows, under))
                     shifted = shifted and number > 0
                     break
         elif name == "neg":
-            x, rows, _, masked = self._stripped(operands[0], depth=depth + 1)
-            x, rows = self._on_wide(node, x), [t.scaled(-1) for t in rows]
+            x, rows, _, under = self._stripped(operands[0], depth=depth + 1)
+            x = self._on_wide(node, x)
+            rows, under = ([t.scaled(-1) for t in terms] for terms in (rows, under))
         elif name == "select_n" and len(operands) == 3:
             mask, *cases = operands
             for position in (0, 1):
                 fill = self.scope.number(cases[position])
                 if fill is not None and (fill == -math.inf or fill < nothing):
                     y, rows, _, _ = self._stripped(cases[1 - position], depth=depth + 1)
-                    masked = True
+                    under = rows
                     filled = Constant(-math.inf, self.scope.dtype(y))
                     x = self._on_wide(node, mask, *((filled, y) if position == 0 else (y, filled)))
                     break
         if not rows:
             return _Stripped(ref, [])
         rows = self.combine(rows)
-        return _Stripped(x, rows, shifted, masked) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
+        return _Stripped(x, rows, shifted, under) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
 
     def _added(self, ref: Ref, depth: int = 0) -> float:
         """How far the numbers that are added to values, after a number of the row was, carry these from 0 at most."""
