@@ -101,8 +101,13 @@ class Region:
     @property
     def regions(self) -> list[Region]:
         """This one, and the turned one if that has read an end."""
-        turned = self.__dict__.get("turned")
-        return [self, *([turned] if turned is not None and turned.terminals else [])]
+        return [region for region in self._asked_for if region is self or region.terminals]
+
+    @property
+    def _asked_for(self) -> list[Region]:
+        """This one, and the turned one once it was asked for."""
+        turned: Region | None = self.__dict__.get("turned")
+        return [self] if turned is None else [self, turned]
 
     @property
     def given(self) -> frozenset[int]:
@@ -280,9 +285,8 @@ class Region:
         while self.refinements != before:
             before = self.refinements
             self._levels.clear()
-            for region in (self, self.__dict__.get("turned")):
-                if region is not None:
-                    region.start()
+            for region in self._asked_for:
+                region.start()
             for node in self.ends:  # what can be aligned by the logits tells how to align scatters
                 with contextlib.suppress(Mismatch):
                     self._aligned(self._source(node))
@@ -299,7 +303,7 @@ class Region:
     @property
     def refinements(self) -> int:
         """How often a label was refined so far."""
-        return sum(region.space.refinements for region in (self, self.__dict__.get("turned")) if region is not None)
+        return sum(region.space.refinements for region in self._asked_for)
 
     def start(self) -> None:
         """Forgets what was read."""

@@ -54,6 +54,8 @@ __all__ = ["find"]
 OP = "grouped_matmul"
 _PARTS = 8
 """How many sums of the first terms of a longer sum are tried, where the longer one is nothing."""
+_KINDS = (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart)
+"""The ways in which a backward is looked for, in order."""
 _REACHES = {
     DENSE: ("an expert computes for a token that it is not given", "the result"),
     DISPATCHED: ("a token holds", "the others"),
@@ -204,7 +206,7 @@ def _with_backward(
     case something else is added in between, each by itself.
     """
     lookup = Lookup(graph) if drafts else None
-    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
+    for kind in _KINDS:
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
         for root, draft in waiting.items():
@@ -235,7 +237,7 @@ def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int,
     if not again or not any(body.transposed or "checkpoint" in body.path for body in graph.numbers):
         return
     lookup = Lookup(graph)
-    for kind in (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart):
+    for kind in _KINDS:
         for root, draft in again.items():
             if matches[root].backwards:
                 continue

@@ -203,7 +203,8 @@ class _Reader:
                 break
             casts.append(self.scope.dtype(inner))
             inner = operands[0]
-        tile, rows = self.softmax.strip(inner)
+        stripped = self.softmax.strip(inner)
+        tile, rows = stripped.x, stripped.rows
         if self._unmasked(tile) != self._unmasked(self.argument):
             raise Mismatch("the exponentials are relative to a maximum that something is added to behind it")
         found: Expression = Computed("greatest", tile, self.wide)

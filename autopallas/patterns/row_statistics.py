@@ -100,7 +100,7 @@ class RowStatistics(Softmax):
                 break
             casts.append(self.scope.dtype(tile))
             tile = operands[0]
-        stripped = self.stripped(tile)
+        stripped = self.strip(tile)
         greatest: Expression = Computed("max", stripped.x, self.wide)
         found = self._plus(greatest, stripped.rows)
         if stripped.under_mask:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jax import lax
@@ -265,13 +265,8 @@ class Softmax:
 
     # ------------------------------------------------------------------ the exponential's argument
 
-    def strip(self, ref: Ref) -> tuple[Expression, list[Term]]:
-        """The argument of an exponential as (x, rows): x + rows, where the rows depend on the scores but lack S."""
-        found = self._stripped(ref)
-        return found.x, list(found.rows)
-
-    def stripped(self, ref: Ref) -> _Stripped:
-        """The same, with what is known of the rows."""
+    def strip(self, ref: Ref) -> _Stripped:
+        """The argument of an exponential as x + rows, where the rows depend on the scores but lack S."""
         return self._stripped(ref)
 
     def _stripped(self, ref: Ref, nothing: float = -math.inf, depth: int = 0) -> _Stripped:
@@ -288,7 +283,8 @@ class Softmax:
         dtype = self.scope.graph.dtype(ref.value)
         x: Expression = ref
         rows: list[Term] = []
-        shifted, under = False, cast(Sequence[Term], ())
+        shifted = False
+        under: Sequence[Term] = ()
         if name in ("add", "add_any", "sub"):
             a, b = operands
             sign = -1 if name == "sub" else 1

@@ -95,7 +95,7 @@ def kernel_version(operation: str) -> str:
 
     A table of block sizes is not one of them.
     """
-    package = Path(compat.__file__).parent
+    package = Path(__file__).parents[1]
     folders = [package / "sites", package / "kernels", package / "kernels" / operation]
     total = hashlib.sha256(__version__.encode())
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
