@@ -53,6 +53,7 @@ NORMALISE = (
     "needs."
 )
 OVER_THE_KEYS = "Take the softmax over the keys, the axis that the second product sums over: check its axis=."
+OWN_DTYPE = "Take the maximum in the scores' own dtype, or mask with -inf."
 QUERIES_ONCE = (
     "Compute the queries once, and give the same array to the product with each block of keys; or concatenate the "
     "keys, the values and the masks along the keys, and write one softmax over all of them."

@@ -22,7 +22,15 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.graph.proof_cache import Forms
 from autopallas.numerics.casts import rounds
-from autopallas.patterns.advice import BETWEEN_PRODUCTS, FLOATS, NORMALISE, OVER_THE_KEYS, OWN_DERIVATIVE, SAME_SUM
+from autopallas.patterns.advice import (
+    BETWEEN_PRODUCTS,
+    FLOATS,
+    NORMALISE,
+    OVER_THE_KEYS,
+    OWN_DERIVATIVE,
+    OWN_DTYPE,
+    SAME_SUM,
+)
 from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
@@ -512,6 +520,11 @@ class _Attempt:
                     "a row whose keys are hidden after the maximum is subtracted is set to 0",
                     advice="Mask the scores, with -inf, before their maximum is taken: jax.nn.softmax(scores, "
                     "where=mask).",
+                )
+            if softmax.overflows:
+                raise Mismatch(
+                    "a row of nothing but a mask's fill has a maximum that is infinite in a narrower dtype",
+                    advice=OWN_DTYPE,
                 )
             factor = row_factor(softmax, found)
             assert factor is not None

@@ -21,7 +21,7 @@ from autopallas.graph import Ref
 from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
-from autopallas.patterns.advice import NORMALISE, SAME_SUM, SIDE_DTYPES
+from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
@@ -191,7 +191,7 @@ class _Reader:
             if self.softmax.is_filled(ref, float(jnp.finfo(dtype).max)):
                 raise Mismatch(
                     f"a row of nothing but a mask's fill has a maximum that is infinite in {dtype}",
-                    advice="Take the maximum in the scores' own dtype, or mask with -inf.",
+                    advice=OWN_DTYPE,
                 )
         arguments = tuple(self._row(operand) for operand in operands)
         if node.name == "dot_general":  # without contraction: a product

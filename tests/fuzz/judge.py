@@ -170,8 +170,8 @@ def _judge(program: RandomProgram, verdict: Verdict) -> None:
         unrounded = _Twins(original, honoured=False)(*leaves)[len(given) :]
         values = checks[: len(checks) - program.gradients]
         excused = bool(assumed) or not any(check.hidden.any() for check in values)
-        for check, true in zip(checks, unrounded, strict=True):
-            check.look_behind(true, excused, vanishing=not assumed.isdisjoint((UNSHIFTED, HIDDEN)))
+        for check, exact in zip(checks, unrounded, strict=True):
+            check.look_behind(exact, excused, vanishing=not assumed.isdisjoint((UNSHIFTED, HIDDEN)))
     if any(check.places() for check in checks):
         apart = _one_by_one(original, leaves)
         if any(check.lives_on_luck(x) for check, x in zip(checks, apart, strict=True)):
