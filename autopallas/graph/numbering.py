@@ -45,6 +45,12 @@ _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_cal
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
 """Equations whose results are their body's results.  (An inner jit is here where it has shardings of its own.)"""
 _IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
+_MAY_BE_KNOWN = _IDENTITY | {
+    "convert_element_type", "reduce_precision", "squeeze", "reshape", "lt", "select_n", "gather",
+}  # fmt: skip
+"""What may give one of its operands, a literal, or a slice that a loop reads."""
+_PLACES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
+"""What may put a value at the step's number of a loop."""
 
 
 class Node:
@@ -109,6 +115,8 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
+        self._said: dict[int, tuple[dict[str, Any], Hashable]] = {}
+        """By the identity of an equation's parameters, which calls of one jit function share: these, and their key."""
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
         """Per slice in a loop with so many loops around it: the array."""
@@ -210,6 +218,8 @@ class Graph:
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """The numbers of an equation's results where these are values that are known: its operands, or a scalar that
         was made an array of one element (to leave a shard_map) and is made a scalar again, or a literal."""
+        if equation.primitive.name not in _MAY_BE_KNOWN:
+            return None
         if is_identity(equation):
             return operands
         if equation.primitive.name in ("squeeze", "reshape") and equation.outvars[0].aval.shape == ():
@@ -369,21 +379,10 @@ class Graph:
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
-        if operands and (slice_of := placed(self, equation, operands)) is not None:
+        if name in _PLACES and operands and (slice_of := placed(self, equation, operands)) is not None:
             aval = equation.outvars[0].aval
             return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
-        params: Hashable
-        if is_elementwise_call(equation):
-            params = called_program(equation)
-        else:
-            given = equation.params
-            if name in _UPDATES:
-                given = {key: value for key, value in given.items() if key not in ("update_jaxpr", "update_consts")}
-            params = tuple([(name, given[name]) for name in sorted(given) if name not in _IGNORED]) if given else ()
-            try:
-                hash(params)
-            except TypeError:
-                params = hashable(params)
+        params = self._parameters(equation)
         if name == "broadcast_in_dim" and operands:
             operands, shape, dimensions = self._broadcast(equation, operands)
             params = shape, dimensions
@@ -405,6 +404,28 @@ class Graph:
         except TypeError:
             return None
         return key
+
+    def _parameters(self, equation: JaxprEqn) -> Hashable:
+        """What an equation's parameters say of its value."""
+        given = equation.params
+        if not given:
+            return ()
+        known = self._said.get(id(given))
+        if known is not None:
+            return known[1]
+        name = equation.primitive.name
+        said: Hashable
+        if is_elementwise_call(equation):
+            said = called_program(equation)
+        else:
+            left_out = _IGNORED | {"update_jaxpr", "update_consts"} if name in _UPDATES else _IGNORED
+            said = tuple([(key, given[key]) for key in sorted(given) if key not in left_out])
+            try:
+                hash(said)
+            except TypeError:
+                said = hashable(said)
+        self._said[id(given)] = given, said
+        return said
 
     def _broadcast(
         self, equation: JaxprEqn, operands: Sequence[int]

@@ -40,6 +40,8 @@ _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """What a selection moves back through, beside reductions and products."""
+_KEEPS_ROWS = _THROUGH | _REDUCTIONS | SELECTIONS
+"""What gives rows that are computed from rows."""
 _REPEATS = frozenset({"broadcast_in_dim", "convert_element_type", "pvary", "pcast"})
 """What makes a zero of a zero."""
 _MOST = 32
@@ -106,7 +108,8 @@ class _Mover:
         self._own = frozenset(self._flowing())
 
     def run(self) -> None:
-        before = sum(map(is_contraction, compat.live_equations(self.body.equations, self.body.outvars)))
+        if not self.choices and not self._selects():
+            return
         children: dict[int, list[Child]] = {}
         for position, equation in enumerate(self.body.equations):
             inputs = [self._named(a) for a in equation.invars]
@@ -118,9 +121,12 @@ class _Mover:
             self._add(equation)
             if position in self.body.children:
                 children[id(equation)] = self.body.children[position]
+        if not self.names:
+            return
         outvars = [self._named(a) for a in self.body.outvars]
         live = compat.live_equations(self.equations, outvars)
-        if self.names and sum(map(is_contraction, live)) <= before:
+        before = compat.live_equations(self.body.equations, self.body.outvars)
+        if sum(map(is_contraction, live)) <= sum(map(is_contraction, before)):
             self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
             self.body.assumed |= self.assumed
 
@@ -139,6 +145,18 @@ class _Mover:
                 own.add(equation.outvars[0])
         return own
 
+    def _selects(self) -> bool:
+        """Whether something selects from logits, or from what is computed from them row by row: most bodies have none,
+        and need not be walked through in earnest."""
+        scores = set(self._own)
+        for equation in self.body.equations if scores else ():
+            name = equation.primitive.name
+            if name in _KEEPS_ROWS and not scores.isdisjoint(a for a in equation.invars if isinstance(a, Var)):
+                if selection(equation) is not None or name == "gather" and label_set(equation) is not None:
+                    return True
+                scores.add(equation.outvars[0])
+        return False
+
     def _named(self, atom: Atom) -> Atom:
         while isinstance(atom, Var) and atom in self.names:
             atom = self.names[atom]
@@ -154,7 +172,7 @@ class _Mover:
         if result in self._own:
             self.logits.add(result)
             self.scores.add(result)
-        elif name in _THROUGH or name in _REDUCTIONS or name in SELECTIONS:
+        elif name in _KEEPS_ROWS:
             for known in (self.logits, self.scores):
                 if any(isinstance(a, Var) and a in known for a in equation.invars):
                     known.add(result)
