@@ -92,6 +92,7 @@ __all__ = [
     "has_side_effects",
     "inlined_equation",
     "is_jaxpr",
+    "is_leaf",
     "is_outermost",
     "is_partitioned",
     "is_plain_jit",
@@ -110,6 +111,7 @@ __all__ = [
     "mosaic_gpu_kernel",
     "multiplication_params",
     "name_stack",
+    "name_stacks",
     "new_jaxpr_eqn",
     "numeric_setting",
     "on_mesh_of",
@@ -165,10 +167,15 @@ def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
     return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
 
 
+def is_leaf(equation: JaxprEqn) -> bool:
+    """Whether an equation is one of those, most of all, that have no jaxpr among their parameters; others may too."""
+    return equation.primitive in _LEAVES
+
+
 def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
     """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
     found: list[tuple[str, int | None, Any]] = []
-    if equation.primitive in _LEAVES:
+    if is_leaf(equation):
         return found
     for name, value in equation.params.items():
         kind = type(value)
@@ -219,17 +226,27 @@ def has_side_effects(equation: JaxprEqn) -> bool:
     return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
+def name_stacks(equations: Sequence[JaxprEqn]) -> Any:
+    """The name stacks of calls, each of which holds the next, one behind the other."""
+    stack = source_info_util.NameStack()
+    for equation in equations:
+        stack = stack + equation.source_info.name_stack
+    return stack
+
+
 def inlined_equation(
-    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn]
+    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn], around: Any
 ) -> JaxprEqn:
-    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls in front."""
+    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls, ``around``, in
+    front."""
     source = equation.source_info
-    stack = source.name_stack
-    for call in reversed(calls):
-        stack = call.source_info.name_stack + stack
-        if location(equation) == "unknown":  # a library's jit: the line that calls it is the user's
-            equation = equation.replace(source_info=source.replace(traceback=call.source_info.traceback))
-    source = equation.source_info.replace(name_stack=stack)
+    traceback, stack = source.traceback, source.name_stack
+    for call in reversed(calls):  # a library's jit: the line that calls it is the user's
+        if traceback is not None and _place(traceback) != "unknown":
+            break
+        outer = call.source_info.traceback
+        traceback = traceback if outer is None else outer
+    source = source_info_util.SourceInfo(traceback, around + stack if around.stack else stack)
     return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
 
 
@@ -412,7 +429,7 @@ def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Litera
     for equation in reversed(equations):
         if has_side_effects(equation) or not read.isdisjoint(equation.outvars):
             found.append(equation)
-            read.update(atom for atom in equation.invars if isinstance(atom, Var))
+            read.update([atom for atom in equation.invars if isinstance(atom, Var)])
     return found[::-1]
 
 

@@ -11,11 +11,18 @@ __all__ = ["paused"]
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection within, which would go through all of JAX's objects again and again and find nothing to free."""
+    """No collection within, which would go through all of JAX's objects again and again and find nothing to free.
+
+    Nor right behind it: what was made within counts as old then, and is looked at by the next full collection.  Else
+    the first object made afterwards would have all of them gone through.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what a program has frozen stays so
+                gc.freeze()
+                gc.unfreeze()  # to the oldest generation, in constant time
             gc.enable()

@@ -43,10 +43,11 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
     edit = edits.get(body, Edit())
     equations: list[JaxprEqn] = []
     for position, equation in enumerate(body.equations):
-        below = (inner for child in body.children.get(position, ()) for inner in child.body.walk())
         if position in edit.replaced:
             equations += edit.replaced[position]
-        elif any(inner in edits or inner.renamed for inner in below):
+        elif position in body.children and any(
+            inner in edits or inner.renamed for child in body.children[position] for inner in child.body.walk()
+        ):
             equations.append(_with_children(body, position, equation, edits))
         else:
             equations.append(equation)
@@ -62,7 +63,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
 
 
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
-    if not any(isinstance(atom, Var) and atom in names for atom in equation.invars):
+    if names.keys().isdisjoint([atom for atom in equation.invars if isinstance(atom, Var)]):
         return equation
     return equation.replace(invars=[_renamed(atom, names) for atom in equation.invars])
 
@@ -134,9 +135,10 @@ def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
             if state[i] == 2:
                 stack.pop()
                 continue
-            needs = [producers[a] for a in equations[i].invars if isinstance(a, Var) and a in producers]
-            needs += [before[i]] if i in before else []
-            waiting = [n for n in needs if state[n] != 2]
+            operands = [a for a in equations[i].invars if isinstance(a, Var)]
+            waiting = [n for a in operands if (n := producers.get(a)) is not None and state[n] != 2]
+            if i in before and state[before[i]] != 2:
+                waiting.append(before[i])
             if not waiting:
                 placed.append(equations[i])
                 state[i] = 2
@@ -227,8 +229,10 @@ def _flat_survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Ite
     alive: set[int] = set()
     read = {numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)}
     for node in reversed(graph.nodes):
-        own = [n for n in node.outputs if n not in given]
-        read.update(number for n in node.outputs if n in given and n in read for number in reads.get(n, ()))
+        own: Sequence[int] = node.outputs
+        if not given.isdisjoint(own):
+            read.update(number for n in own if n in given and n in read for number in reads.get(n, ()))
+            own = [n for n in own if n not in given]
         if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
             alive.update(own)
             read.update(node.inputs)

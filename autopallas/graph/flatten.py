@@ -112,10 +112,12 @@ def _inline(
     ``bound`` gives the values of the inputs of an inlined call, whose variables are renamed: it may be called twice.
     """
     known: dict[Var, Var | Literal] = dict(bound)
+    around = compat.name_stacks(calls)
     for equation in jaxpr.eqns:
+        leaf = compat.is_leaf(equation)
         inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in equation.invars]
-        called = _called(equation)
-        if called is None and (called := _outside_of_kernels(equation)) is not None:
+        called = None if leaf else _called(equation)
+        if called is None and not leaf and (called := _outside_of_kernels(equation)) is not None:
             inputs = inputs[1:]
         if called is not None:
             inner, consts = compat.opened(called)
@@ -129,11 +131,11 @@ def _inline(
         if renamed:
             outputs = [Var(v.aval) for v in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
-            equation = compat.inlined_equation(equation, inputs, outputs, calls)
+            equation = compat.inlined_equation(equation, inputs, outputs, calls, around)
         elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if equation.primitive.name not in _CLOSED and not is_elementwise_call(equation):
+        if not leaf and equation.primitive.name not in _CLOSED and not is_elementwise_call(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))

@@ -40,6 +40,7 @@ _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", 
 """Parameters that do not change the value."""
 _UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 """Scatters whose names say how they update: their jaxprs of that are traced anew in each context, and say no more."""
+_UPDATE = frozenset({"update_jaxpr", "update_consts"})
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
@@ -115,8 +116,8 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
-        self._said: dict[int, tuple[dict[str, Any], Hashable]] = {}
-        """By the identity of an equation's parameters, which calls of one jit function share: these, and their key."""
+        self._said: dict[int, tuple[dict[str, Any], Hashable | None]] = {}
+        """By the identity of an equation's parameters, which calls of one jit function share: these, and what they say."""
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
         """Per slice in a loop with so many loops around it: the array."""
@@ -383,6 +384,8 @@ class Graph:
             aval = equation.outvars[0].aval
             return "placed", frame, slice_of, tuple(aval.shape), aval.dtype
         params = self._parameters(equation)
+        if params is None:
+            return None
         if name == "broadcast_in_dim" and operands:
             operands, shape, dimensions = self._broadcast(equation, operands)
             params = shape, dimensions
@@ -398,32 +401,23 @@ class Graph:
         mesh: Hashable = ()
         if self._several_meshes and all(number in self.literals for number in operands):  # of others, operands tell
             mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
-        key = (name, frame, tuple(ordered), params, types, mesh)
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
+        return name, frame, tuple(ordered), params, types, mesh
 
-    def _parameters(self, equation: JaxprEqn) -> Hashable:
-        """What an equation's parameters say of its value."""
+    def _parameters(self, equation: JaxprEqn) -> Hashable | None:
+        """What an equation's parameters say of its value; None where that cannot be compared."""
         given = equation.params
-        if not given:
-            return ()
         known = self._said.get(id(given))
         if known is not None:
             return known[1]
-        name = equation.primitive.name
-        said: Hashable
+        said: Hashable | None
         if is_elementwise_call(equation):
             said = called_program(equation)
         else:
-            left_out = _IGNORED | {"update_jaxpr", "update_consts"} if name in _UPDATES else _IGNORED
-            said = tuple([(key, given[key]) for key in sorted(given) if key not in left_out])
-            try:
-                hash(said)
-            except TypeError:
+            left_out = _IGNORED | _UPDATE if equation.primitive.name in _UPDATES else _IGNORED
+            said = tuple([(name, given[name]) for name in sorted(given) if name not in left_out])
+            if not _can_be_hashed(said):
                 said = hashable(said)
+                said = said if _can_be_hashed(said) else None
         self._said[id(given)] = given, said
         return said
 
@@ -666,6 +660,14 @@ class Graph:
         if key not in self._table:
             self._table[key] = (number if spec_key(spec) == spec_key(()) else self._new(aval),)
         return self._table[key][0]
+
+
+def _can_be_hashed(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_transparent(equation: JaxprEqn) -> bool:

@@ -281,20 +281,17 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
         for i in inputs:
             weighed = weighed or bool(weighs[i])
             multiplied = multiplied or bool(product[i])
-        if name == "scan":  # a loop over experts, perhaps
-            chosen = not alive.isdisjoint(node.outputs)
-        else:
-            chosen = weighed and multiplied and name in _SUMS and node.outputs[0] in alive
-            several = name == "select_n" and len(inputs) > 3 and node.outputs[0] in alive
-            chosen = (
-                multiplied
-                and several
-                or chosen
-                and (name in ("add", "select_n") or _sums_along(node, [along[i] for i in inputs]))
-            )
-            chosen = chosen or _may_pick(graph, node, product, gathered) and node.outputs[0] in alive
-        if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
-            found.append(node)
+        if name in _ANCHORS and (name == "scan" or node.outputs[0] in alive):
+            if name == "scan":  # a loop over experts, perhaps
+                chosen = not alive.isdisjoint(node.outputs)
+            elif name in ("add", "select_n"):
+                chosen = multiplied and (weighed or len(inputs) > 3)
+            else:
+                chosen = (
+                    weighed and multiplied and _sums_along(node, [along[i] for i in inputs])
+                ) or _may_pick(graph, node, product, gathered)
+            if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
+                found.append(node)
         starts = name in _STARTS
         through = starts or weighed and (name == "scan" or name in _PLAIN)
         multiplied = multiplied or name == "scan" or name == "dot_general" and not is_product(node)
@@ -322,6 +319,8 @@ def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequen
 
 _MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy".split())
 _SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
+_ANCHORS = _SUMS | {"scan", "gather", "scatter", "scatter-add"}
+"""What may be the sum, or pick what experts compute."""
 _STARTS = frozenset({"eq", "and", "scatter", "scatter-add", "exp", "logistic"})
 
 

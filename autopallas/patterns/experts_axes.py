@@ -27,6 +27,8 @@ _ORDERED = frozenset({"lt", "le", "gt", "ge"})
 _FIXED = (
     ELEMENTWISE | _COPIES | _KEEPS_AXES | {"iota", "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 )
+_SOURCES = frozenset({"iota", "scatter", "scatter-add"})
+"""Where axes come from; all others pass on what their operands have."""
 _EVERYTHING = -1
 
 
@@ -46,10 +48,18 @@ def choice_axes(graph: Graph) -> Sequence[int]:
             fixed[number] = True
         for node in graph.nodes:
             inputs, name = node.inputs, node.name
+            constant, told = name in _FIXED, name in _SOURCES
+            for i in inputs:
+                constant = constant and bool(fixed[i])
+                told = told or bool(found[i] or positions[i])
+            if constant:
+                for output in node.outputs:
+                    fixed[output] = True
+            if not told:  # as most: there is nothing to pass on
+                continue
             own = [found[i] for i in inputs]
             counted = [positions[i] for i in inputs]
             for output in node.outputs:
-                fixed[output] = name in _FIXED and all(fixed[i] for i in inputs)
                 if name == "iota":
                     positions[output] = 1 << int(node.params["dimension"])
                 elif any(counted) and (name in _CASTS or name not in ELEMENTWISE):
@@ -137,17 +147,18 @@ def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int
     """The axes of a result that come from the ``axes`` of the operands; none, where labels are not read through."""
     if not any(axes):
         return 0
-    name, after = node.name, graph.shape(output)
-    shapes = [graph.shape(i) for i in node.inputs]
+    name = node.name
     if name in ELEMENTWISE or is_elementwise_call(node.equation):
         found = 0
-        for mask, shape in zip(axes, shapes, strict=True):
-            found |= mask if shape or not mask else _EVERYTHING
+        for mask, i in zip(axes, node.inputs, strict=True):
+            if mask:
+                found |= mask if graph.avals[i].shape else _EVERYTHING
         return found
     if name in _COPIES:
         return axes[node.outputs.index(output)]
     if name in _KEEPS_AXES:
         return _any(axes)
+    shapes = [graph.shape(i) for i in node.inputs]
     if name in _REDUCTIONS:
         return _moved(axes[0], [d for d in range(len(shapes[0])) if d not in node.params["axes"]])
     if name == "transpose":
@@ -164,7 +175,7 @@ def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int
             return _EVERYTHING
         return sum((axes[0] >> d & 1) << int(target) for d, target in enumerate(targets))
     if name in ("reshape", "squeeze", "expand_dims"):
-        return _reshaped(axes[0], shapes[0], after)
+        return _reshaped(axes[0], shapes[0], graph.shape(output))
     if name in ("stack", "unstack"):
         return _EVERYTHING
     return 0
