@@ -73,6 +73,8 @@ class Space:
 
     def resolve(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         """The atoms after all refinements."""
+        if self._parts.keys().isdisjoint(atoms):
+            return tuple(atoms)
         found: list[Atom] = []
         for atom in atoms:
             found += self.resolve(self._parts[atom]) if atom in self._parts else (atom,)
@@ -187,6 +189,9 @@ class Space:
             found: list[Ref] = []
             for value in node.inputs:
                 own = self.graph.shape(value)
+                if own == shape and len(ref.view) == len(shape):  # as most: nothing is repeated
+                    found.append(Ref(value, ref.view))
+                    continue
                 if own and (len(own) != len(shape) or any(m not in (1, n) for m, n in zip(own, shape, strict=True))):
                     return None
                 dimensions = zip(own, shape, ref.view, strict=False)  # a scalar operand has no dimensions

@@ -66,9 +66,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
         if node.name not in ("dot_general", "reduce_sum"):
             continue
         for side in (0, 1):
+            if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
+                continue
             with contained(node):
-                if not reach[node.inputs[side if node.name == "dot_general" else 0]][1]:
-                    continue
                 settled = matches.keys() | drafts.keys()
                 outcome = proofs.at(node, side, settled)
                 proved, reason, operand, advice = outcome.proved, outcome.reason, outcome.operand, outcome.advice

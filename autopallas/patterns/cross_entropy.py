@@ -55,10 +55,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     flows = Flows(graph)
     candidates: list[_Candidate] = []
     for node in graph.nodes:
+        if node.name != "dot_general" or node.outputs[0] not in exponents or node.outputs[0] not in alive:
+            continue
         with contained(node):
-            if not _may_give_logits(graph, node) or node.outputs[0] not in exponents:
-                continue
-            if node.outputs[0] not in alive:
+            if not _may_give_logits(graph, node):
                 continue
             inside, ends = _flow(graph, [node.outputs[0]], alive)
             if not any(graph.name(number) in ("exp", "exp2") for number in inside):
@@ -97,9 +97,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:
-    if node.name != "dot_general" or is_product(node):
-        return False
-    return bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
+    """Whether a ``dot_general`` contracts, and gives floating numbers."""
+    return not is_product(node) and bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
 
 
 def _weighs_something_else(graph: Graph, node: Node, inside: Set[int], ends: Iterable[Node]) -> bool:
