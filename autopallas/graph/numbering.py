@@ -192,7 +192,7 @@ class Graph:
             positions.setdefault(number, (-1, variable))
         for position, equation in enumerate(body.equations):
             operands = [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in equation.invars]
-            results = self._equation(body, equation, operands, body.children.get(position, []), frame)
+            results = self._equation(body, equation, operands, body.children.get(position, ()), frame)
             for variable, number in zip(equation.outvars, results, strict=True):
                 numbers[variable] = number
                 if number not in positions:
@@ -200,8 +200,8 @@ class Graph:
         return [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in body.outvars]
 
     def _equation(
-        self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
-    ) -> list[int]:
+        self, body: Body, equation: JaxprEqn, operands: list[int], children: Sequence[Child], frame: tuple[int, ...]
+    ) -> Sequence[int]:
         if children:
             return self._holding(body, equation, operands, children, frame)
         same = self._same(equation, operands)
@@ -209,12 +209,12 @@ class Graph:
             return same
         key = None if compat.has_side_effects(equation) else self.key(equation, operands, frame)
         if key is not None and (known := self._known(key, equation)) is not None:
-            return list(known)
-        outputs = tuple(self._new(v.aval) for v in equation.outvars)
+            return known
+        outputs = tuple([self._new(v.aval) for v in equation.outvars])
         if key is not None:
             self._table.setdefault(key, outputs)
         self._node(equation, tuple(operands), outputs, body)
-        return list(outputs)
+        return outputs
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
         """The numbers of an equation's results where these are values that are known: its operands, or a scalar that
@@ -477,7 +477,7 @@ class Graph:
         return [number]
 
     def _holding(
-        self, body: Body, equation: JaxprEqn, operands: list[int], children: list[Child], frame: tuple[int, ...]
+        self, body: Body, equation: JaxprEqn, operands: list[int], children: Sequence[Child], frame: tuple[int, ...]
     ) -> list[int]:
         """An equation that holds bodies.  What enters a body unchanged keeps its number, and so does what one body
         gives and another of its kind is given."""
@@ -558,7 +558,7 @@ class Graph:
         self,
         equation: JaxprEqn,
         operands: list[int],
-        children: list[Child],
+        children: Sequence[Child],
         results: list[list[int]],
         inside: tuple[int, ...],
     ) -> tuple[int, ...]:

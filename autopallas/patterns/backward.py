@@ -143,8 +143,8 @@ class Forward:
         places: dict[Var, int] = {}
         lines: list[Hashable] = []
         for equation in self.equations:
-            atoms = tuple(
-                (str(a.aval), repr(a.val)) if isinstance(a, Literal) else places.get(a, str(a.aval))
+            atoms: tuple[Hashable, ...] = tuple(
+                (a.aval, repr(a.val)) if isinstance(a, Literal) else places.get(a, a.aval)
                 for a in equation.invars
             )
             rule = rule_of(equation) if is_elementwise_call(equation) else None
@@ -280,7 +280,8 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
 
 
 class Lookup:
-    """Looks equations up in a graph.  Made once per graph: it holds an index of the nodes by what they do."""
+    """Looks equations up in a graph.  Made once per graph: it holds an index of the nodes by what they do, of those
+    primitives that were asked for."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -290,22 +291,27 @@ class Lookup:
         self._children: dict[int, list[Child]] = {}
         """The bodies that equations of derivatives hold, by the identity of the equation."""
         self._transposes: dict[Hashable, Body] = {}
+        self._named: dict[str, list[Node]] = {}
         for node in graph.nodes:
-            key = graph.key(node.equation, (), graph.frames[node.body])
-            readers = self._index.setdefault(key, {})
-            for number in {*node.inputs, _ANY}:
-                readers.setdefault(number, []).append(node)
+            self._named.setdefault(node.equation.primitive.name, []).append(node)
             repeated = graph.as_broadcast(node.equation, node.inputs) if node.name == "transpose" else None
             if repeated is not None:
                 equation, operand = repeated
                 same = Node(equation, (operand,), node.outputs, node.body)
-                readers = self._index.setdefault(graph.key(equation, (), graph.frames[node.body]), {})
-                for number in (operand, _ANY):
-                    readers.setdefault(number, []).append(same)
+                self._named.setdefault(equation.primitive.name, []).append(same)
         for aval in graph.avals:
             own: tuple[int, ...] = getattr(aval, "shape", ())
             if own:
                 self._sizes.setdefault((tuple(own[1:]), aval.dtype), {})[int(own[0])] = None
+
+    def _readers(self, equation: JaxprEqn, frame: tuple[int, ...]) -> dict[int, list[Node]]:
+        """The nodes that do what an equation does, by what they read; ``_ANY``: all of them."""
+        for node in self._named.pop(equation.primitive.name, ()):
+            key = self.graph.key(node.equation, (), self.graph.frames[node.body])
+            readers = self._index.setdefault(key, {})
+            for number in {*node.inputs, _ANY}:
+                readers.setdefault(number, []).append(node)
+        return self._index.get(self.graph.key(equation, (), frame), {})
 
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
         """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
@@ -529,7 +535,7 @@ class Lookup:
                     return []
             wanted.append(number)
         found: dict[int, None] = {}
-        readers = self._index.get(self.graph.key(equation, (), frame), {})
+        readers = self._readers(equation, frame)
         rarest = min((number for number in wanted if number is not None), default=_ANY,
                      key=lambda number: len(readers.get(number, ())))  # fmt: skip
         for node in readers.get(rarest, ()):
