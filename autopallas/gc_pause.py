@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 __all__ = ["paused"]
 
+_OF_PYTHON = 1000
+"""More objects than the interpreter itself has frozen (from Python 3.12 on: hundreds), and fewer than a program would."""
+
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
@@ -22,7 +25,7 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # what a program has frozen stays so
+            if gc.get_freeze_count() <= _OF_PYTHON:  # what a program has frozen stays so
                 gc.freeze()
                 gc.unfreeze()  # to the oldest generation, in constant time
             gc.enable()

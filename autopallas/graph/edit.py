@@ -129,14 +129,14 @@ def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
                 before[i] = last_effect
             last_effect = i
     for start in range(len(equations)):
-        stack = [start]
+        stack = [start] if state[start] != 2 else []
         while stack:
             i = stack[-1]
             if state[i] == 2:
                 stack.pop()
                 continue
-            operands = [a for a in equations[i].invars if isinstance(a, Var)]
-            waiting = [n for a in operands if (n := producers.get(a)) is not None and state[n] != 2]
+            needs = [producers.get(a) for a in equations[i].invars if isinstance(a, Var)]
+            waiting = [n for n in needs if n is not None and state[n] != 2]
             if i in before and state[before[i]] != 2:
                 waiting.append(before[i])
             if not waiting:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from recognition.catalogue import array
 import autopallas
 from autopallas import AutopallasWarning, compat
 from autopallas.errors import RequirementError, UnsupportedError
+from autopallas.gc_pause import paused
 from transforms.test_transforms import attend, optimized, primitives, same
 
 T, S, D = 5, 7, 3
@@ -204,6 +206,42 @@ def test_the_garbage_collector_is_left_as_it_was(qkv, collects):
         assert gc.isenabled() == collects
     finally:
         (gc.enable if was else gc.disable)()
+
+
+def test_what_is_made_in_a_pause_of_the_collector_is_not_gone_through_right_after_it():
+    was, (threshold, *_) = gc.isenabled(), gc.get_threshold()
+    gc.enable()
+    try:
+        gc.collect()  # so that none is due already
+        before = gc.get_stats()[0]["collections"]
+        with paused():
+            kept = [[] for _ in range(100 * threshold)]
+        after = [[] for _ in range(threshold // 2)]
+        assert gc.get_stats()[0]["collections"] == before
+        assert len(kept) and len(after)
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_a_pause_of_the_collector_leaves_cycles_to_the_next_full_collection_and_what_is_frozen_frozen():
+    class Node:
+        pass
+
+    with paused():
+        node = Node()
+        node.itself = node
+        gone = weakref.ref(node)
+        del node
+    gc.collect()
+    assert gone() is None
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()
 
 
 # --- Options ---------------------------------------------------------------------------------------------------------
