@@ -1,0 +1,66 @@
+"""LayerNorm: the declaration of the operation (Ba, Kiros and Hinton, 2016, arXiv:1607.06450)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.spec import Dtype, Spec
+
+__all__ = ["OPERATION", "LayerNormSpec", "reference"]
+
+
+@dataclass(frozen=True)
+class LayerNormSpec(Spec):
+    """One normalisation of M rows of N columns, rounded at the end:
+    ``(x - mean(x)) / sqrt(mean((x - mean(x))**2) + epsilon) * scale + shift``.
+
+    Operands: x [M, N]; scale and shift [M|1, N|1], floating, each of which a site may lack.
+    """
+
+    rows: int
+    columns: int
+    x_dtype: Dtype
+    scale_dtype: Dtype | None
+    shift_dtype: Dtype | None
+    result_dtype: Dtype
+    epsilon: float
+    outside: bool = False
+    """Whether epsilon is added to the standard deviation, and not to the variance."""
+
+    def __str__(self) -> str:
+        scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
+        shift = "" if self.shift_dtype is None else f", shift {self.shift_dtype}"
+        return f"layer_norm M={self.rows} N={self.columns} {self.x_dtype}{scale}{shift}, epsilon {self.epsilon:.3g}"
+
+
+def reference(
+    spec: LayerNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
+) -> jax.Array:
+    """The formula of :class:`LayerNormSpec`, in its accumulation dtype.  The result is [M, N]."""
+    wide = x.astype(spec.accumulation_dtype)
+    centred = wide - jnp.mean(wide, axis=1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=1, keepdims=True)
+    if spec.outside:
+        result = centred / (jnp.sqrt(variance) + spec.epsilon)
+    else:
+        result = centred * jax.lax.rsqrt(variance + spec.epsilon)
+    result = result if scale is None else result * scale.astype(wide.dtype)
+    result = result if shift is None else result + shift.astype(wide.dtype)
+    return result.astype(spec.result_dtype)
+
+
+OPERATION = DeclaredOperation(
+    "layer_norm",
+    reference=reference,
+    operands={"x": "M N", "scale": "M N", "shift": "M N"},
+    result="M N",
+    sizes={"M": "rows", "N": "columns"},
+    rows="M",
+    sample=LayerNormSpec(
+        4096, 1024, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), None, jnp.dtype(jnp.bfloat16), 1e-6
+    ),
+)
