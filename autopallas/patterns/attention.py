@@ -495,6 +495,8 @@ class _Attempt:
                 return *exact, None
             if softmax.may_be_nothing_but_fills(exact[0]):
                 raise Mismatch("a row whose keys are hidden after the maximum is subtracted is set to 0")
+            if softmax.overflows:
+                raise Mismatch("a row of nothing but a mask's fill has a maximum that is infinite in a narrower dtype")
             factor = row_factor(softmax, found)
             assert factor is not None
         except Mismatch as mismatch:

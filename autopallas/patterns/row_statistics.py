@@ -56,6 +56,8 @@ _DEEPEST = 64
 """Operations on one path that are looked through."""
 ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 """What is assumed of a contraction with a mask, which gives NaN where an infinity meets a zero."""
+DIVIDED = "what the zeros around a label's gradient are divided by is not zero, such as a probability that vanishes"
+"""What is assumed of the derivative of a logarithm that is taken of all probabilities, of which one is picked."""
 
 
 class RowStatistics(Softmax):
@@ -304,6 +306,7 @@ class RowStatistics(Softmax):
             reciprocal = self._divide(one, self.convert(operands[1], self.wide))
             yield from (self._scaled(s, reciprocal) for s in self._expand(operands[0], depth))
         elif name == "div" and self._places(operands[0]):
+            self.assumptions[DIVIDED] = None
             for s in self._expand(operands[0], depth):
                 assert s.label is not None
                 divisor = self.convert(self._at(operands[1], s.label), self.wide)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from jax import lax
+from jax import numpy as jnp
 
 from autopallas import compat
 from autopallas.graph import Node, Ref
@@ -135,6 +136,7 @@ class Softmax:
         self.offset = offset  # of the keys within a longer axis, as beside a sink column
         self.note: str | None = None  # what stood in the way of reading a denominator
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
+        self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
         self._memory: dict[Hashable, tuple[int, Any]] = {}
 
     def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
@@ -297,6 +299,7 @@ class Softmax:
                     bounds = False
                 elif not bounds and self._blurs(a, b):
                     return _Stripped(ref, [])  # as large as a fill, it takes the scores' last digits
+                self.overflows |= self._overflows(b)
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
             elif self._is_row(a):
@@ -402,16 +405,26 @@ class Softmax:
                     return True
         return False
 
+    def _one_of(self, at: Ref) -> Sequence[Ref]:
+        """The values of which a number of the row is one, but for rounding."""
+        name, operands = self.scope.name(at), self.space.operands(at) or []
+        if name == "select_n":
+            return operands[1:]
+        return operands if name in ("max", "stop_gradient", "convert_element_type") else []
+
+    def _overflows(self, number: Ref) -> bool:
+        """Whether a number of the row may be a fill that a cast makes infinite: less itself it is not 0."""
+        for at in self._behind(number, self._one_of, _DEEPEST):
+            dtype = self.scope.dtype(at)
+            if self.scope.name(at) == "convert_element_type" and rounds(dtype, dtype):
+                if self.is_filled(at, float(jnp.finfo(dtype).max)):
+                    return True
+        return False
+
     def _blurs(self, scores: Ref, number: Ref) -> bool:
         """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores, or infinite
         as one is."""
-
-        def one_of(at: Ref) -> Sequence[Ref]:
-            name, operands = self.scope.name(at), self.space.operands(at) or []
-            if name == "select_n":
-                return operands[1:]
-            return operands if name in ("max", "stop_gradient", "convert_element_type") else []
-
+        one_of = self._one_of
         ends = [at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at) and self.scope.depends(at.value)]
         numbers = [at for at in ends if self.scope.name(at) != "reduce_max"]
         filled = any(self.is_filled(at, _BLURS_BY) for at in numbers) and self.is_filled(scores, _BLURS_BY)
