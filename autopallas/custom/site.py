@@ -86,7 +86,7 @@ class OwnSite:
 
     @property
     def operation(self) -> OwnOperation:
-        return OwnOperation(self.pattern.name, {}, self.pattern)
+        return OwnOperation(self.pattern.name, {}, pattern=self.pattern)
 
     @property
     def has_backward(self) -> bool:

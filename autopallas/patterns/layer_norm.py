@@ -1,4 +1,4 @@
-"""LayerNorm: rows that are centred and divided by their standard deviation, in any spelling (:mod:`patterns.row_moments`)."""
+"""LayerNorm: rows that are centred and divided by their standard deviation, in any spelling (:mod:`row_moments`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm: rows that are divided by the root of their mean square, in any spelling (:mod:`patterns.row_moments`)."""
+"""RMSNorm: rows that are divided by the root of their mean square, in any spelling (:mod:`row_moments`)."""
 
 from __future__ import annotations
 

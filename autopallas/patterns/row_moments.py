@@ -38,6 +38,7 @@ _CLOSE = 1e-5
 """Relative difference of factors that are 1: constants of a program are rounded to its dtype."""
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
+_MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
 _STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type"}
 
 Monomial = tuple[int, int, int, int]
@@ -286,11 +287,11 @@ class _Reader:
                     raise Mismatch(f"it is cast from {source} to {target}")
                 return forms[0]
             case "add" | "add_any" | "sub":
-                return self._added(*forms, sign=-1.0 if name == "sub" else 1.0)
+                return self._added(forms[0], forms[1], -1.0 if name == "sub" else 1.0)
             case "neg":
                 return self._times(forms[0], _Form({_ONE: -1.0}))
             case "mul":
-                return self._squared(at, self._times(*forms))
+                return self._squared(at, self._times(forms[0], forms[1]))
             case "div":
                 return self._times(forms[0], self._power(forms[1], -1.0))
             case "square":
@@ -501,8 +502,7 @@ class _Search:
                 path.append(at)
             carrying = [o for o in space.operands(at) or [] if space.atoms(o) & columns]
             alike = carrying and all(space.same(carrying[0], other) for other in carrying)
-            known = scope.name(at) in ("convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow")
-            at = carrying[0] if alike and known else None
+            at = carrying[0] if alike and scope.name(at) in _MADE_OF_ROWS else None
         for at in path[::-1]:
             atoms = [space.resolve(own) for _, own in at.view]
             axes = frozenset(d for d, own in enumerate(atoms) if own and set(own) <= columns)
@@ -553,11 +553,12 @@ class _Search:
             raise Mismatch(_GAIN)
         read = [*reader.reads.values()]
         use = read[0] if len(read) == 1 else at
+        others = (form.scale, form.shift)
+        scale, shift = (None if ref is None else Ref(ref.value, space.view(ref.view)) for ref in others)
+        rows = Ref(use.value, space.view(use.view))
         return Normalisation(
-            node, centred, epsilon, outside, Ref(use.value, space.view(use.view)),
-            *(None if ref is None else Ref(ref.value, space.view(ref.view)) for ref in (form.scale, form.shift)),
-            dimensions, tuple(columns), dict(space.sizes),
-        )  # fmt: skip
+            node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes)
+        )
 
     def _whole(self, read: dict[int, Normalisation]) -> Normalisation:
         """The first one with the only thing that is made of it, as long as that is a normalisation too."""
@@ -582,7 +583,8 @@ class _Search:
 
 
 _GAIN = (
-    "the rows are multiplied by a further number, as with a variance over N - 1 or a norm in place of the root of a mean"
+    "the rows are multiplied by a further number, as with a variance over N - 1, or with a norm in place of the root "
+    "of a mean"
 )
 
 

@@ -36,7 +36,7 @@ class DeclaredOperation(Operation):
 
     An implementation in a module of its own offers ``supports(spec, device)``, ``forward(spec, block_sizes, operands)``
     and ``backward(spec, block_sizes, operands, cotangent, wanted)``, which gives the cotangents of the operands whose
-    names are wanted.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where the operand
+    names are wanted.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where an operand
     does not vary along it.
 
     Attributes:

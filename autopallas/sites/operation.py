@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.sites.device import Device
 
@@ -86,6 +88,17 @@ class Operation:
                 return None
             raise
 
+    def part(self, name: str) -> Any:
+        """A module of the operation's folder that it must have.
+
+        Raises:
+          ImportError: it has none of that name.
+        """
+        found = self.module(name)
+        if found is None:
+            raise ImportError(f"{self.name} has no module {name}")
+        return found
+
     def implementation(self, name: str) -> Any | None:
         """The module of an implementation, or None where this operation has none of that name."""
         return self.module(name)
@@ -94,6 +107,12 @@ class Operation:
         """What the operation does otherwise than others: a function of one of its modules, or None."""
         found: Callable[..., Any] | None = getattr(self.module(module), function, None)
         return found
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """A small typical program that computes the operation, and the types of its arguments: ``program`` in its
+        module ``example``."""
+        made: tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]] = self.part("example").program()
+        return made
 
     def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
         """Whether the named implementation can compute ``spec`` on ``device``."""
