@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node, Ref
+from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import rounds
@@ -208,24 +208,18 @@ class _Reader:
     """Reads values of one site as forms.
 
     Attributes:
-      x: the number of the tile that is normalised, below casts and layout.
-      axes: its dimensions that are summed over.
+      x: the number of the tile that is normalised, below casts.
+      columns, rows: the labels of both.
       reads: the values as which equations read it, with their views.
     """
 
-    def __init__(self, scope: Scope, x: int, axes: frozenset[int]):
+    def __init__(self, scope: Scope, x: int, columns: Sequence[Atom], rows: Sequence[Atom]):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
-        self.x, self.axes = x, axes
+        self.x, self.columns, self.rows = x, tuple(columns), frozenset(rows)
         self.reads: dict[int, Ref] = {}
-        self.columns: tuple[Atom, ...] = ()
-        self.rows: frozenset[Atom] = frozenset()
         self._view: object = None
         self._root: Polynomial | None = None
         self._known: dict[object, _Form] = {}
-
-    def bind(self, columns: Sequence[Atom], rows: Sequence[Atom]) -> None:
-        """Says which labels are those of the columns and of the rows."""
-        self.columns, self.rows = tuple(columns), frozenset(rows)
 
     def form(self, ref: Ref, depth: int = 0) -> _Form:
         """A use of a value as a form.
@@ -235,7 +229,7 @@ class _Reader:
         """
         if depth > _DEEPEST:
             raise Mismatch(f"more than {_DEEPEST} operations make the normalisation")
-        at = self.space.canonical(ref)
+        at = _seen(self.space, ref, self.x)
         if at.value == self.x:
             view = self.space.view(at.view)
             if self._view not in (None, view):
@@ -250,16 +244,21 @@ class _Reader:
                 if not math.isfinite(value):
                     raise Mismatch("a number that is not finite is part of it")
                 self._known[key] = _Form({_ONE: float(value)})
-            elif not self.space.atoms(at) & self.rows and not self._is_moment(at):
+            elif self._is_shared(at) and not self._is_moment(at):
                 self._known[key] = _Form({_ONE: 1.0}, scale=self._source(ref))
             else:
                 self._known[key] = self._read(at, depth)
         return self._known[key]
 
+    def _is_shared(self, at: Ref) -> bool:
+        """Whether several rows have a value in common: all of them, or those of one sequence, say."""
+        return not self.rows or not self.rows <= self.space.atoms(at)
+
     def _source(self, ref: Ref) -> Ref:
         """The same elements before they were repeated for each row: there a program has the cotangent, for whatever
         comes before may stand outside of a loop or a checkpoint."""
-        return next(at for at in self.space.chain(ref) if not self.space.atoms(at) & self.rows)
+        fewest = len(self.space.atoms(self.space.canonical(ref)))
+        return next(at for at in self.space.chain(ref) if len(self.space.atoms(at)) == fewest)
 
     def _read(self, at: Ref, depth: int) -> _Form:
         name = self.scope.name(at)
@@ -440,7 +439,8 @@ class _Search:
     root: Node
     alive: frozenset[int]
     centred: bool = False
-    """Whether what was looked at last subtracts its mean."""
+    """Whether what nearly is one subtracts its mean."""
+    _subtracts: bool = False
 
     def found(self) -> Normalisation | None:
         """The normalisation with all that is scaled and added behind it; None where nothing looks like one.
@@ -452,13 +452,14 @@ class _Search:
             return None
         results = self._behind()
         reason: Mismatch | None = None
-        for x, axes in self._candidates():
+        for x, axes in dict.fromkeys(self._candidates()):
             read: dict[int, Normalisation] = {}
             for node in results:
                 try:
                     normalisation = self._read(node, x, axes)
                 except Mismatch as mismatch:
-                    reason = mismatch if _nearly(mismatch) else reason
+                    if reason is None and _nearly(mismatch):
+                        reason, self.centred = mismatch, self._subtracts
                     continue
                 if normalisation is not None:
                     read[node.outputs[0]] = normalisation
@@ -497,10 +498,10 @@ class _Search:
         path: list[Ref] = []
         at: Ref | None = ref
         while at is not None and len(path) < _MOST_USERS:
-            at = space.canonical(at)
+            read, at = at, space.canonical(at)
             if scope.name(at) != "convert_element_type":
-                path.append(at)
-            carrying = [o for o in space.operands(at) or [] if space.atoms(o) & columns]
+                path += [at, read] if read != at else [at]
+            carrying = [o for o in space.uses(at) or [] if space.atoms(o) & columns]
             alike = carrying and all(space.same(carrying[0], other) for other in carrying)
             at = carrying[0] if alike and scope.name(at) in _MADE_OF_ROWS else None
         for at in path[::-1]:
@@ -541,14 +542,13 @@ class _Search:
         every = [atom for own in dimensions for atom in own]
         if not columns or every[len(every) - len(columns) :] != columns:
             raise Mismatch("it is normalised along other axes than the last ones")
-        reader = _Reader(scope, x, axes)
-        reader.bind(columns, [atom for atom in every if atom not in columns])
+        reader = _Reader(scope, x, columns, [atom for atom in every if atom not in columns])
         before = space.refinements
         form = reader.form(result)
         if space.refinements != before:
             raise Mismatch("an axis of it is cut in two")
         centred, epsilon, outside, gain = reader.conclusion(form)
-        self.centred = centred
+        self._subtracts = centred
         if not _near(gain, 1.0):
             raise Mismatch(_GAIN)
         read = [*reader.reads.values()]
@@ -599,9 +599,17 @@ def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
     todo, seen = [result], 0
     while todo and seen < 2 * _MOST_USERS:
         seen += 1
-        at = space.canonical(todo.pop())
+        at = _seen(space, todo.pop(), x)
         if at.value == x:
             return at
         if at.value > x:
-            todo += (space.operands(at) or [])[::-1]
+            todo += (space.uses(at) or [])[::-1]
     return None
+
+
+def _seen(space: Space, ref: Ref, value: int) -> Ref:
+    """The same elements before layout operations, but no further than in a certain value."""
+    for at in space.chain(ref):
+        if at.value == value:
+            return at
+    return space.canonical(ref)

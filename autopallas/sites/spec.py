@@ -59,6 +59,10 @@ class NoBlockSizes:
     def fitted(self, spec: Any) -> NoBlockSizes:
         return self
 
+    def temporary_bytes(self, spec: Any, direction: str = "forward") -> int:
+        """What an implementation plans for, beside operands and results, is known by compiling it alone."""
+        return 0
+
     @classmethod
     def candidates(cls, spec: Any) -> tuple[NoBlockSizes, ...]:
         return (cls(),)

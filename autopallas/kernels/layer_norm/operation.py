@@ -44,10 +44,8 @@ def reference(
     wide = x.astype(spec.accumulation_dtype)
     centred = wide - jnp.mean(wide, axis=1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=1, keepdims=True)
-    if spec.outside:
-        result = centred / (jnp.sqrt(variance) + spec.epsilon)
-    else:
-        result = centred * jax.lax.rsqrt(variance + spec.epsilon)
+    root = jnp.sqrt(variance) + spec.epsilon if spec.outside else jnp.sqrt(variance + spec.epsilon)
+    result = centred / root
     result = result if scale is None else result * scale.astype(wide.dtype)
     result = result if shift is None else result + shift.astype(wide.dtype)
     return result.astype(spec.result_dtype)

@@ -42,10 +42,8 @@ def reference(
     """The formula of :class:`RmsNormSpec`, in its accumulation dtype.  The result is [M, N]."""
     wide = x.astype(spec.accumulation_dtype)
     square = jnp.mean(wide * wide, axis=1, keepdims=True)
-    if spec.outside:
-        result = wide / (jnp.sqrt(square) + spec.epsilon)
-    else:
-        result = wide * jax.lax.rsqrt(square + spec.epsilon)
+    root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)
+    result = wide / root
     result = result if scale is None else result * scale.astype(wide.dtype)
     result = result if shift is None else result + shift.astype(wide.dtype)
     return result.astype(spec.result_dtype)

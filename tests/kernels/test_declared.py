@@ -1,0 +1,146 @@
+"""What every declared operation has by its declaration, and that nothing else of the package names one."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.patterns import find
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.encoding import encoded, saved_site
+from autopallas.sites.operation import Supported, operation_named, operation_names
+from recognition.compare import compare, with_gradients
+
+OPERATIONS = [name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation)]
+PACKAGE = Path(autopallas.__file__).parent
+
+
+def small(op):
+    """The operation with a small sample in float32."""
+    operation = operation_named(op)
+    sizes = {name: 7 + 2 * n for n, name in enumerate(operation.sizes.values())}
+    dtypes = {
+        f.name: np.dtype(np.float32)
+        for f in dataclasses.fields(operation.sample)
+        if isinstance(getattr(operation.sample, f.name), np.dtype)
+    }
+    return dataclasses.replace(operation, sample=dataclasses.replace(operation.sample, **sizes, **dtypes))
+
+
+def program_and_arguments(op):
+    program, types = small(op).program()
+    random = np.random.default_rng(0)
+    return program, tuple(jnp.asarray(random.standard_normal(t.shape), t.dtype) for t in types)
+
+
+def match_of(op):
+    program, arguments = program_and_arguments(op)
+    (match,), _ = find(Graph(flatten(jax.make_jaxpr(program)(*arguments))), (op,), True)
+    return match
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_reference_is_recognised_and_right_in_value_and_gradient(op):
+    program, arguments = program_and_arguments(op)
+    outcome = compare(program, arguments)
+    assert outcome.complaints == []
+    assert outcome.counts(op) == 1
+    report = autopallas.explain(autopallas.optimize(with_gradients(program, arguments)), *arguments)
+    assert [(site.op, site.direction) for site in report.sites] == [(op, "forward+backward")]
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_optimized_functions_can_be_mapped_and_differentiated_twice(op):
+    program, arguments = program_and_arguments(op)
+    optimized = autopallas.optimize(program, objective="always", strict=True)
+    batched = tuple(jnp.stack([a, 2 * a, -a]) for a in arguments)
+    for axes in ((0,) * len(arguments), (0,) + (None,) * (len(arguments) - 1)):
+        given = tuple(b if axis == 0 else a for a, b, axis in zip(arguments, batched, axes, strict=True))
+        for f in (lambda g: g, lambda g: jax.grad(lambda *a: jnp.sum(jnp.sin(g(*a))), argnums=tuple(range(len(given))))):
+            for a, b in zip(
+                jax.tree.leaves(jax.vmap(f(optimized), axes)(*given)),
+                jax.tree.leaves(jax.vmap(f(program), axes)(*given)),
+                strict=True,
+            ):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    twice = lambda g: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(g(x, *arguments[1:]))))(x) ** 2))  # noqa: E731
+    np.testing.assert_allclose(twice(optimized)(arguments[0]), twice(program)(arguments[0]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_sites_are_written_as_data_and_read_again(op):
+    match = match_of(op)
+    saved = saved_site(op, "forward", encoded(match))
+    assert saved.site == match.site
+    assert saved.spec == match.spec
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_without_evidence_the_original_stays_and_a_search_measures(op):
+    program, arguments = program_and_arguments(op)
+    report = autopallas.explain(autopallas.optimize(program), *arguments)
+    assert [(site.op, site.verdict) for site in report.sites] == [(op, "kept")]
+    optimized = autopallas.optimize(program, autotune=True, tune_seconds=20.0)
+    optimized(*arguments)
+    (site,) = optimized.report().sites
+    assert site.measured is not None or "search" in site.reason
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_options_and_implementations_know_it(op):
+    program, arguments = program_and_arguments(op)
+    others = [name for name in operation_names() if name != op]
+    assert not autopallas.explain(autopallas.optimize(program, ops=others, objective="always"), *arguments).sites
+    report = autopallas.explain(autopallas.optimize(program, implementation="reference"), *arguments)
+    assert [site.implementation for site in report.sites] == ["reference"]
+    match = match_of(op)
+    answers = dict(match.site.operation.candidates(match.spec, autopallas.sites.device.Device.current(), None))
+    assert any(isinstance(answer, Supported) for answer in answers.values())
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_devices_share_the_rows(op):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((4,), ("data",))
+    program, types = small(op).program()
+    random = np.random.default_rng(0)
+    rows = operation_named(op).rows.split()[0]
+    arrays = []
+    for name, kind in zip(operation_named(op).operands, types, strict=False):
+        letters = operation_named(op).operands[name].split()
+        shape = tuple(8 if letter == rows else n for letter, n in zip(letters, kind.shape, strict=True))
+        spec = PartitionSpec(*("data" if letter == rows else None for letter in letters))
+        array = jnp.asarray(random.standard_normal(shape), kind.dtype)
+        arrays.append(jax.device_put(array, NamedSharding(mesh, spec)))
+    optimized = autopallas.optimize(program, objective="always", strict=True)
+    np.testing.assert_allclose(optimized(*arrays), program(*arrays), rtol=1e-5, atol=1e-5)
+
+
+def names_in(op: str) -> Iterator[str]:
+    """The files of the package that name an operation and are not its own."""
+    words = {op, op.replace("_", "").lower()}
+    for path in PACKAGE.rglob("*.py"):
+        own = f"/kernels/{op}/" in str(path) or path.name == f"{op}.py" or f"/patterns/{op}/" in str(path)
+        if not own and any(word in path.read_text().lower() for word in words):
+            yield str(path.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_no_other_file_of_the_package_names_it(op):
+    assert list(names_in(op)) == []
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_operation_is_three_files_and_two_hundred_lines_without_kernels(op):
+    files = [*(PACKAGE / "kernels" / op).glob("*.py"), *(PACKAGE / "patterns").glob(f"{op}*")]
+    own = [path for path in files if not path.name.startswith(("pallas_", "tpu_", "gpu_"))]
+    assert len(own) <= 3
+    assert sum(len(path.read_text().splitlines()) for path in own) <= 200
