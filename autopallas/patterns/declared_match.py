@@ -9,7 +9,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom
-from autopallas.patterns.match import Match, Mismatch
+from autopallas.patterns.match import Match
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.index_notation import Operand, View
 
@@ -25,8 +25,8 @@ def declared_match(
     letters: Mapping[str, Sequence[Atom]],
     dimensions: Sequence[Sequence[Atom]],
     sizes: Mapping[Atom, int],
-) -> Match:
-    """The match of a place that computes a declared operation, forward.
+) -> Match | None:
+    """The match of a place that computes a declared operation, forward; None where it reads something else too.
 
     Args:
       graph: the program.
@@ -37,9 +37,6 @@ def declared_match(
       letters: the labels of each letter.
       dimensions: those of each axis of the result.
       sizes: of the labels.
-
-    Raises:
-      Mismatch: the result is computed from something else too.
     """
     given = {name: ref for name, ref in operands.items() if ref is not None}
     values = list(dict.fromkeys(ref.value for ref in given.values()))
@@ -50,7 +47,7 @@ def declared_match(
 
     nodes, free = nodes_between(graph, values, [result.outputs[0]])
     if free or any(node.equation.effects for node in nodes):
-        raise Mismatch("it is computed from something else too")
+        return None
     return Match(
         op=op,
         site=DeclaredSite(

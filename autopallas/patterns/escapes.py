@@ -24,6 +24,10 @@ CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Equations with bodies that may be part of a site, each as a whole."""
 
 
+_APART = (
+    "Compute what else needs the value in a separate function, called only where its result is needed; or declare a "
+    "pattern that ends at the value."
+)
 _LONGEST = 32
 """Additions among which the sum of a value's cotangents is looked for."""
 
@@ -64,7 +68,7 @@ def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
         if whole is not None:
             matches.append(whole)
         else:
-            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0]))
+            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART))
     return matches, misses
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopallas import compat
+from autopallas.compat import Var
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.edit import surviving
@@ -34,12 +35,25 @@ _DEEPEST = 48
 _MOST_TERMS = 24
 _MOST_USERS = 24
 """Values behind a root among which the normalisation is looked for."""
+_WAYS = 4
+"""How often shorter ways to take a normalisation are tried."""
 _CLOSE = 1e-5
 """Relative difference of factors that are 1: constants of a program are rounded to its dtype."""
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
 _STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type"}
+
+_GAIN = (
+    "the rows are multiplied by a further number, as with a variance over N - 1, or with a norm in place of the root "
+    "of a mean"
+)
+_PLAIN = (
+    "Divide by jnp.sqrt(jnp.mean(x * x) + epsilon) or by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the "
+    "scale."
+)
+_FLOAT16 = "the squares are computed in float16, which does not hold those of numbers beyond 256"
+_WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
 
 Monomial = tuple[int, int, int, int]
 """Exponents of x, of the mean of x, of the mean of x * x, and of the root."""
@@ -51,6 +65,10 @@ _MEAN: Monomial = (0, 1, 0, 0)
 _MEAN_OF_MEAN: Monomial = (0, 2, 0, 0)
 _SQUARE: Monomial = (0, 0, 1, 0)
 _ROOT: Monomial = (0, 0, 0, 1)
+
+
+class _Unlike(Exception):
+    """A value is none that a normalisation is made of; the message says why, for whoever debugs."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +97,16 @@ class Normalisation:
     sizes: dict[Atom, int]
 
 
-def normalisations(graph: Graph) -> tuple[list[Normalisation], dict[int, tuple[bool, str]]]:
-    """The normalisations of a graph, and by the number of a root whether what it is part of is centred, and why it is
-    none.  Found once."""
+def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
+    """The normalisations of a graph, and by the number of a root whether what it is part of is centred, why it is
+    none, and the advice.  Found once.
+
+    Each is given with what it is scaled by and what is added, and then with less: a scale of which the program computes
+    another gradient than the sum over all rows, as for each example by itself, stays outside.
+    """
     if "normalisations" not in graph.notes:
-        found: dict[int, Normalisation] = {}
-        reasons: dict[int, tuple[bool, str]] = {}
+        found: dict[int, tuple[Normalisation, ...]] = {}
+        reasons: dict[int, tuple[bool, str, str]] = {}
         alive = surviving(graph)
         for node in graph.nodes:
             if node.name in _ROOTS and node.outputs[0] in alive:
@@ -92,15 +114,15 @@ def normalisations(graph: Graph) -> tuple[list[Normalisation], dict[int, tuple[b
                     search = _Search(graph, node, alive)
                     try:
                         with bounded(graph):
-                            normalisation = search.found()
+                            ways = search.found()
                     except Mismatch as mismatch:
-                        reasons[node.outputs[0]] = search.centred, mismatch.reason
+                        reasons[node.outputs[0]] = search.centred, mismatch.reason, mismatch.advice
                         continue
-                    if normalisation is not None:
-                        found.setdefault(normalisation.result.outputs[0], normalisation)
+                    if ways:
+                        found.setdefault(ways[0].result.outputs[0], ways)
         graph.notes["normalisations"] = [tuple(found.values()), tuple(reasons.items())]
-    values, reasons_of = graph.notes["normalisations"]
-    return list(values), dict(reasons_of)  # type: ignore[call-overload]
+    ways_of, reasons_of = graph.notes["normalisations"]
+    return list(ways_of), dict(reasons_of)  # type: ignore[call-overload]
 
 
 def found_normalisations(
@@ -110,35 +132,46 @@ def found_normalisations(
 
     Args:
       graph: the program.
-      op: a declared operation of rows M and columns N with operands x, scale and shift.
+      op: a declared operation of rows B and M and columns N, with operands x, scale and shift, which vary along B.
       spec: makes its spec.
       centred: whether it subtracts the mean.
     """
-    sites: list[tuple[Match, Node]] = []
     found, reasons = normalisations(graph)
     misses = [
-        NearMiss(op, compat.location(graph.definitions[number].equation), reason, number)
-        for number, (nearly_centred, reason) in reasons.items()
+        NearMiss(op, compat.location(graph.definitions[number].equation), reason, number, advice)
+        for number, (nearly_centred, reason, advice) in reasons.items()
         if nearly_centred == centred
     ]
-    for one in found:
-        if one.centred == centred:
+    chosen = [ways for ways in found if ways[0].centred == centred]
+    for _ in range(_WAYS):
+        sites: list[tuple[Match, Node]] = []
+        for one in (ways[0] for ways in chosen):
             with contained(one.result):
                 match = _match(graph, op, spec, one)
-                sites.append((match, one.result))
-    matches, missed = complete(graph, sites)
+                if match is not None:
+                    sites.append((match, one.result))
+        matches, missed = complete(graph, sites)
+        incomplete = {miss.value for miss in missed}
+        if not any(len(ways) > 1 and ways[0].result.outputs[0] in incomplete for ways in chosen):
+            break
+        chosen = [ways[1:] or ways if ways[0].result.outputs[0] in incomplete else ways for ways in chosen]
     return matches, [*misses, *missed]
 
 
-def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation) -> Match:
+def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation) -> Match | None:
     operands = {"x": one.x, "scale": one.scale, "shift": one.shift}
     dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
-    form = spec(
-        rows=0, columns=0, result_dtype=graph.dtype(one.result.outputs[0]), epsilon=one.epsilon, outside=one.outside,
-        **dtypes,
-    )  # fmt: skip
+    sizes = {"batch": 0, "rows": 0, "columns": 0}  # the site has them
+    dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
+    form = spec(**sizes, **dtypes, epsilon=one.epsilon, outside=one.outside)
     every = [atom for own in one.dimensions for atom in own]
-    letters = {"M": [atom for atom in every if atom not in one.columns], "N": list(one.columns)}
+    shared = {atom for ref in (one.scale, one.shift) if ref is not None for _, own in ref.view for atom in own}
+    rows = [atom for atom in every if atom not in one.columns]
+    letters = {
+        "B": [atom for atom in rows if atom in shared],
+        "M": [atom for atom in rows if atom not in shared],
+        "N": list(one.columns),
+    }
     return declared_match(graph, op, form, one.result, operands, letters, one.dimensions, one.sizes)
 
 
@@ -152,7 +185,7 @@ def _product(a: Polynomial, b: Polynomial) -> Polynomial:
             monomial = (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
             result[monomial] = result.get(monomial, 0.0) + p * q
     if len(result) > _MOST_TERMS or any(m[0] > 2 for m in result):
-        raise Mismatch("the rows are normalised by other numbers than their mean and their mean square")
+        raise _Unlike("the rows are normalised by other numbers than their mean and their mean square")
     return _tidy(result)
 
 
@@ -225,15 +258,15 @@ class _Reader:
         """A use of a value as a form.
 
         Raises:
-          Mismatch: it is none.
+          _Unlike: it is none.
         """
         if depth > _DEEPEST:
-            raise Mismatch(f"more than {_DEEPEST} operations make the normalisation")
+            raise _Unlike(f"more than {_DEEPEST} operations make the normalisation")
         at = _seen(self.space, ref, self.x)
         if at.value == self.x:
             view = self.space.view(at.view)
             if self._view not in (None, view):
-                raise Mismatch("the rows are normalised by numbers of other rows")
+                raise _Unlike("the rows are normalised by numbers of other rows")
             self._view = view
             self.reads.setdefault(ref.value, ref)
             return _Form({_X: 1.0})
@@ -242,7 +275,7 @@ class _Reader:
             value = self.scope.number(at)
             if value is not None:
                 if not math.isfinite(value):
-                    raise Mismatch("a number that is not finite is part of it")
+                    raise _Unlike("a number that is not finite is part of it")
                 self._known[key] = _Form({_ONE: float(value)})
             elif self._is_shared(at) and not self._is_moment(at):
                 self._known[key] = _Form({_ONE: 1.0}, scale=self._source(ref))
@@ -266,11 +299,11 @@ class _Reader:
             return self._summed(at, depth)
         operands = self.space.uses(at)
         if operands is None or not operands:
-            raise Mismatch("the rows are combined with something else")
+            raise _Unlike("the rows are combined with something else")
         if name == "select_n":
             case = self.scope.number(operands[0])
             if case is None:
-                raise Mismatch("a mask chooses between the rows and something else")
+                raise _Unlike("a mask chooses between the rows and something else")
             return self.form(operands[1 + int(case)], depth + 1)
         return self._combined(at, name or "", operands, [self.form(operand, depth + 1) for operand in operands])
 
@@ -283,7 +316,7 @@ class _Reader:
             case "convert_element_type":
                 source, target = (self.graph.dtype(r.value) for r in (operands[0], at))
                 if not rounds(source, target):
-                    raise Mismatch(f"it is cast from {source} to {target}")
+                    raise _Unlike(f"it is cast from {source} to {target}")
                 return forms[0]
             case "add" | "add_any" | "sub":
                 return self._added(forms[0], forms[1], -1.0 if name == "sub" else 1.0)
@@ -314,54 +347,54 @@ class _Reader:
                     moment = _moment(one.numerator) if one.plain else None
                     if moment is not None and moment[2] >= 0 and other.plain and _number(other.numerator) == 0.0:
                         return one
-        raise Mismatch(f"the rows pass through {name}")
+        raise _Unlike(f"the rows pass through {name}")
 
     def _squared(self, at: Ref, form: _Form) -> _Form:
         if any(m[0] == 2 or m[1] == 2 for m in form.numerator) and self.graph.dtype(at.value) == np.float16:
-            raise Mismatch("the squares are computed in float16, which does not hold those of numbers beyond 256")
+            raise Mismatch(_FLOAT16, advice=_WIDE)
         return form
 
     def _added(self, a: _Form, b: _Form, sign: float) -> _Form:
         if (a.base, a.exponent, a.scale) == (b.base, b.exponent, b.scale) and None in (a.shift, b.shift):
             if b.shift is not None and sign < 0:
-                raise Mismatch("something that does not vary with the rows is subtracted")
+                raise _Unlike("something that does not vary with the rows is subtracted")
             return replace(a, numerator=_sum(a.numerator, b.numerator, sign), shift=a.shift or b.shift)
         for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column beside what varies with the rows
             alone = not other.exponent and other.shift is None and other.numerator == {_ONE: 1.0}
             if alone and other.scale is not None and one.shift is None and one.exponent:
                 if other is b and sign < 0:
-                    raise Mismatch("something that does not vary with the rows is subtracted")
+                    raise _Unlike("something that does not vary with the rows is subtracted")
                 return replace(one, numerator=_sum({}, one.numerator, own), shift=other.scale)
-        raise Mismatch("two different things are added to it")
+        raise _Unlike("two different things are added to it")
 
     def _times(self, a: _Form, b: _Form) -> _Form:
         if a.shift is not None or b.shift is not None:
-            raise Mismatch("it is multiplied by something after something was added")
+            raise _Unlike("it is multiplied by something after something was added")
         if a.scale is not None and b.scale is not None:
-            raise Mismatch("it is multiplied by several things that do not vary with the rows")
+            raise _Unlike("it is multiplied by several things that do not vary with the rows")
         if a.exponent and b.exponent and a.base != b.base:
-            raise Mismatch("the rows are divided by two different numbers")
+            raise _Unlike("the rows are divided by two different numbers")
         base, exponent = a.base or b.base, a.exponent + b.exponent
         return _Form(_product(a.numerator, b.numerator), base if exponent else (), exponent, a.scale or b.scale)
 
     def _power(self, form: _Form, exponent: float) -> _Form:
         """A number of a row, or a known number, to a power out of 1/2, -1/2 and -1."""
         if exponent not in (0.5, -0.5, -1.0) or form.scale is not None or form.shift is not None:
-            raise Mismatch("something else than a root or a reciprocal is taken")
+            raise _Unlike("something else than a root or a reciprocal is taken")
         number = _number(form.numerator)
         if form.exponent:
             if number is None or number <= 0:
-                raise Mismatch("a root is taken of more than one number of the row")
+                raise _Unlike("a root is taken of more than one number of the row")
             return _Form({_ONE: number**exponent}, form.base, form.exponent * exponent)
         if number is not None:
             if number <= 0:
-                raise Mismatch("a root is taken of a number that is not positive")
+                raise _Unlike("a root is taken of a number that is not positive")
             return _Form({_ONE: number**exponent})
         if any(m[0] for m in form.numerator):
-            raise Mismatch("a root or a reciprocal is taken of the rows themselves")
+            raise _Unlike("a root or a reciprocal is taken of the rows themselves")
         if exponent == 0.5:
             if self._root not in (None, form.numerator) or _ROOT in form.numerator:
-                raise Mismatch("several different roots are taken")
+                raise _Unlike("several different roots are taken")
             self._root = form.numerator
             return _Form({_ROOT: 1.0})
         if exponent == -1.0 and form.numerator.keys() == {_ROOT}:
@@ -377,7 +410,7 @@ class _Reader:
             shape, axes, kept = self.graph.shape(node.inputs[0]), node.params["axes"], iter(at.view)
             summed = [d for d in sorted(axes) if shape[d] != 1]
             if [shape[d] for d in summed] != [self.space.sizes[atom] for atom in self.columns]:
-                raise Mismatch("it is summed over other columns than those that it has")
+                raise _Unlike("it is summed over other columns than those that it has")
             gone = dict(zip(summed, dimensions, strict=True))
             view = tuple(gone.get(d, (0, ())) if d in axes else next(kept) for d in range(len(shape)))
             form = self.form(Ref(node.inputs[0], view), depth + 1)
@@ -385,11 +418,11 @@ class _Reader:
             shape = self.graph.shape(node.inputs[0])
             axes = node.params["dimension_numbers"][0][0]
             if [shape[d] for d in axes] != [self.space.sizes[atom] for atom in self.columns]:
-                raise Mismatch("a product is summed over other columns than those that it has")
+                raise _Unlike("a product is summed over other columns than those that it has")
             left, right, _ = self.space.dot(at, dimensions)
             form = self._squared(at, self._times(self.form(left, depth + 1), self.form(right, depth + 1)))
         if not form.plain:
-            raise Mismatch("something is summed that was normalised before")
+            raise _Unlike("something is summed that was normalised before")
         count = math.prod(self.space.sizes[atom] for atom in self.columns)
         result: Polynomial = {}
         for (power, *others), coefficient in form.numerator.items():
@@ -401,30 +434,30 @@ class _Reader:
         """(centred, epsilon, outside, gain) of a form that normalises x.
 
         Raises:
-          Mismatch: it does something else.
+          _Unlike: it does something else.
         """
         numerator, base = dict(form.numerator), dict(form.base)
         gain, mean = numerator.pop(_X, 0.0), numerator.pop(_MEAN, 0.0)
         if numerator or gain == 0 or not (mean == 0 or _near(-mean, gain)):
-            raise Mismatch("the rows are not just centred and scaled")
+            raise _Unlike("the rows are not just centred and scaled")
         outside, epsilon = False, 0.0
         if form.exponent == -1.0 and _ROOT in base and self._root is not None:
             factor, epsilon, outside = base.pop(_ROOT), base.pop(_ONE, 0.0), True
             if base or factor <= 0:
-                raise Mismatch("the rows are divided by another number than the root of a mean")
+                raise _Unlike("the rows are divided by another number than the root of a mean")
             base, gain, epsilon = self._root, gain / factor, epsilon / factor
         elif form.exponent != -0.5:
-            raise Mismatch("the rows are divided by another number than the root of a mean")
+            raise _Unlike("the rows are divided by another number than the root of a mean")
         moment = _moment(base)
         if moment is None or moment[0] != (mean != 0):
-            raise Mismatch("the rows are divided by another number than the root of a mean")
+            raise _Unlike("the rows are divided by another number than the root of a mean")
         centred, factor, added = moment
         if outside and added:
-            raise Mismatch("something is added both to the mean and to its root")
+            raise _Unlike("something is added both to the mean and to its root")
         gain /= math.sqrt(factor)
         epsilon = epsilon / math.sqrt(factor) if outside else added / factor
         if epsilon < 0:
-            raise Mismatch("a positive number is subtracted from the mean")
+            raise _Unlike("a positive number is subtracted from the mean")
         return centred, epsilon, outside, gain
 
 
@@ -442,14 +475,15 @@ class _Search:
     """Whether what nearly is one subtracts its mean."""
     _subtracts: bool = False
 
-    def found(self) -> Normalisation | None:
-        """The normalisation with all that is scaled and added behind it; None where nothing looks like one.
+    def found(self) -> tuple[Normalisation, ...]:
+        """The normalisation with all that is scaled and added behind it, then with less; none where nothing looks like
+        one.
 
         Raises:
           Mismatch: something nearly is one, and why it is not.
         """
         if not self._is_root():
-            return None
+            return ()
         results = self._behind()
         reason: Mismatch | None = None
         for x, axes in dict.fromkeys(self._candidates()):
@@ -457,8 +491,10 @@ class _Search:
             for node in results:
                 try:
                     normalisation = self._read(node, x, axes)
+                except _Unlike:
+                    continue
                 except Mismatch as mismatch:
-                    if reason is None and _nearly(mismatch):
+                    if reason is None:
                         reason, self.centred = mismatch, self._subtracts
                     continue
                 if normalisation is not None:
@@ -467,7 +503,7 @@ class _Search:
                 return self._whole(read)
         if reason is not None:
             raise reason
-        return None
+        return ()
 
     def _is_root(self) -> bool:
         if self.root.name != "pow":
@@ -526,7 +562,7 @@ class _Search:
         """What a node gives as a normalisation of x; None where it lacks its columns.
 
         Raises:
-          Mismatch: it is none.
+          _Unlike: it is none.
         """
         graph, shape = self.graph, self.graph.shape(node.outputs[0])
         if node.name in LAYOUT or math.prod(shape) != math.prod(graph.shape(x)) or 0 in shape:
@@ -541,16 +577,16 @@ class _Search:
         dimensions = tuple(space.resolve(own) for _, own in result.view)
         every = [atom for own in dimensions for atom in own]
         if not columns or every[len(every) - len(columns) :] != columns:
-            raise Mismatch("it is normalised along other axes than the last ones")
+            raise _Unlike("it is normalised along other axes than the last ones")
         reader = _Reader(scope, x, columns, [atom for atom in every if atom not in columns])
         before = space.refinements
         form = reader.form(result)
         if space.refinements != before:
-            raise Mismatch("an axis of it is cut in two")
+            raise _Unlike("an axis of it is cut in two")
         centred, epsilon, outside, gain = reader.conclusion(form)
         self._subtracts = centred
         if not _near(gain, 1.0):
-            raise Mismatch(_GAIN)
+            raise Mismatch(_GAIN, advice=_PLAIN)
         read = [*reader.reads.values()]
         use = read[0] if len(read) == 1 else at
         others = (form.scale, form.shift)
@@ -560,14 +596,26 @@ class _Search:
             node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes)
         )
 
-    def _whole(self, read: dict[int, Normalisation]) -> Normalisation:
-        """The first one with the only thing that is made of it, as long as that is a normalisation too."""
+    def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
+        """The first one with the only thing that is made of it, as long as that is a normalisation too; last comes the
+        first one alone.
+
+        A cast to a wider dtype at the end is what comes next reads it through.
+        """
         number = min(read)
-        while True:
+        ways = [read[number]]
+        root = self.graph.root
+        given = {self.graph.numbers[root][v] for v in root.outvars if isinstance(v, Var)}
+        while number not in given:
             further = self._next(number) & read.keys()
             if len(further) != 1:
-                return read[number]
+                break
             (number,) = further
+            node = read[number].result
+            before, after = (self.graph.dtype(n) for n in (node.inputs[0], number))
+            if node.name != "convert_element_type" or after.itemsize < before.itemsize:
+                ways.append(read[number])
+        return tuple(ways[::-1])
 
     def _next(self, number: int) -> set[int]:
         """What is made of a value, layout aside."""
@@ -580,17 +628,6 @@ class _Search:
                 else:
                     found.update(user.outputs[:1])
         return found
-
-
-_GAIN = (
-    "the rows are multiplied by a further number, as with a variance over N - 1, or with a norm in place of the root "
-    "of a mean"
-)
-
-
-def _nearly(mismatch: Mismatch) -> bool:
-    """Whether a reason is worth telling: the others are of what only passes by."""
-    return mismatch.reason == _GAIN or "float16" in mismatch.reason
 
 
 def _use(scope: Scope, result: Ref, x: int) -> Ref | None:

@@ -42,7 +42,7 @@ class DeclaredOperation(Operation):
     Attributes:
       reference: the computation in plain JAX, ``reference(spec, **operands)``; it casts its result to
         ``spec.result_dtype``.
-      operands: the letters of each operand's axes, such as ``{"x": "M N", "scale": "M N"}``.
+      operands: the letters of each operand's axes, such as ``{"x": "B M N", "scale": "B N"}``.
       result: the letters of the result.
       sizes: the field of the spec that holds the size of each letter, such as ``{"M": "rows"}``.
       rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and devices

@@ -64,5 +64,9 @@ class NoBlockSizes:
         return 0
 
     @classmethod
+    def get_default(cls) -> NoBlockSizes:
+        return cls()
+
+    @classmethod
     def candidates(cls, spec: Any) -> tuple[NoBlockSizes, ...]:
         return (cls(),)

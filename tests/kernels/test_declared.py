@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from recognition.compare import compare, with_gradients
 
 import autopallas
 from autopallas.graph import Graph, flatten
@@ -16,7 +17,6 @@ from autopallas.patterns import find
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.encoding import encoded, saved_site
 from autopallas.sites.operation import Supported, operation_named, operation_names
-from recognition.compare import compare, with_gradients
 
 OPERATIONS = [name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation)]
 PACKAGE = Path(autopallas.__file__).parent
@@ -61,17 +61,19 @@ def test_optimized_functions_can_be_mapped_and_differentiated_twice(op):
     program, arguments = program_and_arguments(op)
     optimized = autopallas.optimize(program, objective="always", strict=True)
     batched = tuple(jnp.stack([a, 2 * a, -a]) for a in arguments)
-    for axes in ((0,) * len(arguments), (0,) + (None,) * (len(arguments) - 1)):
+    everything = tuple(range(len(arguments)))
+
+    def gradients(function):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), argnums=everything)
+
+    for axes in ((0,) * len(arguments), (0, *(None for _ in arguments[1:]))):
         given = tuple(b if axis == 0 else a for a, b, axis in zip(arguments, batched, axes, strict=True))
-        for f in (lambda g: g, lambda g: jax.grad(lambda *a: jnp.sum(jnp.sin(g(*a))), argnums=tuple(range(len(given))))):
-            for a, b in zip(
-                jax.tree.leaves(jax.vmap(f(optimized), axes)(*given)),
-                jax.tree.leaves(jax.vmap(f(program), axes)(*given)),
-                strict=True,
-            ):
+        for form in (lambda function: function, gradients):
+            ours, theirs = (jax.vmap(form(function), axes)(*given) for function in (optimized, program))
+            for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    twice = lambda g: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(g(x, *arguments[1:]))))(x) ** 2))  # noqa: E731
-    np.testing.assert_allclose(twice(optimized)(arguments[0]), twice(program)(arguments[0]), rtol=1e-3, atol=1e-4)
+    twice = [jax.grad(lambda x, f=f: jnp.sum(gradients(f)(x, *arguments[1:])[0] ** 2)) for f in (optimized, program)]
+    np.testing.assert_allclose(twice[0](arguments[0]), twice[1](arguments[0]), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

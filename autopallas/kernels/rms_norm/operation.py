@@ -15,11 +15,13 @@ __all__ = ["OPERATION", "RmsNormSpec", "reference"]
 
 @dataclass(frozen=True)
 class RmsNormSpec(Spec):
-    """One normalisation of M rows of N columns: ``x / sqrt(mean(x**2) + epsilon) * scale + shift``, rounded at the end.
+    """One normalisation of B times M rows of N columns, rounded at the end:
+    ``x / sqrt(mean(x**2) + epsilon) * scale + shift``.
 
-    Operands: x [M, N]; scale and shift [M|1, N|1], floating, each of which a site may lack.
+    Operands: x [B, M, N]; scale and shift [B|1, N|1], floating, each of which a site may lack.
     """
 
+    batch: int
     rows: int
     columns: int
     x_dtype: Dtype
@@ -33,30 +35,32 @@ class RmsNormSpec(Spec):
     def __str__(self) -> str:
         scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
         shift = "" if self.shift_dtype is None else f", shift {self.shift_dtype}"
-        return f"rms_norm M={self.rows} N={self.columns} {self.x_dtype}{scale}{shift}, epsilon {self.epsilon:.3g}"
+        batch = f"B={self.batch} " if self.batch != 1 else ""
+        sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
+        return f"rms_norm {sizes}{scale}{shift}, epsilon {self.epsilon:.3g}"
 
 
 def reference(
     spec: RmsNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
 ) -> jax.Array:
-    """The formula of :class:`RmsNormSpec`, in its accumulation dtype.  The result is [M, N]."""
+    """The formula of :class:`RmsNormSpec`, in its accumulation dtype.  The result is [B, M, N]."""
     wide = x.astype(spec.accumulation_dtype)
-    square = jnp.mean(wide * wide, axis=1, keepdims=True)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)
     result = wide / root
-    result = result if scale is None else result * scale.astype(wide.dtype)
-    result = result if shift is None else result + shift.astype(wide.dtype)
+    result = result if scale is None else result * scale.astype(wide.dtype)[:, None]
+    result = result if shift is None else result + shift.astype(wide.dtype)[:, None]
     return result.astype(spec.result_dtype)
 
 
 OPERATION = DeclaredOperation(
     "rms_norm",
     reference=reference,
-    operands={"x": "M N", "scale": "M N", "shift": "M N"},
-    result="M N",
-    sizes={"M": "rows", "N": "columns"},
-    rows="M",
+    operands={"x": "B M N", "scale": "B N", "shift": "B N"},
+    result="B M N",
+    sizes={"B": "batch", "M": "rows", "N": "columns"},
+    rows="B M",
     sample=RmsNormSpec(
-        4096, 1024, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), None, jnp.dtype(jnp.bfloat16), 1e-6
+        1, 4096, 1024, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), None, jnp.dtype(jnp.bfloat16), 1e-6
     ),
 )
