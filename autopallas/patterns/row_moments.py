@@ -37,8 +37,10 @@ _MOST_USERS = 24
 """Values behind a root among which the normalisation is looked for."""
 _WAYS = 4
 """How often shorter ways to take a normalisation are tried."""
-_CLOSE = 1e-5
-"""Relative difference of factors that are 1: constants of a program are rounded to its dtype."""
+_CLOSE = 2e-7
+"""Relative difference of factors that are equal: constants such as 1 / N are rounded to float32."""
+_ABOUT_ONE = 1e-6
+"""The same of a factor of the whole result."""
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
@@ -317,7 +319,9 @@ class _Reader:
                 source, target = (self.graph.dtype(r.value) for r in (operands[0], at))
                 if not rounds(source, target):
                     raise _Unlike(f"it is cast from {source} to {target}")
-                return forms[0]
+                if not self.space.atoms(at) & set(self.columns) and target.itemsize < self.graph.dtype(self.x).itemsize:
+                    raise _Unlike("a number of the rows is rounded more than they are")
+                return self._squared(at, forms[0])
             case "add" | "add_any" | "sub":
                 return self._added(forms[0], forms[1], -1.0 if name == "sub" else 1.0)
             case "neg":
@@ -350,7 +354,9 @@ class _Reader:
         raise _Unlike(f"the rows pass through {name}")
 
     def _squared(self, at: Ref, form: _Form) -> _Form:
-        if any(m[0] == 2 or m[1] == 2 for m in form.numerator) and self.graph.dtype(at.value) == np.float16:
+        """The form; in float16 squares, of x or of its mean, and means of squares are none."""
+        squared = any(m[0] == 2 or m[1] == 2 or m[2] for m in form.numerator)
+        if squared and self.graph.dtype(at.value) == np.float16:
             raise Mismatch(_FLOAT16, advice=_WIDE)
         return form
 
@@ -484,9 +490,10 @@ class _Search:
         """
         if not self._is_root():
             return ()
-        results = self._behind()
+        candidates = list(dict.fromkeys(self._candidates()))
+        results = self._behind() if candidates else []
         reason: Mismatch | None = None
-        for x, axes in dict.fromkeys(self._candidates()):
+        for x, axes in candidates:
             read: dict[int, Normalisation] = {}
             for node in results:
                 try:
@@ -585,7 +592,7 @@ class _Search:
             raise _Unlike("an axis of it is cut in two")
         centred, epsilon, outside, gain = reader.conclusion(form)
         self._subtracts = centred
-        if not _near(gain, 1.0):
+        if abs(gain - 1) > _ABOUT_ONE:
             raise Mismatch(_GAIN, advice=_PLAIN)
         read = [*reader.reads.values()]
         use = read[0] if len(read) == 1 else at

@@ -1,6 +1,9 @@
 """What every declared operation has by its declaration, and that nothing else of the package names one."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from recognition.compare import compare, with_gradients
 
 import autopallas
@@ -107,23 +109,39 @@ def test_options_and_implementations_know_it(op):
     assert any(isinstance(answer, Supported) for answer in answers.values())
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_devices_share_the_rows(op):
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((4,), ("data",))
-    program, types = small(op).program()
-    random = np.random.default_rng(0)
-    rows = operation_named(op).rows.split()[0]
-    arrays = []
-    for name, kind in zip(operation_named(op).operands, types, strict=False):
-        letters = operation_named(op).operands[name].split()
-        shape = tuple(8 if letter == rows else n for letter, n in zip(letters, kind.shape, strict=True))
-        spec = PartitionSpec(*("data" if letter == rows else None for letter in letters))
-        array = jnp.asarray(random.standard_normal(shape), kind.dtype)
-        arrays.append(jax.device_put(array, NamedSharding(mesh, spec)))
+ON_FOUR_DEVICES = """
+import jax, numpy as np
+import autopallas
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_declared import program_and_arguments
+
+for op in OPERATIONS:
+    program, (x, *others) = program_and_arguments(op)
+    x = jax.numpy.concatenate([x] * 8, 1)[:, :8]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "data")))
+    everything = tuple(range(1 + len(others)))
+    gradient = lambda f: jax.jit(jax.grad(lambda *a: jax.numpy.sum(jax.numpy.sin(f(*a))), everything))
     optimized = autopallas.optimize(program, objective="always", strict=True)
-    np.testing.assert_allclose(optimized(*arrays), program(*arrays), rtol=1e-5, atol=1e-5)
+    for ours, theirs in ((optimized, jax.jit(program)), (gradient(optimized), gradient(program))):
+        for a, b in zip(jax.tree.leaves(ours(x, *others)), jax.tree.leaves(theirs(x, *others)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    step = autopallas.optimize(lambda *a: gradient(program)(*a), objective="always", strict=True)
+    for a, b in zip(step(x, *others), gradient(program)(x, *others), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    print(op, [(site.op, site.verdict, site.reason) for site in step.report().sites])
+"""
+
+
+def test_devices_share_the_rows():
+    """Four of the host, in a process of their own: the number of devices is fixed when JAX starts."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
+    script = f"OPERATIONS = {OPERATIONS}\n{ON_FOUR_DEVICES}"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("'applied'") == len(OPERATIONS)
 
 
 def names_in(op: str) -> Iterator[str]:
