@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import statistics
 import time
@@ -16,6 +15,7 @@ import jax
 from autopallas.autotune.trial import Trial
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
@@ -304,7 +304,7 @@ def candidates_of(match: Any, implementation: str, first: Any, device: Device) -
       device: where it is to run.
     """
     module = match.site.operation.implementation(implementation)
-    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+    kind = operation_named(match.op).part("block_sizes").BlockSizes
     own = getattr(module, "candidates", None)
     with device.targeted():
         return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))

@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from autopallas.environment import OPERATIONS
+from autopallas.sites.operation import operation_named, operation_names
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
 FORMAT = 1
 """Rises whenever sites are encoded otherwise."""
 
-_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation")
+_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")
 _MOST_ELEMENTS = 2**40
 _DEEPEST = 60
 
@@ -140,7 +140,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     Raises:
       EncodingError: it describes no site of that operation.
     """
-    if op not in OPERATIONS:
+    if op not in operation_names():
         raise EncodingError(f"no operation is called {op!r}")
     if direction not in ("forward", "forward+backward"):
         raise EncodingError(f"{direction!r} is no direction")
@@ -161,7 +161,7 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
     if not isinstance(data, dict) or data.keys() != {"site", "operands", "results", "gradients"}:
         raise EncodingError("a pass has other fields than it should")
     site = _value(data["site"], _classes(op), 0)
-    if not type(site).__module__.startswith(f"autopallas.kernels.{op}.") or not hasattr(site, "forward"):
+    if not hasattr(site, "forward") or site.operation.name != op:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
     reference = site.operation.implementation("reference")
@@ -229,7 +229,7 @@ def _classes(op: str) -> Mapping[str, type]:
     """The dataclasses that a site of an operation may consist of."""
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
-    modules += [importlib.import_module(f"autopallas.kernels.{op}.{name}") for name in ("spec", "site")]
+    modules += [own for name in ("operation", "spec", "site") if (own := operation_named(op).module(name))]
     for module in modules:
         found |= _dataclasses(module)
     return found

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
@@ -13,7 +15,7 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.sites.index_notation import Operand, fill
 
-__all__ = ["example", "operands"]
+__all__ = ["example", "operands", "program"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -51,3 +53,15 @@ def operands(site: CrossEntropySite, types: Sequence[Any], key: int = 0) -> list
         if isinstance(source, Operand):
             fill(source, side[None], filled, site.sizes, (batch, site.row_labels, site.vocabulary_labels))
     return filled
+
+
+def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    """A loss as people write it, and the types of activations, weights and labels."""
+
+    def cross_entropy(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = (x @ w).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 512), (512, 32768))]
+    return cross_entropy, (*shapes, jax.ShapeDtypeStruct((2048,), jnp.int32))
