@@ -12,8 +12,10 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -40,6 +42,8 @@ _LAYOUT = frozenset(
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
 """Equations that only restate a value, through which it is followed."""
+_MOST_HEADS = 4
+"""Products whose results are read together as logits: each is computed tile by tile, and a tile of each is held."""
 _LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
 """What is assumed where zeros among which a gradient was put are multiplied."""
 
@@ -65,17 +69,19 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             if _weighs_something_else(graph, node, inside, ends.values()):
                 continue
             candidates.append(_Candidate(node, inside, ends))
+    joint = _joint(graph, candidates)
+    scatters.join(joint)
     scatters.join(candidates)
     regions: list[Region] = []
-    for candidate in candidates:
+    for candidate in (*(several for several in joint if several.others), *candidates):
         with contained(candidate.dot):
-            ends = candidate.ends
-            read = sorted(ends.values(), key=lambda n: n.outputs or (-1,))
-            region = Region(graph, candidate.dot, candidate.inside, read, flows, shared=candidate.shared)
-            if region.anchored:
+            region = _region(graph, candidate, flows)
+            if region is not None:
                 regions.append(region)
     taken: set[int] = set()
     given: set[int] = set()
+    together: dict[int, str] = {}
+    """Why some logits are no site together with others."""
     for region in regions:
         node = region.dot
         with contained(node):
@@ -87,10 +93,66 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 taken |= region.inside
                 given.update(matches[-1].replaced)
             except Mismatch as mismatch:
-                if region.labelled:
-                    where = compat.location(node.equation)
-                    misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
+                if region.others:
+                    every = (node, *(other for other, _ in region.others))
+                    together |= dict.fromkeys((other.outputs[0] for other in every), mismatch.reason)
+                elif region.labelled:
+                    reason = together.get(node.outputs[0], mismatch.reason)
+                    misses.append(NearMiss("cross_entropy", compat.location(node.equation), reason, node.outputs[0]))
     return matches, misses
+
+
+def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
+    """The values around some logits; None where no sum of their exponentials tells the vocabulary."""
+    ends = sorted(candidate.ends.values(), key=lambda n: n.outputs or (-1,))
+    every = [(candidate.dot, candidate.own), *candidate.others]
+    for position, (dot, own) in enumerate(every):
+        others = every[:position] + every[position + 1 :]
+        region = Region(
+            graph, dot, candidate.inside, ends, flows, shared=candidate.shared, others=others, own=frozenset(own)
+        )
+        if region.anchored:
+            return region
+    return None
+
+
+def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """The same candidates, those in one whose logits are read together, as those of two heads whose probabilities a
+    divergence compares."""
+    group = list(range(len(candidates)))
+
+    def root(number: int) -> int:
+        while group[number] != number:
+            group[number] = number = group[group[number]]
+        return number
+
+    first: dict[Any, int] = {}
+    for number, candidate in enumerate(candidates):
+        for read in (*candidate.inside, *(("end", key) for key, end in candidate.ends.items() if _adds_up(end))):
+            group[root(number)] = root(first.setdefault(read, number))
+    members: dict[int, list[_Candidate]] = {}
+    for number, candidate in enumerate(candidates):
+        members.setdefault(root(number), []).append(candidate)
+    found: list[_Candidate] = []
+    for several in members.values():
+        sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in several}
+        if len(several) == 1 or len(several) > _MOST_HEADS or len(sizes) > 1:
+            found += [replace(one, inside=one.inside.copy(), ends=one.ends.copy(), shared=set()) for one in several]
+            continue
+        inside = set().union(*(one.inside for one in several))
+        ends = {key: end for one in several for key, end in one.ends.items() if inside.isdisjoint(end.outputs)}
+        dot, *others = several
+        own = [(one.dot, one.inside.copy()) for one in others]
+        found.append(_Candidate(dot.dot, inside, ends, own=dot.inside.copy(), others=own))
+    return found
+
+
+def _adds_up(end: Node) -> bool:
+    """Whether an end is a contraction that leaves nothing of one of its operands but what both have."""
+    if end.name != "dot_general":
+        return False
+    contracting, batch = end.params["dimension_numbers"]
+    return any(len(end.equation.invars[s].aval.shape) == len((*contracting[s], *batch[s])) for s in (0, 1))
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:
@@ -174,6 +236,10 @@ class _Candidate:
     ends: dict[int, Node]
     shared: set[int] = field(default_factory=set)
     """The values inside that other logits flow together with, too."""
+    own: set[int] = field(default_factory=set)
+    """Where there are others, those into which these logits flow."""
+    others: list[tuple[Node, set[int]]] = field(default_factory=list)
+    """Products that give logits too, which are read together with these, and the values into which they flow."""
 
 
 class _Scatters:

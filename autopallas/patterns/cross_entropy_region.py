@@ -30,7 +30,7 @@ from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_statistics import RowStatistics
 
-__all__ = ["Region", "Terminal"]
+__all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
 """Operations on one path from statistics to a number per row."""
@@ -47,6 +47,7 @@ class Terminal:
       kind: "rows" for a function of statistics, or the kind of a product.
       expression: of statistics and numbers per row; or the tile values of the product.
       batch: labels of rows over which a product is not summed: one for each example.
+      head: of a product, whose weight or activations it is with.
       level: in which pass over the logits it can be computed, the first being 1.
     """
 
@@ -57,13 +58,26 @@ class Terminal:
     expression: Expression
     batch: frozenset[Atom] = frozenset()
     level: int = 1
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLogits:
+    """The logits of one head: the values that are multiplied, and the labels over which."""
+
+    score: Ref
+    x: Ref
+    w: Ref
+    hidden: list[Atom]
 
 
 class Region:
-    """The values of the logits' size around one contraction.
+    """The values of the logits' size around one contraction, or around several whose results are read together.
 
     Attributes:
       inside: numbers of these values.
+      others: further contractions of which the results are logits, each with the values into which they flow.
+      further: their logits, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
       shared: those of them that flow together with other logits too: gradients of picked elements.
       other: of a region in which rows and columns have changed places, the one that has them as they were.  Where a
@@ -80,21 +94,29 @@ class Region:
         flows: Flows,
         other: Region | None = None,
         shared: Set[int] = frozenset(),
+        others: Sequence[tuple[Node, Set[int]]] = (),
+        own: Set[int] = frozenset(),
     ):
         self.graph, self.dot, self.inside, self.ends, self._flows = graph, dot, inside, ends, flows
         self.logits = dot.outputs[0]
+        self.others, self._alone = others, own
+        self.further: list[HeadLogits] = []
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
         self.side = 0
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
-            self._flow: Flow = flows.add(self.logits, inside, ends) if other is None else other._flow
+            every = (self.logits, *(node.outputs[0] for node, _ in others))
+            self._flow: Flow = flows.add(every, inside, ends) if other is None else other._flow
             self.scope.follows = self._flow.follows
+            self.scope.further = frozenset(every[1:])
 
     @cached_property
     def turned(self) -> Region | None:
         """The region in which rows and columns have changed places; None where no column's exponentials are summed."""
+        if self.others:
+            return None
         found = Region(self.graph, self.dot, self.inside, self.ends, self._flows, self)
         return found if found.anchored else None
 
@@ -117,6 +139,11 @@ class Region:
     @property
     def location(self) -> str:
         return compat.location(self.dot.equation)
+
+    @property
+    def heads(self) -> list[HeadLogits]:
+        """The logits of the first contraction, and of the others."""
+        return [HeadLogits(self.score, self.x, self.w, self.hidden), *self.further]
 
     @property
     def products(self) -> list[Terminal]:
@@ -195,6 +222,61 @@ class Region:
                 self._apart = tuple(a for a in self.rows if a in own)
                 return True
         return False
+
+    def _join(self) -> None:
+        """Finds the logits of the other contractions under the labels of the first one's.
+
+        Raises:
+          Mismatch: they are not the same rows and the same vocabulary.
+        """
+        reached, left = set(self._alone), list(self.others)
+        while left:
+            for position, (dot, inside) in enumerate(left):
+                at = self._beside(dot.outputs[0], reached, inside)
+                if at is not None:
+                    break
+            else:
+                raise Mismatch("the logits of several products are read together in a way that is not understood")
+            self.further.append(self._head(at))
+            self._known[at.value] = at
+            reached |= left.pop(position)[1]
+
+    def _beside(self, logits: int, reached: Set[int], inside: Set[int]) -> Ref | None:
+        """Other logits, seen from where they are first read together with what is aligned already."""
+        both = reached & inside
+        if both:
+            return _seen_from(self.space, self._aligned(min(both)), {logits})
+        for node in self.ends:
+            if node.name != "dot_general":
+                continue
+            for side, number in enumerate(node.inputs):
+                if number in reached and node.inputs[1 - side] in inside:
+                    with contextlib.suppress(Mismatch, KeyError):
+                        _, read = self._factors(node, self._aligned(number), side)
+                        return _seen_from(self.space, read, {logits})
+        return None
+
+    def _head(self, at: Ref) -> HeadLogits:
+        space, shape = self.space, self.graph.shape(at.value)
+        rows, vocabulary = set(self.resolved(self.rows)), set(self.resolved(self.vocabulary))
+        labels = [a for _, atoms in at.view for a in space.resolve(atoms)]
+        whole = all(offset == 0 and space.extent(a) == n for (offset, a), n in zip(at.view, shape, strict=True))
+        if not whole or len(set(labels)) != len(labels) or set(labels) != rows | vocabulary:
+            raise Mismatch("the loss reads logits of several products, of which each has other rows or columns")
+        contraction = space.contraction(at)
+        if contraction is not None:
+            left, right, contracted = contraction
+            hidden = [a for _, atoms in contracted for a in atoms]
+            apart = set(self.apart)
+            for x, w in ((left, right), (right, left)):
+                own = [space.atoms(operand) - set(space.resolve(hidden)) for operand in (x, w)]
+                if own[0] == rows and own[1] == vocabulary | apart:
+                    if np.float64 in (kinds := {self.graph.dtype(n) for n in (at.value, self.logits)}) and len(kinds) > 1:
+                        raise Mismatch("the products that give the logits are computed in different precisions")
+                    if precision_of(self.graph, self.graph.definitions[at.value]) != precision_of(self.graph, self.dot):
+                        raise Mismatch("the products that give the logits ask for different precisions")
+                    return HeadLogits(at, x, w, hidden)
+        raise Mismatch("the loss reads logits of several products, of which each has other rows or columns")
 
     def _sums_exponentials(self, value: int) -> bool:
         """Whether a value is an exponential of logits, but for casts, masks and factors."""
@@ -276,8 +358,9 @@ class Region:
         """
         if 0 in (*self.graph.shape(self.dot.inputs[0]), *self.graph.shape(self.dot.inputs[1])):
             raise Mismatch("an axis of the contraction has no elements")
+        self._join()
         around = loops(self.graph.definitions[self.logits].body)
-        if self._is_piece(self.w) and not self._varies(self.x, around):
+        if any(self._is_piece(head.w) and not self._varies(head.x, around) for head in self.heads):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already")
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop")
@@ -444,28 +527,30 @@ class Region:
         ):
             return self._sum_of_products(node, at, side)
         if reduced == vocabulary:
-            kind, partner = "rows", self.w
+            kind = "rows"
         elif reduced and reduced <= rows - self.apart:
-            kind, partner = "columns", self.x
+            kind = "columns"
         else:
             raise Mismatch(f"the logits are contracted over another axis at {compat.location(node.equation)}")
         other = node.inputs[1 - side]
         shape = self.graph.shape(other)
         free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]
-        if other == partner.value:
-            hidden = {d: partner.view[d] for d in free}
-        else:
-            groups = space.cut(self.hidden, [shape[d] for d in free if shape[d] != 1])
-            if groups is None:
-                raise Mismatch(
-                    "the logits' gradient is multiplied by something else than the weight or the activations"
-                )
-            left = iter(groups)
-            hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
-        read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
-        if not space.same(space.canonical(read), space.canonical(partner)):
+        for number, head in enumerate(self.heads):
+            partner = head.w if kind == "rows" else head.x
+            if other == partner.value:
+                hidden = {d: partner.view[d] for d in free}
+            else:
+                groups = space.cut(head.hidden, [shape[d] for d in free if shape[d] != 1])
+                if groups is None:
+                    continue
+                left = iter(groups)
+                hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
+            read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
+            if space.same(space.canonical(read), space.canonical(partner)):
+                break
+        else:
             raise Mismatch("the logits' gradient is multiplied by something else than the weight or the activations")
         if precision_of(self.graph, node) != precision_of(self.graph, self.dot):
             raise Mismatch("the products of the backward ask for another precision than the forward")
@@ -473,11 +558,17 @@ class Region:
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
         others = [hidden[d] for d in free]
         view = (*first, *own, *others) if side == 0 else (*first, *others, *own)
-        return Terminal(node, node.outputs[0], view, kind, at, frozenset(rows - reduced if kind == "columns" else ()))
+        apart = frozenset(rows - reduced if kind == "columns" else ())
+        return Terminal(node, node.outputs[0], view, kind, at, apart, head=number)
 
     def _sum_of_products(self, node: Node, at: Ref, side: int) -> Terminal:
         """A contraction over the vocabulary with something that has no axis of its own, such as labels as one-hot rows
         or probabilities: what the sum of an elementwise product is."""
+        view, read = self._factors(node, at, side)
+        return Terminal(node, node.outputs[0], view, "statistics", self.algebra.total_of_products(at, read))
+
+    def _factors(self, node: Node, at: Ref, side: int) -> tuple[View, Ref]:
+        """Of a contraction of ``at`` with something that has no axis of its own: the result's dimensions, and that."""
         contracting, batch = node.params["dimension_numbers"]
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
@@ -485,7 +576,7 @@ class Region:
         read = Ref(other, tuple(shared[o] for o in range(len(self.graph.shape(other)))))
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
-        return Terminal(node, node.outputs[0], (*first, *own), "statistics", self.algebra.total_of_products(at, read))
+        return (*first, *own), read
 
     # ------------------------------------------------------------------ passes
 

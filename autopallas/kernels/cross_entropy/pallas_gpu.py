@@ -53,6 +53,8 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     answer = reason_against(device, [spec.row_dtype, spec.weight_dtype], programs, held)
     if answer is not None:
         return answer
+    if len(spec.heads) > 1:
+        return Unsupported("it computes the logits of one head, and the loss reads those of several")
     if any(all(side.varies) for side in spec.sides):
         return Unsupported("a side input varies over rows and vocabulary, as soft labels do")
     return Supported()
@@ -79,7 +81,7 @@ def forward(
     programs = [p.program for p in spec.products]
     if reason_against_programs(programs) is not None:
         return found, xla.forward(rest, block_sizes.fitted(spec), x, w, given)[1]
-    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    targets = [Target.of_product(p) for p in spec.products]
     products = _contracted(rest, block_sizes, x, w, given, targets, programs)
     return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
 
