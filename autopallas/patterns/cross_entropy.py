@@ -30,7 +30,7 @@ from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
 
 __all__ = ["find"]
 
@@ -56,24 +56,24 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     alive = surviving(graph)
     scatters = _Scatters(graph, alive)
     flows = Flows(graph)
-    candidates: list[_Candidate] = []
+    every: list[_Candidate] = []
+    others: list[Node] = []
     for node in graph.nodes:
         with contained(node):
-            if not _may_give_logits(graph, node) or node.outputs[0] not in exponents:
+            if not _may_give_logits(graph, node) or node.outputs[0] not in alive:
                 continue
-            if node.outputs[0] not in alive:
+            if node.outputs[0] not in exponents:
+                others.append(node)
                 continue
             inside, ends = _flow(graph, [node.outputs[0]], alive)
-            if not any(graph.name(number) in ("exp", "exp2") for number in inside):
-                continue
-            if _weighs_something_else(graph, node, inside, ends.values()):
-                continue
-            candidates.append(_Candidate(node, inside, ends))
-    joint = _joint(graph, candidates)
-    scatters.join(joint)
+            if any(graph.name(number) in ("exp", "exp2") for number in inside):
+                every.append(_Candidate(node, inside, ends))
+    candidates = [one for one in every if not _weighs_something_else(graph, [one.dot], one.inside, one.ends.values())]
+    joint = _joint(graph, [*every, *_beside(graph, others, every, alive)])
+    scatters.join([*joint, *_lone(candidates, joint)])
     scatters.join(candidates)
     regions: list[Region] = []
-    for candidate in (*(several for several in joint if several.others), *candidates):
+    for candidate in (*joint, *candidates):
         with contained(candidate.dot):
             region = _region(graph, candidate, flows)
             if region is not None:
@@ -94,8 +94,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 given.update(matches[-1].replaced)
             except Mismatch as mismatch:
                 if region.others:
-                    every = (node, *(other for other, _ in region.others))
-                    together |= dict.fromkeys((other.outputs[0] for other in every), mismatch.reason)
+                    if region.understood:
+                        together |= dict.fromkeys(region.every, mismatch.reason)
                 elif region.labelled:
                     reason = together.get(node.outputs[0], mismatch.reason)
                     misses.append(NearMiss("cross_entropy", compat.location(node.equation), reason, node.outputs[0]))
@@ -116,9 +116,28 @@ def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
     return None
 
 
+def _beside(
+    graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]
+) -> list[_Candidate]:
+    """Products that give no exponents, but perhaps what is read together with logits: as many numbers."""
+    sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in candidates}
+    shapes = {graph.shape(number) for candidate in candidates for number in candidate.inside}
+    found = []
+    for node in nodes:
+        if math.prod(graph.shape(node.outputs[0])) in sizes and graph.shape(node.outputs[0]) in shapes:
+            found.append(_Candidate(node, *_flow(graph, [node.outputs[0]], alive), plain=True))
+    return found
+
+
+def _lone(candidates: Sequence[_Candidate], joint: Sequence[_Candidate]) -> list[_Candidate]:
+    """Copies of the candidates that are in none of the joint ones."""
+    taken = {number for one in joint for number in (*one.dot.outputs, *(n for d, _ in one.others for n in d.outputs))}
+    left = (one for one in candidates if one.dot.outputs[0] not in taken)
+    return [replace(one, inside=one.inside.copy(), ends=one.ends.copy(), shared=set()) for one in left]
+
+
 def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """The same candidates, those in one whose logits are read together, as those of two heads whose probabilities a
-    divergence compares."""
+    """Candidates whose logits are read together, as those of two heads whose probabilities a divergence compares."""
     group = list(range(len(candidates)))
 
     def root(number: int) -> int:
@@ -136,14 +155,15 @@ def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
     found: list[_Candidate] = []
     for several in members.values():
         sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in several}
-        if len(several) == 1 or len(several) > _MOST_HEADS or len(sizes) > 1:
-            found += [replace(one, inside=one.inside.copy(), ends=one.ends.copy(), shared=set()) for one in several]
+        if not 1 < len(several) <= _MOST_HEADS or len(sizes) > 1 or all(one.plain for one in several):
             continue
         inside = set().union(*(one.inside for one in several))
-        ends = {key: end for one in several for key, end in one.ends.items() if inside.isdisjoint(end.outputs)}
-        dot, *others = several
+        ends = {key: end for one in several for key, end in one.ends.items()}
+        if _weighs_something_else(graph, [one.dot for one in several], inside, ends.values()):
+            continue
+        first_one, *others = several
         own = [(one.dot, one.inside.copy()) for one in others]
-        found.append(_Candidate(dot.dot, inside, ends, own=dot.inside.copy(), others=own))
+        found.append(_Candidate(first_one.dot, inside, ends, own=first_one.inside.copy(), others=own))
     return found
 
 
@@ -161,12 +181,12 @@ def _may_give_logits(graph: Graph, node: Node) -> bool:
     return bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
 
 
-def _weighs_something_else(graph: Graph, node: Node, inside: Set[int], ends: Iterable[Node]) -> bool:
-    """Whether what flows from a product with batch axes is multiplied with something that this product does not read,
+def _weighs_something_else(graph: Graph, nodes: Sequence[Node], inside: Set[int], ends: Iterable[Node]) -> bool:
+    """Whether what flows from products with batch axes is multiplied with something that these products do not read,
     as probabilities are with the values of an attention."""
-    if not node.params["dimension_numbers"][1][0]:
+    if not any(node.params["dimension_numbers"][1][0] for node in nodes):
         return False
-    own = {_origin(graph, number) for number in node.inputs}
+    own = {_origin(graph, number) for node in nodes for number in node.inputs}
     for end in ends:
         if end.name == "dot_general" and not is_product(end):
             contracting, batch = end.params["dimension_numbers"]
@@ -236,6 +256,8 @@ class _Candidate:
     ends: dict[int, Node]
     shared: set[int] = field(default_factory=set)
     """The values inside that other logits flow together with, too."""
+    plain: bool = False
+    """Whether no exponential is taken of it."""
     own: set[int] = field(default_factory=set)
     """Where there are others, those into which these logits flow."""
     others: list[tuple[Node, set[int]]] = field(default_factory=list)
@@ -317,8 +339,8 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
     """Where values of the logits' size are still needed."""
-    if left & graph.returned:
-        return "the logits, or values of their size, are also returned"
+    if returned := left & graph.returned:
+        return told(graph, "the logits, or values of their size, are also returned", min(returned))
     ends = {id(t.node) for t in region.terminals}
     for number in sorted(left):
         for user in graph.users[number]:

@@ -54,7 +54,7 @@ class Terminal:
     node: Node
     result: int
     view: View
-    kind: Literal["statistics", "rows", "columns", "column_sum"]
+    kind: Literal["statistics", "rows", "columns", "column_sum", "values"]
     expression: Expression
     batch: frozenset[Atom] = frozenset()
     level: int = 1
@@ -107,10 +107,9 @@ class Region:
         self.side = 0
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
-            every = (self.logits, *(node.outputs[0] for node, _ in others))
-            self._flow: Flow = flows.add(every, inside, ends) if other is None else other._flow
+            self._flow: Flow = flows.add(self.every, inside, ends) if other is None else other._flow
             self.scope.follows = self._flow.follows
-            self.scope.further = frozenset(every[1:])
+            self.scope.further = frozenset(self.every[1:])
 
     @cached_property
     def turned(self) -> Region | None:
@@ -139,6 +138,16 @@ class Region:
     @property
     def location(self) -> str:
         return compat.location(self.dot.equation)
+
+    @property
+    def every(self) -> tuple[int, ...]:
+        """The numbers of the logits of all contractions."""
+        return (self.logits, *(node.outputs[0] for node, _ in self.others))
+
+    @property
+    def understood(self) -> bool:
+        """Whether it was found how the logits of the other contractions are read together with the first one's."""
+        return len(self.further) == len(self.others)
 
     @property
     def heads(self) -> list[HeadLogits]:
@@ -379,6 +388,7 @@ class Region:
                 self._levels[terminal.result] = terminal.level
             for region in self.regions:
                 region._out_of_rules()
+            self._returned()
         terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
         if not any(_computes(t.expression, "exp_sum") for t in terminals):
             raise Mismatch("nothing sums the exponentials of the logits")
@@ -454,6 +464,23 @@ class Region:
                     self.terminals.append(Terminal(call, number, at.view, "statistics", found, level=level))
                     self._levels[number] = level
             self.terminals = [t for t in self.terminals if t not in within]
+
+    def _returned(self) -> None:
+        """Reads values of the logits' size that the program returns, as it does the gradient of soft labels.
+
+        A pass that forms the logits' gradient writes them too, and neither that gradient nor the logits are stored.
+        Without products there is nothing to be gained, nor where the logits themselves are returned, or what is
+        computed from them before any statistic.
+        """
+        if not any(t.kind in ("rows", "columns") for t in self.terminals):
+            return
+        for number in sorted(self.inside & self.graph.returned):
+            with contextlib.suppress(Mismatch):
+                at = self._aligned(number)
+                found = Terminal(self.graph.definitions[number], number, at.view, "values", at)
+                found.level = self._level(found)
+                if found.level > 1:
+                    self.terminals.append(found)
 
     def _result_of(self, ref: Ref) -> Expression | None:
         ref = self.space.canonical(ref)

@@ -55,6 +55,8 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
         return answer
     if len(spec.heads) > 1:
         return Unsupported("it computes the logits of one head, and the loss reads those of several")
+    if any(product.kind == "values" for product in spec.products):
+        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     if any(all(side.varies) for side in spec.sides):
         return Unsupported("a side input varies over rows and vocabulary, as soft labels do")
     return Supported()

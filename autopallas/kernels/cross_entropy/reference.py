@@ -75,6 +75,8 @@ def forward(
 
     def product(of: Product) -> Array:
         p = value(of.program, *finished)
+        if of.kind == "values":
+            return p.astype(of.dtype)
         if of.kind == "column_sum":
             return jnp.sum(p.astype(spec.accumulation_dtype), axis=0).astype(of.dtype)
         x, w = operands[of.head]

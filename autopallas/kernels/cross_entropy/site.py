@@ -242,6 +242,7 @@ class CrossEntropySite:
                 "rows": (self.row_labels, head.hidden_labels),
                 "columns": self.weight_groups(head),
                 "column_sum": (self.vocabulary_labels,),
+                "values": (self.row_labels, self.vocabulary_labels),
             }[self.products[result.source].kind]
             product = products[result.source].astype(result.dtype)
             results.append(write(product, result.view, self.sizes, (self.batch_labels, *axes)))

@@ -71,11 +71,12 @@ class Product:
     ``rows``: sum over V of p[n, v] w[v, d], shape [N, D].
     ``columns``: sum over N of p[n, v] x[n, d], in the layout of the weight.
     ``column_sum``: sum over N of p[n, v], shape [V].
+    ``values``: p[n, v] itself, shape [N, V]: an array that the program asks for, such as the gradient of soft labels.
 
     x and w are those of one of the spec's ``heads``.
     """
 
-    kind: Literal["rows", "columns", "column_sum"]
+    kind: Literal["rows", "columns", "column_sum", "values"]
     program: Program
     dtype: Dtype
     head: int = 0
@@ -154,7 +155,7 @@ class CrossEntropySpec:
         wanted = [kind for kind in dict.fromkeys(kinds) if not (kind == "max" and "exp_sum" in kinds)]
         parts = ["logsumexp" if kind == "exp_sum" else kind for kind in wanted]
         parts += [
-            {"rows": "dx", "columns": "dw", "column_sum": "dbias"}[p.kind] + (str(p.head + 1) if p.head else "")
+            {"rows": "dx", "columns": "dw", "column_sum": "dbias", "values": "N x V values"}[p.kind] + (str(p.head + 1) if p.head else "")
             for p in self.products
         ]
         hidden = "+".join(str(head.hidden) for head in self.heads)

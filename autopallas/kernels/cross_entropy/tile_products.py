@@ -32,8 +32,9 @@ class Target:
 
     @staticmethod
     def of_product(product: Product) -> Target:
-        kind = "side" if product.kind == "column_sum" else product.kind
-        return Target(kind, product.dtype, head=product.head)
+        if product.kind in ("column_sum", "values"):
+            return Target("side", product.dtype, (product.kind == "values", True))
+        return Target(product.kind, product.dtype, head=product.head)
 
     @staticmethod
     def of_gradients(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, Target]:
