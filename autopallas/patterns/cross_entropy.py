@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
+from autopallas.patterns.order import circle
 
 __all__ = ["find"]
 
@@ -78,6 +80,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             region = _region(graph, candidate, flows)
             if region is not None:
                 regions.append(region)
+    matched: list[Region] = []
     taken: set[int] = set()
     given: set[int] = set()
     together: dict[int, str] = {}
@@ -90,6 +93,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             try:
                 with bounded(graph):
                     matches.append(_match(graph, region, assume_finite, given))
+                matched.append(region)
                 taken |= region.inside
                 given.update(matches[-1].replaced)
             except Mismatch as mismatch:
@@ -99,7 +103,23 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 elif region.labelled:
                     reason = together.get(node.outputs[0], mismatch.reason)
                     misses.append(NearMiss("cross_entropy", compat.location(node.equation), reason, node.outputs[0]))
+    _part(graph, matches, matched, assume_finite)
     return matches, misses
+
+
+def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_finite: bool) -> None:
+    """Makes several passes of sites that wait for each other: each gives its statistics before it reads the other's, as
+    where the labels of two heads are compared."""
+    left = set(range(len(matches)))
+    while len(left) > 1 and (around := circle(graph, matches)):
+        position = next((i for i in sorted(left) if matches[i] in around and not matches[i].then), None)
+        if position is None:
+            return
+        left.remove(position)
+        before = {number for match in matches[:position] for number in match.replaced}
+        others = frozenset(number for match in around if match is not matches[position] for number in match.replaced)
+        with contained(regions[position].dot), suppress(Mismatch), bounded(graph):
+            matches[position] = _match(graph, regions[position], assume_finite, before, others)
 
 
 def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
@@ -307,19 +327,32 @@ class _Scatters:
         return self._flows[value]
 
 
-def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) -> Match:
-    """The site of some logits; ``before``: values that other sites give already."""
-    region.read()
+def _match(
+    graph: Graph, region: Region, assume_finite: bool, before: Set[int], others: frozenset[int] = frozenset()
+) -> Match:
+    """The site of some logits.
+
+    Args:
+      graph, region: the program, and the logits in it.
+      assume_finite: whether it may be assumed that what is left out is finite.
+      before: values that other sites give already.
+      others: results of sites that read results of this one: what is computed from both is for a pass after the one
+        that gives this site's.
+
+    Raises:
+      Mismatch: there is none.
+    """
+    region.parted = others
+    (first, *then), left = _passes(graph, region, before)
+    if returned := left & graph.returned:
+        region.asked = frozenset(returned)
+        (first, *then), left = _passes(graph, region, before)
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
-    first, *then = passes(region, before)
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
         assumptions = (*assumptions, _LEFT_OUT)
-    given = {number for p in (first, *then) for number in p.results}
-    given |= {number for number in before if not region.scope.depends(number)}
-    left = (region.inside - region.shared) & surviving(graph, given)
     if left:
         raise Mismatch(_escape(graph, region, left))
     return Match(
@@ -335,6 +368,15 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
         then=tuple(then),
         assumptions=assumptions,
     )
+
+
+def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match], Set[int]]:
+    """The passes over some logits, and the values of their size that are needed all the same."""
+    region.read()
+    found = passes(region, before)
+    given = {number for part in found for number in part.results}
+    given |= {number for number in before if not region.scope.depends(number)}
+    return found, (region.inside - region.shared) & surviving(graph, given)
 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:

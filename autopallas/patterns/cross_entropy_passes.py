@@ -39,7 +39,8 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
     What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is
     left to that.
 
-    Where everything between statistics and products is computed row by row, one pass does it all.
+    Where everything between statistics and products is computed row by row, one pass does it all, but for regions that
+    are ``parted`` by other sites.
 
     Raises:
       Mismatch: an operand is not at hand where a pass would stand.
@@ -79,7 +80,7 @@ def _in_one(region: Region) -> bool:
     """Whether statistics and products are computed in the same body, once."""
     held = {body for t in region.terminals for body, _ in region.graph.occurrences(t.result)}
     before = all(t.level == 1 for other in region.regions[1:] for t in other.terminals)
-    return len(held) == 1 and bool(region.products) and before
+    return len(held) == 1 and bool(region.products) and before and not region.parted
 
 
 def _place(region: Region, terminal: Terminal) -> int:

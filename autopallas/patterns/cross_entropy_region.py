@@ -22,6 +22,7 @@ from autopallas.patterns.expressions import (
     Dtype,
     Expression,
     Scope,
+    computed_from,
     operation,
     parts_of,
     precision_of,
@@ -77,6 +78,8 @@ class Region:
     Attributes:
       inside: numbers of these values.
       others: further contractions of which the results are logits, each with the values into which they flow.
+      asked: values inside that the program returns, and a pass may write.
+      parted: results of other sites, which wait for results of this one: no pass gives these that waits for those.
       further: their logits, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
       shared: those of them that flow together with other logits too: gradients of picked elements.
@@ -101,6 +104,9 @@ class Region:
         self.logits = dot.outputs[0]
         self.others, self._alone = others, own
         self.further: list[HeadLogits] = []
+        self.asked: frozenset[int] = frozenset()
+        self.parted: frozenset[int] = frozenset()
+        self._waiting: dict[int, bool] = {}
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
@@ -239,6 +245,7 @@ class Region:
           Mismatch: they are not the same rows and the same vocabulary.
         """
         reached, left = set(self._alone), list(self.others)
+        self.further = []
         while left:
             for position, (dot, inside) in enumerate(left):
                 at = self._beside(dot.outputs[0], reached, inside)
@@ -388,7 +395,7 @@ class Region:
                 self._levels[terminal.result] = terminal.level
             for region in self.regions:
                 region._out_of_rules()
-            self._returned()
+            self._written_out()
         terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
         if not any(_computes(t.expression, "exp_sum") for t in terminals):
             raise Mismatch("nothing sums the exponentials of the logits")
@@ -465,16 +472,16 @@ class Region:
                     self._levels[number] = level
             self.terminals = [t for t in self.terminals if t not in within]
 
-    def _returned(self) -> None:
-        """Reads values of the logits' size that the program returns, as it does the gradient of soft labels.
+    def _written_out(self) -> None:
+        """Reads the values of the logits' size that are asked for, as the gradient of soft labels may be.
 
         A pass that forms the logits' gradient writes them too, and neither that gradient nor the logits are stored.
-        Without products there is nothing to be gained, nor where the logits themselves are returned, or what is
+        Without products there is nothing to be gained, nor where the logits themselves are asked for, or what is
         computed from them before any statistic.
         """
         if not any(t.kind in ("rows", "columns") for t in self.terminals):
             return
-        for number in sorted(self.inside & self.graph.returned):
+        for number in sorted(self.asked):
             with contextlib.suppress(Mismatch):
                 at = self._aligned(number)
                 found = Terminal(self.graph.definitions[number], number, at.view, "values", at)
@@ -638,13 +645,21 @@ class Region:
                 for ref in self.algebra.leaves(part):
                     level = max(level, 1 + self.level_of(ref.value))
         outer = self.outer(terminal.expression)
-        level = max([level, *(self.level_of(ref.value) for ref in outer)])
+        level = max([level, *(self.level_of(ref.value) + self._waits(ref.value) for ref in outer)])
         terminal.level = level
         try:
             terminal.expression = self._substituted(terminal.expression, level)
         except Mismatch:
             level += 1
         return level
+
+    def _waits(self, value: int) -> bool:
+        """Whether a value is computed from results of a site that waits for this one's."""
+        if not self.parted:
+            return False
+        if not self._waiting:
+            self._waiting = dict.fromkeys(self.parted, True)
+        return computed_from(self.graph, value, self._waiting, min(self.parted))
 
     def outer(self, expression: Expression) -> list[Ref]:
         """The numbers per row that a function of statistics reads beside them."""
