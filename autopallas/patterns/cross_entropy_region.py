@@ -247,11 +247,9 @@ class Region:
         reached, left = set(self._alone), list(self.others)
         self.further = []
         while left:
-            for position, (dot, inside) in enumerate(left):
-                at = self._beside(dot.outputs[0], reached, inside)
-                if at is not None:
-                    break
-            else:
+            seen = ((n, self._beside(dot.outputs[0], reached, inside)) for n, (dot, inside) in enumerate(left))
+            position, at = next(((n, at) for n, at in seen if at is not None), (0, None))
+            if at is None:
                 raise Mismatch("the logits of several products are read together in a way that is not understood")
             self.further.append(self._head(at))
             self._known[at.value] = at
@@ -287,7 +285,8 @@ class Region:
             for x, w in ((left, right), (right, left)):
                 own = [space.atoms(operand) - set(space.resolve(hidden)) for operand in (x, w)]
                 if own[0] == rows and own[1] == vocabulary | apart:
-                    if np.float64 in (kinds := {self.graph.dtype(n) for n in (at.value, self.logits)}) and len(kinds) > 1:
+                    kinds = {self.graph.dtype(n) for n in (at.value, self.logits)}
+                    if np.float64 in kinds and len(kinds) > 1:
                         raise Mismatch("the products that give the logits are computed in different precisions")
                     if precision_of(self.graph, self.graph.definitions[at.value]) != precision_of(self.graph, self.dot):
                         raise Mismatch("the products that give the logits ask for different precisions")
@@ -550,7 +549,6 @@ class Region:
 
     def _product(self, node: Node, at: Ref) -> Terminal:
         """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
-        space = self.space
         contracting, batch = node.params["dimension_numbers"]
         side = 0 if node.inputs[0] == at.value else 1
         reduced = {a for d in contracting[side] for a in self.resolved(at.view[d][1])}
@@ -566,34 +564,42 @@ class Region:
             kind = "columns"
         else:
             raise Mismatch(f"the logits are contracted over another axis at {compat.location(node.equation)}")
-        other = node.inputs[1 - side]
-        shape = self.graph.shape(other)
-        free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
-        for number, head in enumerate(self.heads):
-            partner = head.w if kind == "rows" else head.x
-            if other == partner.value:
-                hidden = {d: partner.view[d] for d in free}
-            else:
-                groups = space.cut(head.hidden, [shape[d] for d in free if shape[d] != 1])
-                if groups is None:
-                    continue
-                left = iter(groups)
-                hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
-            read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
-            if space.same(space.canonical(read), space.canonical(partner)):
-                break
-        else:
+        partners = [head.w if kind == "rows" else head.x for head in self.heads]
+        read = (
+            self._hidden_of(node.inputs[1 - side], shared, partner, head.hidden)
+            for partner, head in zip(partners, self.heads, strict=True)
+        )
+        number, hidden = next(((n, hidden) for n, hidden in enumerate(read) if hidden is not None), (0, None))
+        if hidden is None:
             raise Mismatch("the logits' gradient is multiplied by something else than the weight or the activations")
         if precision_of(self.graph, node) != precision_of(self.graph, self.dot):
             raise Mismatch("the products of the backward ask for another precision than the forward")
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
-        others = [hidden[d] for d in free]
+        others = list(hidden)
         view = (*first, *own, *others) if side == 0 else (*first, *others, *own)
         apart = frozenset(rows - reduced if kind == "columns" else ())
         return Terminal(node, node.outputs[0], view, kind, at, apart, head=number)
+
+    def _hidden_of(
+        self, other: int, shared: Mapping[int, Dimension], partner: Ref, labels: Sequence[Atom]
+    ) -> list[Dimension] | None:
+        """The dimensions of a factor beside those that it shares with the logits' gradient; None where it is not a
+        head's ``partner`` of these."""
+        space, shape = self.space, self.graph.shape(other)
+        free = [d for d in range(len(shape)) if d not in shared]
+        if other == partner.value:
+            hidden = {d: partner.view[d] for d in free}
+        else:
+            groups = space.cut(labels, [shape[d] for d in free if shape[d] != 1])
+            if groups is None:
+                return None
+            left = iter(groups)
+            hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
+        read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
+        return list(hidden.values()) if space.same(space.canonical(read), space.canonical(partner)) else None
 
     def _sum_of_products(self, node: Node, at: Ref, side: int) -> Terminal:
         """A contraction over the vocabulary with something that has no axis of its own, such as labels as one-hot rows

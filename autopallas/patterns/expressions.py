@@ -92,14 +92,15 @@ class Scope:
 
     def depends(self, value: int) -> bool:
         """Whether a value is computed from the scores."""
-        first = self.score
-        if first is not None and self.further:
-            first = min(first, *self.further)
-        if first is None or value < first:
+        if self.score is None:
+            return False
+        scores = (self.score, *self.further)
+        first = min(scores)
+        if value < first:
             return False
         if self.follows is not None:
             return self.follows(value)
-        self._depends |= dict.fromkeys((self.score, *self.further), True)
+        self._depends |= dict.fromkeys(scores, True)
         return computed_from(self.graph, value, self._depends, first)
 
     def is_score(self, value: int) -> bool:

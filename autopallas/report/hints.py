@@ -178,6 +178,11 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "Write the product with jnp.einsum, each axis named: those of the batch, one that is summed over, the rest.",
     ),
     (
+        r"logits of several products",
+        "Give all heads the same rows and the same vocabulary, in the same order, before the loss reads their logits "
+        "together; another head's logits may also be computed outside, with jax.lax.stop_gradient around them.",
+    ),
+    (
         r"precision",
         "Ask for one precision (DEFAULT, HIGH or HIGHEST) in all products of the site, or for none.",
     ),

@@ -1,4 +1,4 @@
-"""Losses that read the logits of several heads together: divergences, distillation, mixtures; and soft labels' gradients."""
+"""Losses that read the logits of several heads together, such as divergences; and gradients of soft labels."""
 
 from __future__ import annotations
 

@@ -43,6 +43,10 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
     Products whose programs it lacks are left to XLA, part by part, if there are statistics.
     """
+    if len(spec.heads) > 1:
+        return Unsupported("it computes the logits of one head, and the loss reads those of several")
+    if any(product.kind == "values" for product in spec.products):
+        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     programs = [s.program for s in spec.statistics] or [p.program for p in spec.products]
     held = [
         spec.logit_dtype,
@@ -53,10 +57,6 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     answer = reason_against(device, [spec.row_dtype, spec.weight_dtype], programs, held)
     if answer is not None:
         return answer
-    if len(spec.heads) > 1:
-        return Unsupported("it computes the logits of one head, and the loss reads those of several")
-    if any(product.kind == "values" for product in spec.products):
-        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     if any(all(side.varies) for side in spec.sides):
         return Unsupported("a side input varies over rows and vocabulary, as soft labels do")
     return Supported()

@@ -95,8 +95,8 @@ class CrossEntropySpec:
     ``finish[k]``.  Programs of ``finish`` read ``Side(i)``, side input i, none of which varies over the vocabulary, and
     ``Side(len(sides) + k)``, statistic k.
 
-    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1], of which some may be logits of
-    further heads (:class:`SideSpec`).
+    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1], of which some may be the
+    logits of further heads (:class:`SideSpec`).
     """
 
     rows: int
@@ -154,10 +154,8 @@ class CrossEntropySpec:
         kinds = [s.kind for s in self.statistics]
         wanted = [kind for kind in dict.fromkeys(kinds) if not (kind == "max" and "exp_sum" in kinds)]
         parts = ["logsumexp" if kind == "exp_sum" else kind for kind in wanted]
-        parts += [
-            {"rows": "dx", "columns": "dw", "column_sum": "dbias", "values": "N x V values"}[p.kind] + (str(p.head + 1) if p.head else "")
-            for p in self.products
-        ]
+        names = {"rows": "dx", "columns": "dw", "column_sum": "dbias", "values": "N x V values"}
+        parts += [names[p.kind] + (str(p.head + 1) if p.head else "") for p in self.products]
         hidden = "+".join(str(head.hidden) for head in self.heads)
         return (
             f"cross_entropy N={self.rows} D={hidden} V={self.vocabulary} {self.widest_dtype}, "
