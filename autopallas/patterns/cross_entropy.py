@@ -46,6 +46,8 @@ _FURTHEST = 8
 """Equations that only restate a value, through which it is followed."""
 _MOST_HEADS = 4
 """Products whose results are read together as logits: each is computed tile by tile, and a tile of each is held."""
+_READINGS = 4
+"""How often, on average, a value may be followed that products without exponents flow into."""
 _LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
 """What is assumed where zeros among which a gradient was put are multiplied."""
 
@@ -139,13 +141,20 @@ def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
 def _beside(
     graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]
 ) -> list[_Candidate]:
-    """Products that give no exponents, but perhaps what is read together with logits: as many numbers."""
+    """Products that give no exponents, but perhaps what is read together with logits: as many numbers.
+
+    None, where to follow them all would take longer than to read the program a few times.
+    """
     sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in candidates}
     shapes = {graph.shape(number) for candidate in candidates for number in candidate.inside}
-    found = []
+    found: list[_Candidate] = []
+    left = _READINGS * len(graph.avals)
     for node in nodes:
         if math.prod(graph.shape(node.outputs[0])) in sizes and graph.shape(node.outputs[0]) in shapes:
             found.append(_Candidate(node, *_flow(graph, [node.outputs[0]], alive), plain=True))
+            left -= len(found[-1].inside)
+            if left < 0:
+                return []
     return found
 
 

@@ -124,7 +124,8 @@ def two_heads(*majors, rows=21, vocabulary=40):
         Statistic("sum", apart),
     )  # fmt: skip
     finish = tuple(traced(lambda m, s: m + jnp.log(s), Side(k, F32), Side(k + 1, F32)) for k in (2, 4))
-    gradient = traced(lambda a, b, own, of_other: jnp.exp(a - own) - jnp.exp(b - of_other), z, other, Side(2, F32), Side(3, F32))
+    numbers = Side(2, F32), Side(3, F32)
+    gradient = traced(lambda a, b, own, of_other: jnp.exp(a - own) - jnp.exp(b - of_other), z, other, *numbers)
     products = tuple(Product(kind, gradient, F32, head) for head in (0, 1) for kind in ("rows", "columns"))
     products = (*products, Product("column_sum", gradient, F32), Product("values", gradient, F32))
     spec = CrossEntropySpec(
