@@ -27,6 +27,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
@@ -85,7 +86,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     matched: list[Region] = []
     taken: set[int] = set()
     given: set[int] = set()
-    together: dict[int, str] = {}
+    together: dict[int, Mismatch] = {}
     """Why some logits are no site together with others."""
     for region in regions:
         node = region.dot
@@ -101,10 +102,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             except Mismatch as mismatch:
                 if region.others:
                     if region.understood:
-                        together |= dict.fromkeys(region.every, mismatch.reason)
+                        together |= dict.fromkeys(region.every, mismatch)
                 elif region.labelled:
-                    reason = together.get(node.outputs[0], mismatch.reason)
-                    misses.append(NearMiss("cross_entropy", compat.location(node.equation), reason, node.outputs[0]))
+                    mismatch = together.get(node.outputs[0], mismatch)
+                    where = compat.location(node.equation)
+                    misses.append(
+                        NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice)
+                    )
     _part(graph, matches, matched, assume_finite)
     return matches, misses
 
@@ -358,12 +362,13 @@ def _match(
         (first, *then), left = _passes(graph, region, before)
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
-        raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
+        raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE)
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
         assumptions = (*assumptions, _LEFT_OUT)
     if left:
-        raise Mismatch(_escape(graph, region, left))
+        advice = LOGITS_APART if left.isdisjoint(graph.returned) else LOGITS_RETURNED
+        raise Mismatch(_escape(graph, region, left), advice=advice)
     return Match(
         op=first.op,
         site=first.site,

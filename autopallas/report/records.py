@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 __all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Report", "Site", "plain"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -73,6 +73,8 @@ class NearMiss:
     op: str
     location: str
     reason: str
+    advice: str = ""
+    """What to write instead, if that can be said."""
 
 
 @dataclass(frozen=True, slots=True)
