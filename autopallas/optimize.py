@@ -12,9 +12,11 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
-from autopallas import compat, pipeline, recovery
+from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, join, split, traceable
 from autopallas.errors import OptionError
+from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
+from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
 from autopallas.gc_pause import paused
 from autopallas.options import OptionArguments, resolve, validated
@@ -136,7 +138,7 @@ class Optimized(Generic[P, R]):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
-        if options.disabled or pipeline.inside.value or recovery.nothing_allowed():
+        if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._inner(*args, **kwargs)
         if options.verify:
             first_call.demand()
@@ -153,7 +155,7 @@ class Optimized(Generic[P, R]):
             with pipeline.inside(True):
                 program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
         except Exception as error:
-            recovery.mark_theirs(error)
+            mark_users_error(error)
             raise
         if call_shardings.wanted_for(program, self._settings):
             raise call_shardings.Wanted
@@ -185,7 +187,7 @@ class Optimized(Generic[P, R]):
         return self._traced(*args, **kwargs)
 
     def _publish(self, report: LiveReport) -> None:
-        if recovery.in_search():
+        if is_bisecting():
             return
         self._replaced = self._replaced or bool(report.counts())
         with self._lock:
@@ -196,7 +198,7 @@ class Optimized(Generic[P, R]):
 
     def _recovered(self, error: Exception, args: Any, kwargs: Any) -> tuple[R] | None:
         """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
-        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or recovery.theirs(error):
+        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))
@@ -209,13 +211,13 @@ class Optimized(Generic[P, R]):
             error.add_note("autopallas cannot repeat this call as it is written: donated arguments are gone.")
             return None
         with first_call.unchecked():
-            found = recovery.recovered(call, error)
+            found = rerun(call, error)
             if found is None:
                 return None
             result, blamed = found
             if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
                 return None
-            recovery.condemn(blamed)
+            record_failures(blamed)
             at_exit.withdraw(self._report)  # of what was replaced, some could not be run
             self.clear_cache()
             call.trace()  # the next call needs it, and it says in the report what holds from now on

@@ -6,10 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from autopallas import compat, recovery
+from autopallas import compat
 from autopallas.autotune.probe import Prober
 from autopallas.custom.check import apart
 from autopallas.errors import AutopallasWarning, RequirementError
+from autopallas.fallback.bisect import only_allowed
+from autopallas.fallback.splice import splice_what_can_be
+from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
@@ -77,19 +80,19 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
             stage = "plan"
             with Prober(device, options, probes) as prober:
                 matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
-                decisions = recovery.narrowed(matches, decisions, device)
+                decisions = only_allowed(matches, decisions, device)
             stage = "report"
             describer = Describer()
             decisions = describer.accountable(matches, decisions)
             stage = "rewrite"
             with paused():
-                result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
+                result, decisions = splice_what_can_be(program, graph, matches, decisions, options.strict)
             sites = describer.records(matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
             failures += [failure for failure in _failures(sites) if failure not in failures]
             for match, *failed in prober.found:
-                recovery.warn_of(match.op, match.location, *failed)
+                warn_not_used(match.op, match.location, *failed)
         except MEANT:
             raise
         except Exception as error:

@@ -17,7 +17,7 @@ FLOORS = (
     {"compat", "places", "errors", "version", "gc_pause", "progress", "arguments", "environment", "numerics", "sites"},
     {"report", "faults"},
     {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
-    {"plan", "rewrite", "sharding", "recovery"},
+    {"plan", "rewrite", "sharding", "fallback"},
     {"pipeline", "verification", "optimize"},
     {"autopallas", "cli", "__main__"},
 )
