@@ -297,12 +297,12 @@ def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], s
     """The equations of the rewritten program, or of the original where that cannot be traced."""
     if rewritten is not program and not strict:
         try:
-            return compat.emitted(rewritten, arrays)
+            return compat.emit(rewritten, arrays)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
             pipeline.warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
-    return compat.emitted(rewritten, arrays)
+    return compat.emit(rewritten, arrays)
 
 
 def _left(program: Any, report: LiveReport, reason: str, *failures: Failure) -> Any:

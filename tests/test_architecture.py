@@ -14,7 +14,8 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = (
-    {"compat", "places", "errors", "version", "gc_pause", "progress", "arguments", "environment", "numerics", "sites"},
+    {"compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
+    | {"arguments", "gc_pause", "progress"},
     {"report", "faults"},
     {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
     {"plan", "rewrite", "sharding", "fallback"},

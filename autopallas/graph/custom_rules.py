@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.sites.elementwise import Constant, Input, Instruction, Program, Side, parameters
 
@@ -107,8 +107,8 @@ def restates_casts(equation: JaxprEqn, order: int = 2) -> bool:
     """
     if equation.primitive.name not in _RULED or equation.effects:
         return False
-    held = compat.bodies(equation)
-    if len(held) != 1 or len(compat.opened(held[0][2])[0].invars) != len(equation.invars):
+    held = jaxprs.bodies(equation)
+    if len(held) != 1 or len(jaxprs.open_jaxpr(held[0][2])[0].invars) != len(equation.invars):
         return False
     return _restates_casts(_Identified(held[0][2], equation, tuple(map(id, equation.params.values()))), order)
 
@@ -121,7 +121,7 @@ def _restates_casts(call_of: _Identified, order: int) -> bool:
     if order == 0:
         return True
     inputs = [Var(atom.aval) for atom in equation.invars]
-    info = compat.debug_info("autopallas", len(inputs), len(equation.outvars))
+    info = jaxprs.debug_info("autopallas", len(inputs), len(equation.outvars))
     again = equation.replace(invars=inputs)
     call = ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), [])
     try:
@@ -136,11 +136,11 @@ _CASTS = frozenset({"convert_element_type", "reduce_precision", "copy", "copy_p"
 
 
 def _only_casts(body: Any, order: int) -> bool:
-    jaxpr, consts = compat.opened(body)
+    jaxpr, consts = jaxprs.open_jaxpr(body)
     if consts:
         return False
     for equation in jaxpr.eqns:
-        held = compat.bodies(equation)
+        held = jaxprs.bodies(equation)
         if equation.primitive.name in ("jit", "pjit") and len(held) == 1:
             if not _only_casts(held[0][2], order):
                 return False
@@ -170,15 +170,15 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
         return jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
 
     kinds = [compat.typed_like(v.aval) for v in results]
-    jaxpr, _ = compat.opened(compat.make_jaxpr(pulled, shapes, kinds))
+    jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
     known: dict[Any, Any] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 
     def follow(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
         for equation in jaxpr.eqns:
             path = None if isinstance(equation.invars[0], Literal) else known.get(equation.invars[0])
-            held = compat.bodies(equation)
+            held = jaxprs.bodies(equation)
             if equation.primitive.name in ("jit", "pjit") and len(held) == 1 or restates_casts(equation, order):
-                inner = compat.opened(held[0][2])[0]
+                inner = jaxprs.open_jaxpr(held[0][2])[0]
                 given = (None if isinstance(a, Literal) else known.get(a) for a in equation.invars)
                 found = follow(inner, {v: p for v, p in zip(inner.invars, given, strict=True) if p is not None})
                 known.update((v, p) for v, p in zip(equation.outvars, found, strict=True) if p is not None)
@@ -195,7 +195,7 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
 
 @lru_cache(maxsize=128)
 def _program(body: _Identified) -> Program | None:
-    jaxpr, consts = compat.opened(body.it)
+    jaxpr, consts = jaxprs.open_jaxpr(body.it)
     return None if consts else _read(jaxpr)
 
 
@@ -204,7 +204,7 @@ def _tangent(function: _Identified) -> Program | None:
     """The derivative, traced as JAX would differentiate the equation."""
     equation: JaxprEqn = function.use
     inputs = [Var(atom.aval) for atom in equation.invars]
-    info = compat.debug_info("autopallas", len(inputs), 1)
+    info = jaxprs.debug_info("autopallas", len(inputs), 1)
     again = equation.replace(invars=inputs)
     once = compat.jaxpr_as_fun(ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), []))
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
@@ -220,7 +220,7 @@ def _tangent(function: _Identified) -> Program | None:
         return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
 
     try:
-        jaxpr, consts = compat.opened(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
+        jaxpr, consts = jaxprs.open_jaxpr(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
     except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
         return None
     return None if consts else _read(jaxpr)
@@ -249,11 +249,11 @@ def _read(jaxpr: Any) -> Program | None:
 
         for equation in jaxpr.eqns:
             name, registers = equation.primitive.name, [read(atom) for atom in equation.invars]
-            held = compat.bodies(equation)
+            held = jaxprs.bodies(equation)
             if equation.effects or len(lines) > _LONGEST:
                 raise _NotElementwise
             if name in ("jit", "pjit", _CALL) and len(held) == 1:
-                inner, consts = compat.opened(held[0][2])
+                inner, consts = jaxprs.open_jaxpr(held[0][2])
                 if consts:
                     raise _NotElementwise
                 results = inline(inner, registers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.graph.numbering import Graph, Node
 
@@ -68,5 +68,5 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> li
 
 def closed(inputs: Sequence[Var], results: Sequence[Any], equations: Sequence[JaxprEqn]) -> Any:
     """A closed jaxpr without constants."""
-    info = compat.debug_info("autopallas", len(inputs), len(results))
+    info = jaxprs.debug_info("autopallas", len(inputs), len(results))
     return ClosedJaxpr(Jaxpr([], list(inputs), list(results), list(equations), debug_info=info), [])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
@@ -86,7 +86,7 @@ def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
 
 
 def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
-    inner, consts = compat.opened(jaxpr)
+    inner, consts = jaxprs.open_jaxpr(jaxpr)
     renamed = id(inner) in seen  # one jaxpr object may be the body of two loops
     seen.add(id(inner))
     constvars, invars = list(inner.constvars), list(inner.invars)
@@ -118,7 +118,7 @@ def _inline(
         if called is None and (called := _outside_of_kernels(equation)) is not None:
             inputs = inputs[1:]
         if called is not None:
-            inner, consts = compat.opened(called)
+            inner, consts = jaxprs.open_jaxpr(called)
             names = [Var(v.aval) for v in inner.constvars]
             body.constvars += names
             body.consts += consts
@@ -129,7 +129,7 @@ def _inline(
         if renamed:
             outputs = [Var(v.aval) for v in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
-            equation = compat.inlined_equation(equation, inputs, outputs, calls)
+            equation = jaxprs.inline_equation(equation, inputs, outputs, calls)
         elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
@@ -137,7 +137,7 @@ def _inline(
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))
-                for name, position, inner in compat.bodies(equation)
+                for name, position, inner in jaxprs.bodies(equation)
             ]
             if children:
                 body.children[len(body.equations) - 1] = children
@@ -148,8 +148,8 @@ def _called(equation: JaxprEqn) -> Any | None:
     """The body of a call that may be dissolved, or None."""
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
-    bodies: Sequence[tuple[str, int | None, Any]] = compat.bodies(equation)
-    if len(bodies) != 1 or len(compat.opened(bodies[0][2])[0].invars) != len(equation.invars):
+    bodies: Sequence[tuple[str, int | None, Any]] = jaxprs.bodies(equation)
+    if len(bodies) != 1 or len(jaxprs.open_jaxpr(bodies[0][2])[0].invars) != len(equation.invars):
         return None
     return bodies[0][2]
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal
 from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
 
@@ -80,7 +80,7 @@ class Oracle:
             with _device(arguments):
                 if self._compiled is None:
                     # What no decision reads is not computed twice.
-                    twice = compat.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
+                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
                     self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
                 results = self._compiled(*arguments)
             return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
@@ -91,7 +91,7 @@ class Oracle:
     # ------------------------------------------------------------------ bodies
 
     def _run(self, body: Any, values: Sequence[Value]) -> list[Value]:
-        jaxpr, consts = compat.opened(body)
+        jaxpr, consts = jaxprs.open_jaxpr(body)
         known = dict(zip(jaxpr.invars, values, strict=True))
         known.update(zip(jaxpr.constvars, (decided(jnp.asarray(c)) for c in consts), strict=True))
 
@@ -112,7 +112,7 @@ class Oracle:
         if name in _SILENT and not equation.outvars:
             return []
         if name in _CALLS:
-            ((_, _, body),) = compat.bodies(equation)
+            ((_, _, body),) = jaxprs.bodies(equation)
             return self._run(body, values)
         rule = _STRUCTURES.get(name)
         if rule is not None:

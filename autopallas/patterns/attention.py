@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -70,11 +70,11 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
                         assert draft is not None
                         drafts.setdefault(proved.score, draft)
-                        missed(proved.score, node, compat.location(node.equation), escape.reason)
+                        missed(proved.score, node, jaxprs.location(node.equation), escape.reason)
                     except Mismatch as mismatch:
                         reason, operand = mismatch.reason, mismatch.operand
                 if reason is not None and outcome.score is not None and not _in_backward(node):
-                    missed(outcome.score, node, compat.location(node.equation), told(graph, reason, operand))
+                    missed(outcome.score, node, jaxprs.location(node.equation), told(graph, reason, operand))
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
@@ -146,14 +146,14 @@ def _holds_softmax(node: Node) -> bool:
     """Whether a custom rule's body could compute a softmax."""
     if node.name not in _CUSTOM_RULES:
         return False
-    names = {inner.primitive.name for body in compat.bodies(node.equation) for inner in _equations(body[2])}
+    names = {inner.primitive.name for body in jaxprs.bodies(node.equation) for inner in _equations(body[2])}
     return "exp" in names and "reduce_sum" in names
 
 
 def _equations(body: Any) -> Iterator[Any]:
-    for equation in compat.opened(body)[0].eqns:
+    for equation in jaxprs.open_jaxpr(body)[0].eqns:
         yield equation
-        for inner in compat.bodies(equation):
+        for inner in jaxprs.bodies(equation):
             yield from _equations(inner[2])
 
 

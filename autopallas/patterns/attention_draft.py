@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.compat import Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -88,7 +88,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
         equations=tuple(nodes),
         original=jaxpr_of(graph, nodes, operands, [root]),
         body=body,
-        location=compat.location(second.equation),
+        location=jaxprs.location(second.equation),
         assumptions=proved.assumptions,
     )
 
@@ -110,7 +110,7 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
             users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
             other = next((u for u in users if id(u) not in inside), None)
             if other is not None:
-                where = compat.location(other.equation)
+                where = jaxprs.location(other.equation)
                 raise Escape(f"the {what} are also used by {other.name} at {where}")
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
@@ -93,7 +93,7 @@ class ProvedAttention:
 
     @property
     def location(self) -> str:
-        return compat.location(self.second.equation)
+        return jaxprs.location(self.second.equation)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
@@ -220,7 +220,7 @@ class _Rules:
         if self.complete:
             before = self.equations
             self.equations = [_rectified(e) for e in before]
-            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
 
@@ -261,12 +261,12 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     name = equation.primitive.name
     if name in _RECTIFIED_WITHIN:
         params = dict(equation.params)
-        for parameter, position, body in compat.bodies(equation):
-            jaxpr, constants = compat.opened(body)
+        for parameter, position, body in jaxprs.bodies(equation):
+            jaxpr, constants = jaxprs.open_jaxpr(body)
             equations = [_rectified(e) for e in jaxpr.eqns]
             if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
                 given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
-                params[parameter] = compat.rebuilt(body, *given, equations)
+                params[parameter] = jaxprs.rebuild(body, *given, equations)
         changed = any(params[name] is not value for name, value in equation.params.items())
         return equation.replace(params=params) if changed else equation
     if equation.primitive.name != "max" or len(equation.invars) != 2:
@@ -274,7 +274,7 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     x, zero = equation.invars
     if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
         return equation
-    program, _ = compat.opened(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
     calls = [e for e in program.eqns if is_elementwise_call(e)]
     return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
 
@@ -352,7 +352,7 @@ class Lookup:
         if key not in self._derivatives:
             program = forward.jaxpr()
             if any(position in forward.body.children for position in forward.positions):
-                program = compat.without_dead_code(program)  # of loops, what they stack for their own derivative
+                program = jaxprs.without_dead_code(program)  # of loops, what they stack for their own derivative
 
             def pulled(cotangent: Any, *inputs: Any) -> Any:
                 def function(*chosen: Any) -> Any:
@@ -643,7 +643,7 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
 
 def _without_rules(program: Any) -> Callable[..., Any]:
     """What a program computes, without the derivatives of their own that some elementwise functions have."""
-    jaxpr, constants = compat.opened(program)
+    jaxpr, constants = jaxprs.open_jaxpr(program)
 
     def run(*args: Any) -> Any:
         values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -88,7 +88,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 given.update(matches[-1].replaced)
             except Mismatch as mismatch:
                 if region.labelled:
-                    where = compat.location(node.equation)
+                    where = jaxprs.location(node.equation)
                     misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
     return matches, misses
 
@@ -257,5 +257,5 @@ def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
     for number in sorted(left):
         for user in graph.users[number]:
             if id(user) not in ends and not set(user.outputs) & region.inside:
-                return f"the logits are also used by {user.name} at {compat.location(user.equation)}"
+                return f"the logits are also used by {user.name} at {jaxprs.location(user.equation)}"
     return "the logits are needed elsewhere"

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
@@ -116,7 +116,7 @@ class Region:
 
     @property
     def location(self) -> str:
-        return compat.location(self.dot.equation)
+        return jaxprs.location(self.dot.equation)
 
     @property
     def products(self) -> list[Terminal]:
@@ -396,7 +396,7 @@ class Region:
         if node.name == "dot_general" and inside:  # a sum of products may be one of two values inside
             return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
-            raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
+            raise Mismatch(f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}")
         return inside[0]
 
     def _terminal(self, node: Node) -> Terminal:
@@ -409,14 +409,14 @@ class Region:
             if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
             if reduced and reduced <= rows:
-                where = compat.location(node.equation)
+                where = jaxprs.location(node.equation)
                 raise Mismatch(f"the same logits are normalised along another axis too, by {node.name} at {where}")
             if not vocabulary <= reduced:
-                raise Mismatch(f"{node.name} runs over a part of the logits at {compat.location(node.equation)}")
+                raise Mismatch(f"{node.name} runs over a part of the logits at {jaxprs.location(node.equation)}")
             if node.name == "reduce_sum":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.total(at))
             if reduced != vocabulary:
-                raise Mismatch(f"{node.name} runs over rows too at {compat.location(node.equation)}")
+                raise Mismatch(f"{node.name} runs over rows too at {jaxprs.location(node.equation)}")
             if node.name == "reduce_max":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.maximum(at))
             if tuple(a for d in sorted(axes) for a in self.resolved(at.view[d][1])) != self.resolved(self.vocabulary):
@@ -429,7 +429,7 @@ class Region:
             return Terminal(node, node.outputs[0], pick.view, "statistics", found)
         if node.name == "dot_general":
             return self._product(node, at)
-        raise Mismatch(f"the logits are also used by {node.name} at {compat.location(node.equation)}")
+        raise Mismatch(f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}")
 
     def _product(self, node: Node, at: Ref) -> Terminal:
         """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
@@ -448,7 +448,7 @@ class Region:
         elif reduced and reduced <= rows - self.apart:
             kind, partner = "columns", self.x
         else:
-            raise Mismatch(f"the logits are contracted over another axis at {compat.location(node.equation)}")
+            raise Mismatch(f"the logits are contracted over another axis at {jaxprs.location(node.equation)}")
         other = node.inputs[1 - side]
         shape = self.graph.shape(other)
         free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]

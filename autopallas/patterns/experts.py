@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
@@ -80,7 +80,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     sums, tried = even_sums(graph), Counter[int]()
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         with contained(node):
-            root, location = _result(graph, node, alive), compat.location(node.equation)
+            root, location = _result(graph, node, alive), jaxprs.location(node.equation)
             if root in covered or node.name == "select_n" and root in within:
                 continue
             if node.name == "add":
@@ -464,7 +464,7 @@ class Draft:
                 users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
                 other = next((u for u in users if not belongs(u)), None)
                 if other is not None:
-                    where = compat.location(other.equation)
+                    where = jaxprs.location(other.equation)
                     self.escaped = f"{self.what}, and what they compute is also used by {other.name} at {where}"
                     return
 
@@ -500,7 +500,7 @@ class Draft:
             equations=tuple(nodes),
             original=original,
             body=self.body,
-            location=compat.location(self.root.equation),
+            location=jaxprs.location(self.root.equation),
             backwards=backwards,
         )
 

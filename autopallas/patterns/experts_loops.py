@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
@@ -342,7 +342,7 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     equation = node.equation
     consts, carried = compat.scan_parts(equation)
     place = node.outputs.index(value)
-    body, _ = compat.opened(equation.params["jaxpr"])
+    body, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
     carries = body.invars[consts : consts + carried]
     stacked, length = place >= carried, equation.params["length"]
     counters = [i for i in range(carried) if _counts(graph, node, body, consts, i)]
@@ -560,7 +560,7 @@ class _Walk:
         if node.name == "custom_jvp_call":
             rule = rule_of(node.equation)
             return id(node) if rule is None else (node.name, rule)
-        if compat.bodies(node.equation):
+        if jaxprs.bodies(node.equation):
             return id(node)
         key = self.graph.key(node.equation, (), ())
         return id(node) if key is None else key

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import one_line
 from autopallas.graph import Graph, Space, flatten
@@ -60,7 +60,7 @@ class Sites:
 
     def _form(self, program: Any) -> Hashable:
         """Equal for programs that do the same, in the same order."""
-        jaxpr, constants = compat.opened(program)
+        jaxpr, constants = jaxprs.open_jaxpr(program)
         self._graph.steps.spend(len(jaxpr.eqns))
         if constants:
             return id(program)
@@ -78,7 +78,7 @@ class Sites:
         """Equal for equations that do the same to other operands."""
         if is_elementwise_call(equation):
             return self._graph.key(equation, (), ()), rule_of(equation)
-        bodies = compat.bodies(equation)
+        bodies = jaxprs.bodies(equation)
         held = {parameter for parameter, _, _ in bodies}
         others = {name: value for name, value in equation.params.items() if name not in held}
         key = self._graph.key(equation.replace(params=others), (), ()) if bodies else self._graph.key(equation, (), ())

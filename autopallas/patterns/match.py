@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
 
@@ -35,7 +35,7 @@ def told(graph: Graph, reason: str, operand: int | None) -> str:
     kind = f"{graph.dtype(operand)}[{','.join(map(str, graph.shape(operand)))}]"
     if node is None:
         return f"{reason}: {kind}, an input"
-    return f"{reason}: {kind} of {node.name} at {compat.location(node.equation)}"
+    return f"{reason}: {kind} of {node.name} at {jaxprs.location(node.equation)}"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import Literal, Var
 from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
@@ -63,11 +63,11 @@ class Reference:
 
 def _dissolved(program: Any, operands: Sequence[Any]) -> Any:
     """Evaluates a closed jaxpr without its custom rules."""
-    jaxpr, consts = compat.opened(program)
+    jaxpr, consts = jaxprs.open_jaxpr(program)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for equation in jaxpr.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-        bodies = compat.bodies(equation)
+        bodies = jaxprs.bodies(equation)
         if equation.primitive.name in _CALLS or compat.is_plain_jit(equation):
             results = _dissolved(bodies[0][2], inputs)
         else:
@@ -256,7 +256,7 @@ class _Finder:
             equations=tuple(nodes),
             original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
             body=node.body,
-            location=compat.location(node.equation),
+            location=jaxprs.location(node.equation),
         )
 
 
@@ -290,10 +290,10 @@ def _looked_up(
 
 def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
     """The results of a call of a custom rule with the same primal, which no key can tell."""
-    wanted = [str(body) for _, _, body in compat.bodies(node.equation)]
+    wanted = [str(body) for _, _, body in jaxprs.bodies(node.equation)]
     for user in graph.users.get(inputs[0], ()) if inputs else ():
         if user.name == node.name and list(user.inputs) == list(inputs):
-            if [str(body) for _, _, body in compat.bodies(user.equation)] == wanted:
+            if [str(body) for _, _, body in jaxprs.bodies(user.equation)] == wanted:
                 return user.outputs
     return None
 
@@ -349,7 +349,7 @@ def _escape(graph: Graph, match: Match) -> str:
             for user in graph.users[number]:
                 if id(user) not in own:
                     return (
-                        f"a value in the middle of it is also used by {user.name} at {compat.location(user.equation)}"
+                        f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
                     )
     return "a value in the middle of it is used elsewhere"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked
@@ -31,7 +31,7 @@ def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
         if decision.verdict == "applied":
             for part in match.passes:
                 splicer.replace(part, decision)
-    program = compat.without_dead_code(rebuild(graph.root, splicer.edits))
+    program = jaxprs.without_dead_code(rebuild(graph.root, splicer.edits))
     check(program)
     return program
 
@@ -209,11 +209,11 @@ class _Splicer:
                 stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
             case "shard_map":
                 if not aval.shape:  # has no axis along which the devices' parts could lie side by side
-                    line = compat.reshaped(variable, (1,))
+                    line = jaxprs.reshape_equation(variable, (1,))
                     edits[0].added.append(line)
                     (variable,) = line.outvars
                     whole, inner = inner, Var(variable.aval)
-                    back = compat.reshaped(inner, ())
+                    back = jaxprs.reshape_equation(inner, ())
                     edits[1].added.append(back.replace(outvars=[whole]))
                 spec, type_ = compat.spread(holder.params, variable.aval)
                 stacked = Var(type_)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 
 __all__ = ["Shardings", "Wanted", "known", "spread", "tell", "told", "wanted_for"]
 
@@ -83,13 +83,13 @@ def spread(program: Any) -> bool:
     divided: dict[int, bool] = {}  # per mesh: a program has few, and many values
     todo, seen = [program], set()
     while todo:
-        jaxpr, _ = compat.opened(todo.pop())
+        jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
         if id(jaxpr) in seen:
             continue
         seen.add(id(jaxpr))
         values = [*jaxpr.invars, *jaxpr.constvars]
         for equation in jaxpr.eqns:
-            bodies = compat.bodies(equation)
+            bodies = jaxprs.bodies(equation)
             if bodies:
                 todo += [body for _, _, body in bodies]
             else:
@@ -127,9 +127,9 @@ def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
 
 def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
     """The first mesh that a constraint in a program names."""
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     for equation in jaxpr.eqns:
-        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in compat.bodies(equation))]
+        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in jaxprs.bodies(equation))]
         found = next((mesh for mesh in meshes if mesh is not None), None)
         if found is not None:
             return found

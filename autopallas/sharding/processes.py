@@ -55,7 +55,7 @@ def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Sh
     if shared is None:
         return "it is run by several processes that cannot compare what they run"
     try:  # whether it can be traced belongs to what they compare
-        text = str(jax.make_jaxpr(lambda *arrays: compat.emitted(rewritten, list(arrays)))(*arrays))
+        text = str(jax.make_jaxpr(lambda *arrays: compat.emit(rewritten, list(arrays)))(*arrays))
         own = hashlib.sha256(_same_everywhere(text).encode()).hexdigest()
     except Exception as error:
         own = f"fails with {type(error).__name__}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn
 from autopallas.numerics.rounding import (
     NOTHING,
@@ -29,7 +29,7 @@ def sources(program: Any) -> list[Source]:
     """A :class:`Source` for each result of a closed jaxpr.  A value without a site has the narrowest dtype of the whole
     program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
     """
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     known: dict[Any, list[Source]] = {}
 
     def site(equation: JaxprEqn, before: Sequence[Source]) -> list[Source] | None:

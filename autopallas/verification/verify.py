@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.arguments import join, split
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
@@ -179,9 +179,9 @@ def _precision(dtype: Any, source: Source) -> float:
 
 def _primitives(program: Any) -> set[str]:
     found = set()
-    for equation in compat.opened(program)[0].eqns:
+    for equation in jaxprs.open_jaxpr(program)[0].eqns:
         found.add(equation.primitive.name)
-        for _, _, body in compat.bodies(equation):
+        for _, _, body in jaxprs.bodies(equation):
             found |= _primitives(body)
     return found
 
