@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
-from autopallas.custom.check import apart
+from autopallas.custom.check import without_nested
 from autopallas.errors import AutopallasWarning, RequirementError
 from autopallas.fallback.bisect import only_allowed
 from autopallas.fallback.splice import splice_what_can_be
@@ -17,6 +17,7 @@ from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
 from autopallas.options import Options
+from autopallas.passes import Passes
 from autopallas.patterns import NearMiss, find
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
@@ -62,32 +63,34 @@ def rewrite(
 
 
 def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
+    """The same, and a report into which later news are entered."""
     device = Device.current()
     tuner = Tuner(device, options)
+    run = Passes(program, checked=options.strict)
     result = program
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
     with collecting(options.strict) as failures:
-        stage = "graph"
         try:
             with paused():
-                graph = Graph(move_selections(move_heads_out(flatten(program)), options.assume_finite))
-                stage = "patterns"
-                matches, misses = find(graph, options.ops, options.assume_finite)
-            stage = "partition"
-            matches = placed(program, graph, matches, shardings, options.strict)
-            stage = "plan"
+                body = run("graph", "flatten", flatten, program)
+                body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+                body = run("graph", "move row selections", move_selections, body, options.assume_finite)
+                graph = run("graph", "number values", Graph, body)
+                matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
+            matches = run("partition", "shard sites", placed, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
-                matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
-                decisions = only_allowed(matches, decisions, device)
-            stage = "report"
+                decisions = run("plan", "choose implementations", plan, matches, device, options, tuner, prober)
+                matches, decisions = run("plan", "drop nested sites", without_nested, graph, matches, decisions)
+                decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
             describer = Describer()
-            decisions = describer.accountable(matches, decisions)
-            stage = "rewrite"
+            decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
-                result, decisions = splice_what_can_be(program, graph, matches, decisions, options.strict)
-            sites = describer.records(matches, decisions)
+                result, decisions = run(
+                    "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
+                )
+            sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
             failures += [failure for failure in _failures(sites) if failure not in failures]
@@ -99,8 +102,8 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
             if options.strict:
                 raise
             result, sites, decisions = program, (), []
-            failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
-            warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
+            failures.append(Failure(run.stage, f"{type(error).__name__}: {error}"))
+            warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
@@ -109,6 +112,7 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
         platform=device.platform,
         device_kind=device.kind,
         versions={**compat.versions(), **processor.told(device)},
+        trace=tuple(run.done),
     )
     require(report, options)
     return result, LiveReport(report, [decision.entry for decision in decisions])

@@ -19,7 +19,7 @@ FLOORS = (
     {"report", "faults"},
     {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
     {"plan", "rewrite", "sharding", "fallback"},
-    {"pipeline", "verification", "optimize"},
+    {"invariants", "passes", "pipeline", "verification", "optimize"},
     {"autopallas", "cli", "__main__"},
 )
 """From the ground up.  A room imports from its own floor and from those below."""

@@ -19,7 +19,7 @@ from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Unsupported
 
-__all__ = ["apart", "judged"]
+__all__ = ["judged", "without_nested"]
 
 D = TypeVar("D", bound=Any)
 
@@ -74,7 +74,7 @@ def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str 
     return name, "asked for by its pattern, and found equal to the reference within tolerance", NoBlockSizes()
 
 
-def apart(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
+def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
     """The sites and decisions without those that lie within another site that is applied: the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
     if not any(isinstance(match.site, OwnSite) for match in matches):

@@ -133,7 +133,7 @@ def _inline(
         elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if equation.primitive.name not in _CLOSED and not is_elementwise_call(equation):
+        if may_hold_bodies(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))
@@ -160,6 +160,11 @@ def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
     if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
         return None
     return equation.params["branches"][-1]
+
+
+def may_hold_bodies(equation: JaxprEqn) -> bool:
+    """Whether jaxprs among an equation's parameters are bodies of the program."""
+    return equation.primitive.name not in _CLOSED and not is_elementwise_call(equation)
 
 
 def is_contraction(equation: JaxprEqn) -> bool:
