@@ -23,7 +23,7 @@ from autopallas.options import OptionArguments, resolve, validated
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.late import LiveReport
 from autopallas.sharding import call_shardings
-from autopallas.sharding.processes import hurried, objection
+from autopallas.sharding.processes import disagreement, inspection_only
 from autopallas.verification import first_call
 
 __all__ = ["Optimized", "explain", "optimize"]
@@ -61,14 +61,14 @@ class Optimized(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:  # a call that needs nothing special pays for no more than this frame
-            if self._spread and not call_shardings.told():
-                with call_shardings.tell(args, kwargs):
+            if self._spread and not call_shardings.is_recording():
+                with call_shardings.recording_shardings(args, kwargs):
                     return self(*args, **kwargs)
             result: R = self._run(*args, **kwargs)
             return result
         except first_call.FirstCall:
             pass
-        except call_shardings.Wanted:
+        except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
         except Exception as error:
@@ -105,17 +105,17 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.eval_shape, args, kwargs)
 
     def clear_cache(self) -> None:
@@ -126,13 +126,13 @@ class Optimized(Generic[P, R]):
     # ------------------------------------------------------------------ tracing
 
     def _placed(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``use(*args, **kwargs)``, told of the arguments' shardings if it wants to know them."""
+        """``use(*args, **kwargs)``, with the arguments' shardings recorded where its trace needs them."""
         if not self._spread:
             try:
                 return use(*args, **kwargs)
-            except call_shardings.Wanted:
+            except call_shardings.ShardingsNeeded:
                 self._spread = True
-        with call_shardings.tell(args, kwargs):
+        with call_shardings.recording_shardings(args, kwargs):
             return use(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,8 +157,8 @@ class Optimized(Generic[P, R]):
         except Exception as error:
             mark_users_error(error)
             raise
-        if call_shardings.wanted_for(program, self._settings):
-            raise call_shardings.Wanted
+        if call_shardings.needs_shardings(program, self._settings):
+            raise call_shardings.ShardingsNeeded
         shardings, rewritten = None, program
         try:
             shardings = call_shardings.known(program, args, kwargs, arrays, shapes, self._settings)
@@ -174,7 +174,7 @@ class Optimized(Generic[P, R]):
         self._publish(live)
         report = live()
         if (report.sites or report.failures) and not self._dry:
-            reason = objection(program, rewritten, arrays, shardings)
+            reason = disagreement(program, rewritten, arrays, shardings)
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
                 pipeline.require(live(), options)

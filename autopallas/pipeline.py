@@ -26,7 +26,7 @@ from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.late import LiveReport
 from autopallas.sharding.call_shardings import Shardings
-from autopallas.sharding.shard_sites import placed
+from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.cache import WARNED
@@ -79,7 +79,7 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
                 body = run("graph", "move row selections", move_selections, body, options.assume_finite)
                 graph = run("graph", "number values", Graph, body)
                 matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
-            matches = run("partition", "shard sites", placed, program, graph, matches, shardings, options.strict)
+            matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
                 decisions = run("plan", "choose implementations", plan, matches, device, options, tuner, prober)
                 matches, decisions = run("plan", "drop nested sites", without_nested, graph, matches, decisions)

@@ -23,7 +23,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
 from autopallas.tuning.distributed import agreement
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.probe_cache import Verdict, Verdicts, verdict_key
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults, probe_key
 
 __all__ = ["Prober"]
 
@@ -50,7 +50,7 @@ class Prober:
         self.runs = runs
         self._lock = options.lock is not None
         self._alone = jax.process_count() == 1
-        self._verdicts = Verdicts.current()
+        self._verdicts = ProbeResults.current()
         self._child: Child | None = None
         self.found: list[tuple[Any, str, str, str]] = []
         """What failed just now: (match, implementation, stage, error)."""
@@ -81,7 +81,7 @@ class Prober:
         probing = self.runs and not self._lock and self.wanted(name)
         if not probing and not self._verdicts.known():
             return None
-        key = verdict_key(match, name, block_sizes, self._device)
+        key = probe_key(match, name, block_sizes, self._device)
         if not self._alone:
             return self._agreed(match, name, block_sizes, key, probing)
         known = self._verdicts.own(key) if self._lock else self._verdicts.get(key)
@@ -95,7 +95,7 @@ class Prober:
         """Remembers a failure."""
         self.found.append((match, name, stage, error))
         if self._alone:
-            self._verdicts.put(Verdict.of(verdict_key(match, name, block_sizes, self._device), stage, error))
+            self._verdicts.put(ProbeResult.of(probe_key(match, name, block_sizes, self._device), stage, error))
 
     # ------------------------------------------------------------------ one probe
 
@@ -107,7 +107,7 @@ class Prober:
             if known is not None:
                 return None if known.outcome == "works" else (known.stage, known.error)
             fault = None if measured else self._probed(match, name, block_sizes)
-            self._verdicts.put(Verdict.of(key, *fault) if fault else Verdict.of(key))
+            self._verdicts.put(ProbeResult.of(key, *fault) if fault else ProbeResult.of(key))
             if fault:
                 self.found.append((match, name, *fault))
             return fault

@@ -19,7 +19,7 @@ from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Unsupported
 
-__all__ = ["judged", "without_nested"]
+__all__ = ["check_replacement", "without_nested"]
 
 D = TypeVar("D", bound=Any)
 
@@ -44,7 +44,7 @@ class _Verdicts:
 _VERDICTS = _Verdicts()
 
 
-def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
+def check_replacement(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
     """(the implementation or None, why, its block sizes) for a site of an own pattern.
 
     Args:

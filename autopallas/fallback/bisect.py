@@ -12,10 +12,10 @@ from autopallas.custom.site import OwnSite
 from autopallas.faults import contained
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision
-from autopallas.sharding.local import alone
+from autopallas.sharding.local import local_match
 from autopallas.sites.device import Device
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.probe_cache import verdict_key
+from autopallas.tuning.probe_cache import probe_key
 
 __all__ = [
     "ALL_SITES",
@@ -80,7 +80,7 @@ def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: De
         elif decision.verdict == "applied":
             name, left_out = decision.implementation or "", True
             with contained(match.location, match.op, "plan"):
-                key = verdict_key(alone(match), name, decision.block_sizes, device)
+                key = probe_key(local_match(match), name, decision.block_sizes, device)
                 SEEN.suspects.setdefault(key.digest, Suspect(key, match.op, name, match.location))
                 left_out = allowed != ALL_SITES and key.digest not in allowed
             if left_out:

@@ -15,7 +15,7 @@ from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, Suspect, allow
 from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import one_line
 from autopallas.tuning.cache import WARNED
-from autopallas.tuning.probe_cache import Verdict, Verdicts
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
 
 __all__ = ["Blamed", "Recoverable", "is_users_error", "mark_users_error", "record_failures", "rerun"]
 
@@ -140,5 +140,5 @@ def record_failures(blamed: Sequence[Blamed]) -> None:
             reason = f"{one.stage} failed with {one.error}"
             WARNED.once(reason, f"autopallas ran a call again as it is written, since with replaced sites {reason}")
             continue
-        Verdicts.current().put(Verdict.of(one.suspect.key, one.stage, one.error))
+        ProbeResults.current().put(ProbeResult.of(one.suspect.key, one.stage, one.error))
         warn_not_used(one.suspect.op, one.suspect.location, one.suspect.implementation, one.stage, one.error)

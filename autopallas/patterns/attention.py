@@ -20,7 +20,7 @@ from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
-from autopallas.graph.proof_cache import Forms
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
@@ -199,7 +199,7 @@ class _Proofs:
 
     def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], assume_finite: bool):
         self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
-        self._known: Forms[tuple[_Outcome, bool]] = Forms(graph, reach)
+        self._known: ProofCache[tuple[_Outcome, bool]] = ProofCache(graph, reach)
 
     def at(self, node: Node, side: int, settled: Set[int]) -> _Outcome:
         for (outcome, was_settled), image in self._known.like(node, side):

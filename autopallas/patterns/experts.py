@@ -25,7 +25,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
-from autopallas.graph.proof_cache import Forms
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.backward import (
     Backward,
     Dissolved,
@@ -74,7 +74,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
-    others: Forms[_Found | str | None] = Forms(graph, choice_axes(graph))
+    others: ProofCache[_Found | str | None] = ProofCache(graph, choice_axes(graph))
     sites = Sites(graph)
     within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
@@ -164,7 +164,7 @@ def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
     return floating[0] if floating else next(iter(node.outputs), -1)
 
 
-def _found(graph: Graph, node: Node, root: int, others: Forms[_Found | str | None]) -> _Found | None:
+def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | str | None]) -> _Found | None:
     """A sum over experts, or None of another sum."""
     loop = loop_at(graph, root)
     if loop is not None:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import jax
 
 from autopallas.errors import UnsupportedError
-from autopallas.plan.choose_implementation import judged
+from autopallas.plan.choose_implementation import evaluate_candidates
 from autopallas.plan.decision import Decision
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
 from autopallas.sites.operation import Operation
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.choose import Choice, of_table
 
 __all__ = ["elsewhere"]
@@ -51,9 +51,9 @@ def elsewhere(
       UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
     """
     given, found = original.in_avals, original.out_avals
-    if isinstance(site, PlacedSite):  # its parts are lowered: the devices are not known here
+    if isinstance(site, ShardedSite):  # its parts are lowered: the devices are not known here
         active = None if active is None else site.moved(active, site.given_types(given))
-        given, found, site = site.local(given), site.local(found, results=True), site.alone
+        given, found, site = site.local(given), site.local(found, results=True), site.standalone
     operands = tuple((a.shape, a.dtype) for a in given)
     forward = _decided(decision, device, site, operands)
     if active is None or forward.verdict == "kept" or not site.has_backward:
@@ -75,7 +75,7 @@ def _decided(decision: Decision, device: Device, site: SiteDescription, operands
     def choices(names: Sequence[str]) -> dict[str, Choice]:
         return {name: of_table(subject, name, device, options.objective) for name in names}
 
-    for found in judged(operation, site.spec, device, options, choices, attempts):
+    for found in evaluate_candidates(operation, site.spec, device, options, choices, attempts):
         if found.verdict == "kept":
             return found
 

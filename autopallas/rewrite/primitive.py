@@ -31,7 +31,7 @@ from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forw
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
 from autopallas.sites.operation import NOT_EXPORTED
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.cache import WARNED
 
 
@@ -76,7 +76,7 @@ def _site_for_backward(*operands: Any, site: SiteDescription, original: Any, **_
     """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
     those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
-    whole: Any = site.site if isinstance(site, PlacedSite) else site
+    whole: Any = site.site if isinstance(site, ShardedSite) else site
     _, extra = whole.forward(site.operation.implementation("reference"), None, operands)
     return _typed(results, extra, site, original, True)
 
@@ -149,7 +149,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             try:
                 results = compute(True, *operands, decision=decision, **params)
             except Exception as error:
-                if decision.must:
+                if decision.raise_on_failure:
                     raise
                 enter(name, decision, platform, "lowering", error)
                 if params.get("residuals"):
@@ -179,16 +179,16 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and know of no mesh.
-            typed = isinstance(params["site"], PlacedSite) or decision.survey is not None
+            typed = isinstance(params["site"], ShardedSite) or decision.mark is not None
             plain = compat.invariant_type if typed else compat.whole_type
             context = context.replace(avals_in=[plain(a) for a in context.avals_in])
-            if decision.survey is not None:
-                return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
+            if decision.mark is not None:
+                return with_marks(context, *operands, number=decision.mark, decision=decision, **params)
             decision = decided(decision, device, params)
             if decision.implementation in NOT_EXPORTED and compat.exporting(context):
                 decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation or ""])
             runs = decision.verdict == "applied" and decision.platform == ours
-            if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
+            if runs and compat.is_partitioned(context) and not isinstance(params["site"], ShardedSite):
                 runs = False  # the compiler would gather everything on each device
                 entry_of(decision).keeps(ours, _UNPLACED.partition(": ")[2])
                 WARNED.once(_UNPLACED + params["site"].operation.name, _UNPLACED)
@@ -217,7 +217,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             results = found[:count]  # such sites have no residuals
         return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
 
-    surveyed: Any = mlir.lower_fun(marked, multiple_results=True)
+    with_marks: Any = mlir.lower_fun(marked, multiple_results=True)
     return primitive
 
 
@@ -265,7 +265,7 @@ def _site_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
         return _site_and_tangent(primals, tangents, **params)
     except Exception as error:
         decision, original = params["decision"], params["original"]
-        if decision.must or decision.verdict == "kept" or params["residuals"]:
+        if decision.raise_on_failure or decision.verdict == "kept" or params["residuals"]:
             raise
         enter(site_p.name, decision, decision.platform, "differentiation", error)
     active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -367,7 +367,7 @@ def _batched_params(
     original, site, decision = params["original"], params["site"].batched(axes, size), params["decision"]
     divided = next((named for t in types if (named := _first_axes(t))), ())
     if divided:
-        further = site.divided_further(divided) if isinstance(site, PlacedSite) else None
+        further = site.divided_further(divided) if isinstance(site, ShardedSite) else None
         if further is None and decision.verdict == "applied":
             WARNED.once(_MAPPED + site.operation.name, _MAPPED)
             entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
@@ -403,7 +403,7 @@ def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | 
     try:
         outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
     except Exception as error:
-        if decision.must or decision.verdict == "kept":
+        if decision.raise_on_failure or decision.verdict == "kept":
             raise
         enter(primitive.name, decision, decision.platform, "batching", error)
         compute = functools.partial(_COMPUTED[primitive], False, **params)

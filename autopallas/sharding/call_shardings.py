@@ -1,8 +1,8 @@
 """The shardings of a call's arguments, which a trace does not see.
 
 A function under ``jit`` sees of an array only over which mesh it is spread, not how.  So the trace of a program over
-several devices is broken off by :class:`Wanted`, and done again in a context that holds the shardings.  They are a part
-of the key of every trace, so that a call with other shardings is traced anew.
+several devices is broken off by :class:`ShardingsNeeded`, and done again in a context that holds the shardings.  They
+are a part of the key of every trace, so that a call with other shardings is traced anew.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 
 from autopallas import compat, jaxprs
 
-__all__ = ["Shardings", "Wanted", "known", "spread", "tell", "told", "wanted_for"]
+__all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shardings", "recording_shardings", "spread"]
 
 
-class Wanted(Exception):
+class ShardingsNeeded(Exception):
     """Breaks off the trace of a program over several devices."""
 
 
@@ -40,7 +40,7 @@ class Shardings:
 
 
 _UNKNOWN = "unknown"
-_told = compat.trace_context(None)
+_recorded = compat.trace_context(None)
 """None: nobody asked; "unknown": there are no arrays, since something outside is being traced; else (per leaf of the
 call's arguments, the sharding or None; the mesh in force)."""
 
@@ -50,24 +50,24 @@ def _of_leaf(leaf: Any) -> Any:
     return sharding if isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1 else None
 
 
-def tell(args: Any, kwargs: Any) -> AbstractContextManager[None]:
+def recording_shardings(args: Any, kwargs: Any) -> AbstractContextManager[None]:
     """A context in which the shardings of a call's arguments are known, as far as there are any."""
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
-        context: AbstractContextManager[None] = _told(_UNKNOWN)
+        context: AbstractContextManager[None] = _recorded(_UNKNOWN)
     else:
-        context = _told((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
+        context = _recorded((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
     return context
 
 
-def told() -> bool:
-    """Whether this is inside of :func:`tell`."""
-    return _told.value is not None
+def is_recording() -> bool:
+    """Whether this is inside of :func:`recording_shardings`."""
+    return _recorded.value is not None
 
 
-def wanted_for(program: Any, settings: dict[str, Any] | None) -> bool:
-    """Whether a program is spread over several devices, and nobody has told how."""
-    if _told.value is not None:
+def needs_shardings(program: Any, settings: dict[str, Any] | None) -> bool:
+    """Whether a program is spread over several devices, and nothing has recorded how."""
+    if _recorded.value is not None:
         return False
     given = jax.tree.leaves([(settings or {}).get(name) for name in ("in_shardings", "out_shardings")])
     return any(_of_leaf(_Holder(s)) is not None for s in given) or spread(program)
@@ -148,9 +148,9 @@ def known(
       results: the structure of its results.
       settings: of its ``jit``.
     """
-    if _told.value is None or _told.value == _UNKNOWN:
+    if _recorded.value is None or _recorded.value == _UNKNOWN:
         return None
-    given, mesh = _told.value
+    given, mesh = _recorded.value
     settings = settings or {}
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if len(leaves) != len(given):

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from autopallas.sites.encoding import SavedSite
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 
-__all__ = ["alone"]
+__all__ = ["local_match"]
 
 
-def alone(match: Any) -> Any:
-    """A match, or of a placed one the part of one device, as much like a match as searches and probes need."""
-    if not isinstance(match.site, PlacedSite):
+def local_match(match: Any) -> Any:
+    """A match, or of a sharded one the part of one device, as much like a match as searches and probes need."""
+    if not isinstance(match.site, ShardedSite):
         return match
     first, *then = map(_part, match.passes)
     return SavedSite(
@@ -24,7 +24,7 @@ def alone(match: Any) -> Any:
 
 
 def _part(part: Any) -> SavedSite:
-    site: Any = part.site.alone
+    site: Any = part.site.standalone
     reference = site.operation.implementation("reference")
     types = part.site.local(part.original.in_avals)
     original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*types)

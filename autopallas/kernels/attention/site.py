@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.sites.division import Counted, Division, Extras, Parts
+from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import Index, Input, Program, Side
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
@@ -483,7 +483,7 @@ class AttentionSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
         terms = (x for term in self.terms for x in (term.query, term.key))
         sides = (x for side in self.sides for x in (side.parts if isinstance(side, Joined) else (side,)))
@@ -494,11 +494,11 @@ class AttentionSite:
         residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
         labels = frozenset(label for group in self.axes[:4] for label in group)
         uses = tuple(source for source in sources if isinstance(source, Operand))
-        return Parts(uses, (self.result,), residuals, labels, (frozenset(),))
+        return ShardableAxes(uses, (self.result,), residuals, labels, (frozenset(),))
 
-    def divided(self, division: Division) -> tuple[AttentionSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[AttentionSite, tuple[PositionOperand, ...]]:
         """What each device computes."""
-        extras = Extras(len(self.types))
+        extras = PositionOperands(len(self.types))
 
         def placed_side(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
             if not isinstance(side, Joined):
@@ -512,7 +512,7 @@ class AttentionSite:
             """A row's position is read from an operand where rows are divided."""
             if not (rows and isinstance(i, Index) and i.axis == "query"):
                 return i
-            operand = extras.operand(Counted(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
+            operand = extras.operand(PositionOperand(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
             if operand not in sides:
                 sides.append(operand)
             return Side(sides.index(operand), i.dtype)
@@ -549,9 +549,9 @@ class AttentionSite:
         site = replace(site, sides=tuple(sides), types=(*self.types, *extras.types))
         return site, tuple(extras.counted)
 
-    def alone(self, division: Division) -> AttentionSite:
+    def standalone(self, division: Division) -> AttentionSite:
         """No device needs another."""
-        return self.divided(division)[0]
+        return self.per_device(division)[0]
 
     # ------------------------------------------------------------------ transformations
 

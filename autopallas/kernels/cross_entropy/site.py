@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
-from autopallas.sites.division import Counted, Division, Extras, Parts
+from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import Index, Program
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
@@ -286,14 +286,14 @@ class CrossEntropySite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
         uses = tuple(s for s in (self.rows, self.weight, *self.sides) if isinstance(s, Operand))
         labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
         whole = frozenset(self.vocabulary_labels)
         if len(whole) == 1:
             labels |= whole
-        return Parts(
+        return ShardableAxes(
             uses,
             tuple(r.view for r in self.results),
             (self.residual,) * len(self.statistics),
@@ -301,13 +301,13 @@ class CrossEntropySite:
             tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
         )
 
-    def alone(self, division: Division) -> CrossEntropySite:
+    def standalone(self, division: Division) -> CrossEntropySite:
         """A cross-entropy over the part of the vocabulary."""
-        return self.divided(division)[0]
+        return self.per_device(division)[0]
 
-    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
         """What each device computes, of its part of the vocabulary."""
-        extras = Extras(len(self.types))
+        extras = PositionOperands(len(self.types))
         sides = tuple(extras.source(side, division) for side in self.sides)
         site = replace(self, sizes=division.local(self.sizes), sides=sides)
         return replace(site, types=(*self.types, *extras.types)), tuple(extras.counted)

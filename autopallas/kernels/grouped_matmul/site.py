@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
-from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.elementwise import Program
 from autopallas.sites.index_notation import Label, Operand, View, read, write
 from autopallas.sites.operation import Operation
@@ -177,19 +177,19 @@ class GroupedMatmulSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """All may be divided but the rows, which belong to groups in their order, and the groups."""
         labels = frozenset((*self.batch_labels, *self.contracting_labels, *self.column_labels))
         if self.epilogue is not None:  # is not a sum of what it makes of parts of a sum
             labels &= {label for _, own in self.result for label in own}
         uses = (self.first, self.second, self.group_sizes)
-        return Parts(uses, (self.result,), (self.result,) * self.saves, labels, (frozenset(),))
+        return ShardableAxes(uses, (self.result,), (self.result,) * self.saves, labels, (frozenset(),))
 
-    def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[GroupedMatmulSite, tuple[PositionOperand, ...]]:
         """What each device computes."""
-        return self.alone(division), ()
+        return self.standalone(division), ()
 
-    def alone(self, division: Division) -> GroupedMatmulSite:
+    def standalone(self, division: Division) -> GroupedMatmulSite:
         """No device needs another."""
         return replace(self, sizes=division.local(self.sizes))
 
