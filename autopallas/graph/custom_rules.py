@@ -17,7 +17,7 @@ import numpy as np
 
 from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from autopallas.sites.elementwise import Constant, Input, Instruction, Program, Side, parameters
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
 __all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
 
@@ -40,8 +40,8 @@ class Rule:
     Only floating operands have tangents.  Inputs are numbered as side inputs are, tangents after operands.
     """
 
-    value: Program
-    tangent: Program
+    value: ElementwiseProgram
+    tangent: ElementwiseProgram
 
 
 def is_elementwise_call(equation: JaxprEqn) -> bool:
@@ -49,7 +49,7 @@ def is_elementwise_call(equation: JaxprEqn) -> bool:
     return equation.primitive.name == _CALL and called_program(equation) is not None
 
 
-def called_program(equation: JaxprEqn) -> Program | None:
+def called_program(equation: JaxprEqn) -> ElementwiseProgram | None:
     """What such an equation computes; None where it is not elementwise, or reads more than its operands."""
     if equation.params["num_consts"] or equation.params["symbolic_zeros"] or equation.effects:
         return None
@@ -194,13 +194,13 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
 
 
 @lru_cache(maxsize=128)
-def _program(body: _Identified) -> Program | None:
+def _program(body: _Identified) -> ElementwiseProgram | None:
     jaxpr, consts = jaxprs.open_jaxpr(body.it)
     return None if consts else _read(jaxpr)
 
 
 @lru_cache(maxsize=128)
-def _tangent(function: _Identified) -> Program | None:
+def _tangent(function: _Identified) -> ElementwiseProgram | None:
     """The derivative, traced as JAX would differentiate the equation."""
     equation: JaxprEqn = function.use
     inputs = [Var(atom.aval) for atom in equation.invars]
@@ -226,7 +226,7 @@ def _tangent(function: _Identified) -> Program | None:
     return None if consts else _read(jaxpr)
 
 
-def _read(jaxpr: Any) -> Program | None:
+def _read(jaxpr: Any) -> ElementwiseProgram | None:
     """An elementwise jaxpr as a program over its inputs; None where it is something else."""
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
     lines: list[tuple[Instruction, list[Any]]] = []
@@ -277,7 +277,7 @@ def _read(jaxpr: Any) -> Program | None:
         def number(register: Any) -> int:
             return len(numbers) + register if isinstance(register, int) else numbers[register]
 
-        program = Program(
+        program = ElementwiseProgram(
             tuple(inputs),
             tuple(Instruction(i.primitive, i.params, tuple(map(number, a)), i.dtype) for i, a in lines),
             number(result),

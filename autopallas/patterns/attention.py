@@ -26,7 +26,7 @@ from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.score_terms import Product
 from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, LogSumExp, NoNormaliser, Softmax, Term
@@ -74,7 +74,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     except Mismatch as mismatch:
                         reason, operand = mismatch.reason, mismatch.operand
                 if reason is not None and outcome.score is not None and not _in_backward(node):
-                    missed(outcome.score, node, jaxprs.location(node.equation), told(graph, reason, operand))
+                    missed(outcome.score, node, jaxprs.location(node.equation), describe_reason(graph, reason, operand))
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
@@ -107,7 +107,7 @@ def _with_backward(
                 try:
                     matches[score] = drafts[score].match_with(search)
                 except Mismatch as mismatch:
-                    misses[score] = replace(miss, reason=told(graph, mismatch.reason, mismatch.operand))
+                    misses[score] = replace(miss, reason=describe_reason(graph, mismatch.reason, mismatch.operand))
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 

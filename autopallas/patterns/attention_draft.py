@@ -17,7 +17,7 @@ from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
-from autopallas.patterns.carry import Carrier, at_hand, leanest
+from autopallas.patterns.carry import Carrier, fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.score_terms import Product
@@ -245,7 +245,7 @@ class AttentionDraft(ProvedAttention):
           Mismatch: what the site reads cannot be had where its backward stands.
         """
         tile = math.prod(self.graph.shape(self.score.value)[-2:])
-        return leanest(self.graph, lambda across: self._joined(search, across), tile)
+        return fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
 
     def _joined(self, search: Search, across: bool) -> Match:
         """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
@@ -322,7 +322,7 @@ class AttentionDraft(ProvedAttention):
         """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
         computed = self.graph.positions[body].get(level.cotangent, (-1,))[0] >= 0
         read = level.operand in self.graph.positions[self.body]
-        return computed and read and at_hand(self.graph, level.operand, self.homes, body, across)
+        return computed and read and is_available(self.graph, level.operand, self.homes, body, across)
 
     def _role_uses(self, forward: Forward) -> list[list[int]]:
         """Per role, the positions among the uses of the forward that read its operand."""

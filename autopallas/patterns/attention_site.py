@@ -25,7 +25,7 @@ from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.score_terms import Product, added
 from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.sites.elementwise import Constant, Program
+from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Operand, Positions, View
 
 __all__ = ["ProvedAttention"]
@@ -247,7 +247,7 @@ class ProvedAttention:
         rows = None if self.row is None else self.row.program(carrier, lambda w: self._weight(carrier, w))
         live = self._live(argument)
         live_program = None
-        if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, Program))):
+        if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, ElementwiseProgram))):
             with carrier.optional():
                 live_program = ProgramBuilder(carrier).conjunction(live)
         finished = [self._weight(carrier, w) for w in weights]

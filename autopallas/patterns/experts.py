@@ -39,7 +39,7 @@ from autopallas.patterns.backward import (
     differentiable,
     settle,
 )
-from autopallas.patterns.carry import at_hand
+from autopallas.patterns.carry import is_available
 from autopallas.patterns.experts_axes import choice_axes, passed_on
 from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
 from autopallas.patterns.experts_picks import GATHERED, PICKED
@@ -533,7 +533,7 @@ class Draft:
         backwards = []
         for backward in search.found:
             body = self._home(backward)
-            if not all(at_hand(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
+            if not all(is_available(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
                 raise Mismatch("the backward lacks an operand where it stands")
             gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))

@@ -11,7 +11,7 @@ from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "told"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "describe_reason"]
 
 
 class Mismatch(Exception):
@@ -27,7 +27,7 @@ class Mismatch(Exception):
         self.reason, self.operand = reason, operand
 
 
-def told(graph: Graph, reason: str, operand: int | None) -> str:
+def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
     """A reason that names the value that it is about: type, primitive and line."""
     if operand is None:
         return reason

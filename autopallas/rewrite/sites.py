@@ -12,7 +12,7 @@ from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
-from autopallas.patterns.carry import at_hand
+from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan.decision import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
@@ -128,7 +128,7 @@ class _Splicer:
         them."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
         for body in bodies:
-            if not all(at_hand(self.graph, number, match.sources, body, across=True) for number in match.operands):
+            if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
             held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)

@@ -25,7 +25,7 @@ from autopallas.environment import OPERATIONS
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
-FORMAT = 1
+FORMAT = 2
 """Rises whenever sites are encoded otherwise."""
 
 _SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation")

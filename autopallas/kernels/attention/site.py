@@ -18,7 +18,7 @@ import numpy as np
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
-from autopallas.sites.elementwise import Index, Input, Program, Side
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -116,9 +116,9 @@ class RowProgram:
       follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not follow.
     """
 
-    program: Program
+    program: ElementwiseProgram
     inputs: tuple[Operand | Positions | RowStatistic, ...]
-    statistics: tuple[Program | tuple[Weight, ...], ...]
+    statistics: tuple[ElementwiseProgram | tuple[Weight, ...], ...]
     follows_maximum: bool
 
     @property
@@ -171,7 +171,7 @@ class AttentionSite:
     types: tuple[Dtype, ...]
     score_dtype: Dtype
     result_dtype: Dtype
-    score: Program
+    score: ElementwiseProgram
     terms: tuple[ScoreTerm, ...] = ()
     blocks: tuple[KeyBlock, ...] = ()
     sides: tuple[Operand | Positions | Joined, ...] = ()
@@ -180,7 +180,7 @@ class AttentionSite:
     sinks: tuple[tuple[RowTerm, ...], ...] = ()
     factors: tuple[RowTerm, ...] = ()
     row_program: RowProgram | None = None
-    live: Program | None = None
+    live: ElementwiseProgram | None = None
     score_precision: str | None = None
     value_precision: str | None = None
     weights_dtype: Dtype | None = None
@@ -517,7 +517,7 @@ class AttentionSite:
                 sides.append(operand)
             return Side(sides.index(operand), i.dtype)
 
-        def program(given: Program) -> Program:
+        def program(given: ElementwiseProgram) -> ElementwiseProgram:
             return replace(given, inputs=tuple(map(placed, given.inputs)))
 
         def weights(given: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -533,7 +533,9 @@ class AttentionSite:
                 inputs=tuple(
                     x if isinstance(x, RowStatistic) else extras.source(x, division) for x in row_program.inputs
                 ),
-                statistics=tuple(program(s) if isinstance(s, Program) else weights(s) for s in row_program.statistics),
+                statistics=tuple(
+                    program(s) if isinstance(s, ElementwiseProgram) else weights(s) for s in row_program.statistics
+                ),
             )
         site = replace(
             self,

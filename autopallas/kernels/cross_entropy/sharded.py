@@ -20,7 +20,7 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, St
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
 from autopallas.sites.division import Division, PositionOperand
-from autopallas.sites.elementwise import Index, Input, Program, Score, Side
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Score, Side
 
 __all__ = ["DividedCrossEntropySite", "divide"]
 
@@ -151,7 +151,7 @@ class _Kernel:
                 types.append(SideSpec(i.dtype, (False, True)))
             return Side(counted[i], i.dtype)
 
-        def program(p: Program) -> Program:
+        def program(p: ElementwiseProgram) -> ElementwiseProgram:
             return replace(p, inputs=tuple(map(placed, p.inputs)))
 
         statistics = tuple(

@@ -18,7 +18,7 @@ import numpy as np
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
-from autopallas.sites.elementwise import Index, Program
+from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -36,7 +36,7 @@ class Result:
       dtype: its dtype.
     """
 
-    source: Program | int
+    source: ElementwiseProgram | int
     view: View
     dtype: Dtype
 
@@ -68,14 +68,14 @@ class CrossEntropySite:
     types: tuple[Dtype, ...]
     logit_dtype: Dtype
     statistics: tuple[Statistic, ...] = ()
-    finish: tuple[Program, ...] = ()
+    finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
     sides: tuple[Operand | Positions, ...] = ()
     clipped: tuple[int, ...] = ()
     batch_labels: tuple[Label, ...] = ()
     precision: str | None = None
     doubled: bool = False
-    own_rule: bool = False
+    has_custom_rule: bool = False
     """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
 
     @property
@@ -85,7 +85,7 @@ class CrossEntropySite:
     @property
     def has_backward(self) -> bool:
         """Whether kernels give its derivative.  That of a backward pass is left to the original."""
-        return not self.products and not self.own_rule
+        return not self.products and not self.has_custom_rule
 
     def _extent(self, labels: Iterable[Label]) -> int:
         return math.prod(self.sizes[a] for a in labels)
@@ -159,7 +159,7 @@ class CrossEntropySite:
         shape = (self._extent(self.batch_labels), self.spec.rows)
         found = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 value = result.source.evaluate(None, query, None, environment)
                 value = jnp.broadcast_to(value, (*shape, 1))[..., 0].astype(result.dtype)
                 found.append(self._shaped(value, result))
@@ -191,7 +191,7 @@ class CrossEntropySite:
         rows = iter(self._finish(statistics, sides))
         results = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 results.append(next(rows))
                 continue
             axes: tuple[tuple[Label, ...], ...] = {
@@ -281,7 +281,7 @@ class CrossEntropySite:
     def _counts_rows(self) -> bool:
         """Whether a program reads the number of its row."""
         programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
-        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        programs += [r.source for r in self.results if isinstance(r.source, ElementwiseProgram)]
         return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
 
     # ------------------------------------------------------------------ on several devices
@@ -298,7 +298,7 @@ class CrossEntropySite:
             tuple(r.view for r in self.results),
             (self.residual,) * len(self.statistics),
             frozenset(labels),
-            tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
+            tuple(whole if isinstance(r.source, ElementwiseProgram) else frozenset() for r in self.results),
         )
 
     def standalone(self, division: Division) -> CrossEntropySite:
