@@ -106,7 +106,7 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
             warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
-        near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason) for miss in misses),
+        near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason, miss.advice) for miss in misses),
         failures=tuple(failures),
         tuning={"searches": tuner.searches, "cache_hits": tuner.cache_hits},
         platform=device.platform,

@@ -43,7 +43,7 @@ APPLIED = Site(
     replacement="{ lambda ; a:f32[]. let b:f32[] = attention a in (b,) }",
 )
 KEPT = Site("cross_entropy", "model.py:60 (loss)", "", "forward", "kept", "no measured row for this device")
-MISS = NearMiss("attention", "model.py:90 (pool)", "the probabilities are also returned")
+MISS = NearMiss("attention", "model.py:90 (pool)", "the probabilities are also returned", "Return them elsewhere.")
 REPORT = Report(
     sites=(APPLIED, KEPT, APPLIED),
     near_misses=(MISS, MISS, NearMiss("attention", "model.py:99 (other)", MISS.reason)),
@@ -78,6 +78,15 @@ def test_json_holds_every_field_and_the_schema_version():
     assert set(data) == {field.name for field in dataclasses.fields(Report)}
     assert set(data["sites"][0]) == {field.name for field in dataclasses.fields(Site)}
     assert data["schema_version"] == 3
+
+
+def test_a_report_of_an_earlier_version_has_near_misses_without_advice():
+    data = REPORT.to_dict() | {"schema_version": 2}
+    for miss in data["near_misses"]:
+        del miss["advice"]
+    report = Report.from_dict(data)
+    assert [miss.advice for miss in report.near_misses] == ["", "", ""]
+    assert [miss.reason for miss in report.near_misses] == [miss.reason for miss in REPORT.near_misses]
 
 
 def test_numbers_that_json_lacks_become_text():
@@ -187,7 +196,7 @@ def test_html_escapes_every_text_and_loads_nothing():
     )
     page = Report(
         sites=(site,),
-        near_misses=(NearMiss(hostile, hostile, hostile),),
+        near_misses=(NearMiss(hostile, hostile, hostile, hostile),),
         failures=(Failure(hostile, hostile, hostile, hostile),),
         platform=hostile,
         versions={hostile: hostile},

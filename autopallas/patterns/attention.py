@@ -22,6 +22,15 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.numerics.casts import rounds
+from autopallas.patterns.advice import (
+    BETWEEN_PRODUCTS,
+    FLOATS,
+    NORMALISE,
+    OVER_THE_KEYS,
+    OWN_DERIVATIVE,
+    OWN_DTYPE,
+    SAME_SUM,
+)
 from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
@@ -29,7 +38,7 @@ from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.score_terms import Product
-from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, LogSumExp, NoNormaliser, Softmax, Term
+from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -46,10 +55,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     misses: dict[int, NearMiss] = {}
     sums: set[int] = set()
 
-    def missed(score: int, node: Node, location: str, reason: str) -> None:
+    def missed(score: int, node: Node, location: str, reason: str, advice: str) -> None:
         """The first miss counts, but that of a contraction before that of a sum, which may be the normaliser's."""
         if score not in misses or (score in sums and node.name != "reduce_sum"):
-            misses[score] = NearMiss("attention", location, reason, score)
+            misses[score] = NearMiss("attention", location, reason, score, advice)
             (sums.add if node.name == "reduce_sum" else sums.discard)(score)
 
     proofs = _Proofs(graph, reach, assume_finite)
@@ -62,7 +71,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     continue
                 settled = matches.keys() | drafts.keys()
                 outcome = proofs.at(node, side, settled)
-                proved, reason, operand = outcome.proved, outcome.reason, outcome.operand
+                proved, reason, operand, advice = outcome.proved, outcome.reason, outcome.operand, outcome.advice
                 if proved is not None:
                     try:
                         matches[proved.score] = match_of(graph, proved, node, alive)
@@ -70,11 +79,12 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
                         assert draft is not None
                         drafts.setdefault(proved.score, draft)
-                        missed(proved.score, node, jaxprs.location(node.equation), escape.reason)
+                        missed(proved.score, node, jaxprs.location(node.equation), escape.reason, escape.advice)
                     except Mismatch as mismatch:
-                        reason, operand = mismatch.reason, mismatch.operand
+                        reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
                 if reason is not None and outcome.score is not None and not _in_backward(node):
-                    missed(outcome.score, node, jaxprs.location(node.equation), describe_reason(graph, reason, operand))
+                    reason = describe_reason(graph, reason, operand)
+                    missed(outcome.score, node, jaxprs.location(node.equation), reason, advice)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
@@ -107,7 +117,8 @@ def _with_backward(
                 try:
                     matches[score] = drafts[score].match_with(search)
                 except Mismatch as mismatch:
-                    misses[score] = replace(miss, reason=describe_reason(graph, mismatch.reason, mismatch.operand))
+                    reason = describe_reason(graph, mismatch.reason, mismatch.operand)
+                    misses[score] = replace(miss, reason=reason, advice=mismatch.advice)
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
 
@@ -179,6 +190,7 @@ class _Outcome:
       score: the number of what looks like scores, if anything does.
       operand: the number of the value that a reason is about, if it is about one.
       draft: the proof itself, where it was not done at another place.
+      advice: what to write instead of what a reason is about.
     """
 
     score: int | None
@@ -186,12 +198,14 @@ class _Outcome:
     reason: str | None = None
     operand: int | None = None
     draft: AttentionDraft | None = None
+    advice: str = ""
 
     def at(self, image: Mapping[int, int]) -> _Outcome:
         """The same, said of corresponding values."""
         score = None if self.score is None else image[self.score]
         operand = None if self.operand is None else image.get(self.operand)
-        return _Outcome(score, None if self.proved is None else self.proved.at(image), self.reason, operand)
+        proved = None if self.proved is None else self.proved.at(image)
+        return _Outcome(score, proved, self.reason, operand, advice=self.advice)
 
 
 class _Proofs:
@@ -223,7 +237,8 @@ class _Proofs:
             with bounded(graph):
                 draft = attempt.draft(node, side)
         except Mismatch as mismatch:
-            return _Outcome(attempt.scope.score, reason=mismatch.reason, operand=mismatch.operand)
+            score = attempt.scope.score
+            return _Outcome(score, reason=mismatch.reason, operand=mismatch.operand, advice=mismatch.advice)
         return _Outcome(attempt.scope.score, None if draft is None else draft.proved, draft=draft)
 
 
@@ -256,7 +271,7 @@ class _Attempt:
             return self._with_division(node, side)
         except Mismatch as mismatch:
             first = self.scope
-            if mismatch.reason == SEVERAL_BLOCKS or isinstance(mismatch, NoNormaliser):
+            if isinstance(mismatch, (SeveralBlocks, NoNormaliser)):
                 with contextlib.suppress(Mismatch):
                     return self._in_blocks(node)
             for other in self._others:
@@ -310,7 +325,7 @@ class _Attempt:
                 drafts = self._block_proofs(top)
                 break
         if drafts is None:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         if any(draft.score.value in self.settled for draft in drafts):
             return None
         draft = BlockDraft.of(drafts)
@@ -324,13 +339,13 @@ class _Attempt:
         drafts = []
         found = blocks(scope, self.reach, top)
         if len(found) < 2:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         for block in found:
             attempt = _Attempt(self.graph, self.reach, self.assume_finite, frozenset())
             attempt.scope = Scope(self.graph, space=scope.space)
             draft = attempt.proof(block.node, block.side, root, top, block.contraction, block.outside)
             if draft is None:
-                raise Mismatch(SEVERAL_BLOCKS)
+                raise SeveralBlocks
             drafts.append(draft)
         return drafts
 
@@ -391,9 +406,13 @@ class _Attempt:
         if score.value in self.settled:
             return None
         if not jnp.issubdtype(graph.dtype(score.value), jnp.floating):
-            raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}")
+            raise Mismatch(f"the scores are of dtype {graph.dtype(score.value)}", advice=FLOATS)
         if len(contraction[2]) > 1 and not self._only_keys(softmax, contraction[2], score):
-            raise Mismatch("the second contraction runs over more than the key axis")
+            raise Mismatch(
+                "the second contraction runs over more than the key axis",
+                advice="Sum over the keys alone in the product of probabilities and values; sum over other axes "
+                "afterwards.",
+            )
         found = softmax.exponential(weights)
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
@@ -434,7 +453,7 @@ class _Attempt:
         space = self.scope.space
         axis = set(space.resolve(softmax.axis))
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
-        obstacle: tuple[int, str] | None = None  # what hides the scores, if nothing is found
+        obstacle: tuple[int, Mismatch] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
         seen: set[Any] = set()
         todo = [(weights, False)]
@@ -455,20 +474,24 @@ class _Attempt:
                     size = space.extent([x for _, atoms in contracted for x in atoms])
                     found.append((size, -len(found), ref, query, keys, contracted))
                 elif under:
-                    obstacle = ref.value, "the probabilities are contracted over an axis that queries and keys share"
+                    shared = "the probabilities are contracted over an axis that queries and keys share"
+                    obstacle = ref.value, Mismatch(shared, advice=OVER_THE_KEYS)
                 continue
             under = under or self.scope.exponential(ref) is not None
             operands, node = space.operands(ref), self.scope.node(ref)
             if obstacle is None and operands is None and node is not None and node.name not in _REDUCTIONS:
                 if under or _holds_softmax(node):
-                    own = ", which has a derivative of its own" if node.name in _CUSTOM_RULES else ""
-                    obstacle = ref.value, f"the scores pass through {node.name}{own}"
-                    if node.name == "concatenate" and self._joins_products(node):
-                        obstacle = ref.value, SEVERAL_BLOCKS
+                    through = f"the scores pass through {node.name}"
+                    obstacle = ref.value, Mismatch(through, advice=BETWEEN_PRODUCTS)
+                    if node.name in _CUSTOM_RULES:
+                        own = f"{through}, which has a derivative of its own"
+                        obstacle = ref.value, Mismatch(own, advice=OWN_DERIVATIVE)
+                    elif node.name == "concatenate" and self._joins_products(node):
+                        obstacle = ref.value, SeveralBlocks()
             todo += [(operand, under) for operand in operands or []]
         if not found and obstacle is not None:
-            self.scope.score, reason = obstacle
-            raise Mismatch(reason)
+            self.scope.score, mismatch = obstacle
+            raise mismatch
         if not found:
             return None
         found.sort(key=lambda f: f[:2], reverse=True)
@@ -494,9 +517,16 @@ class _Attempt:
             if not found.guarded:
                 return *exact, None
             if softmax.may_be_nothing_but_fills(exact[0]):
-                raise Mismatch("a row whose keys are hidden after the maximum is subtracted is set to 0")
+                raise Mismatch(
+                    "a row whose keys are hidden after the maximum is subtracted is set to 0",
+                    advice="Mask the scores, with -inf, before their maximum is taken: jax.nn.softmax(scores, "
+                    "where=mask).",
+                )
             if softmax.overflows:
-                raise Mismatch("a row of nothing but a mask's fill has a maximum that is infinite in a narrower dtype")
+                raise Mismatch(
+                    "a row of nothing but a mask's fill has a maximum that is infinite in a narrower dtype",
+                    advice=OWN_DTYPE,
+                )
             factor = row_factor(softmax, found)
             assert factor is not None
         except Mismatch as mismatch:
@@ -513,17 +543,21 @@ class _Attempt:
         terms = softmax.combine(found.rows)
         normalisers = [t for t in terms if t.kind == "logsumexp" and softmax.depends(t)]
         if not normalisers:
+            if softmax.note is not None:
+                raise NoNormaliser(softmax.note.reason, advice=softmax.note.advice)
             if any(t.kind == "log" and softmax.depends(t) for t in terms):
-                raise NoNormaliser(softmax.note or "the denominator is not a sum over the keys")
-            raise NoNormaliser(softmax.note or "nothing normalises over the keys")
+                raise NoNormaliser("the denominator is not a sum over the keys", advice=NORMALISE)
+            raise NoNormaliser("nothing normalises over the keys", advice=SAME_SUM)
         if len(normalisers) > 1:
-            raise Mismatch("the normaliser sums something else than the numerator")
+            raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
         inner: LogSumExp = normalisers[0].expression
         if abs(normalisers[0].coefficient + 1) > 1e-12:
-            raise Mismatch("the normaliser enters with another power than -1")
+            raise Mismatch("the normaliser enters with another power than -1", advice=SAME_SUM)
         if self.scope.key(inner.argument) != self.scope.key(found.argument):
-            raise Mismatch("the normaliser sums something else than the numerator")
+            raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
         rest = [t for t in terms if t is not normalisers[0]]
         if any(softmax.depends(t) for t in rest):
-            raise Mismatch(softmax.note or "a function of the row of scores remains beside the normaliser")
+            raise softmax.note or Mismatch(
+                "a function of the row of scores remains beside the normaliser", advice=SAME_SUM
+            )
         return inner, rest

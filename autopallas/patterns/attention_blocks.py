@@ -20,13 +20,14 @@ from autopallas.graph import Body, Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
+from autopallas.patterns.advice import FLOATS, NORMALISE
 from autopallas.patterns.attention_draft import AttentionDraft, Proved
 from autopallas.patterns.attention_site import Labels
 from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import SEVERAL_BLOCKS, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import LogSumExp, SeveralBlocks, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions
 
@@ -102,7 +103,7 @@ def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[B
     def add(ref: Ref, outside: tuple[tuple[int, Ref], ...], depth: int) -> None:
         ref = space.canonical(ref)
         if depth > _FURTHEST or len(found) > _MOST:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         contraction = space.contraction(ref)
         if contraction is not None and graph.name(ref.value) == "dot_general":
             side = 0 if reach[contraction[0].value][1] else 1
@@ -111,7 +112,7 @@ def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[B
             return
         name, operands = scope.name(ref), space.operands(ref)
         if operands is None:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         if name in ("add", "add_any"):
             for operand in operands:
                 if scope.number(operand) != 0:  # with which a sum in Python begins
@@ -124,7 +125,7 @@ def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[B
             i = next((i for i, operand in enumerate(operands) if _of_products(graph, reach, operand.value)), 0)
             add(operands[i], (*outside, (1, operands[1 - i])), depth + 1)
         else:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
 
     add(top, (), 0)
     return found
@@ -224,22 +225,22 @@ class BlockDraft(AttentionDraft):
                 if len(extra) == 1 and extra[0].kind == "logsumexp" and extra[0].coefficient == 1:
                     inner: LogSumExp = extra[0].expression
                     if inner.weights:
-                        raise Mismatch(SEVERAL_BLOCKS)
+                        raise SeveralBlocks
                     others.append(_named(part, inner.argument))
                     todo += inner.extras
                 else:
                     rest.append(extra)
             wanted = own[:i] + own[i + 1 :]
             if not same or sorted(map(repr, others)) != sorted(map(repr, wanted)):
-                raise Mismatch(SEVERAL_BLOCKS)
+                raise SeveralBlocks
             if any(term.kind == "logsumexp" for extra in rest for term in extra):
-                raise Mismatch(SEVERAL_BLOCKS)
+                raise SeveralBlocks
             sinks.append(tuple(rest))
         named = [[_keys(part, extra) for extra in rest] for part, rest in zip(self.parts, sinks, strict=True)]
         if any(sorted(map(repr, x)) != sorted(map(repr, named[0])) for x in named):
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         if len({repr(name) for name in own}) < len(own):
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         return sinks[0]
 
     def _shifted(self) -> bool:
@@ -298,7 +299,7 @@ class BlockDraft(AttentionDraft):
             roles = [part._roles() for part in self.parts]
         sinks = self._agree()
         if any(role != roles[0] for role in roles):
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         query_axis, value_axis = roles[0]
         heads = [space.resolve(part.head_axis) for part in self.parts]
         uses = [first.query, *(ref for part in self.parts for ref in (part.key, part.value))]
@@ -329,19 +330,19 @@ class BlockDraft(AttentionDraft):
         for part, carrier in zip(self.parts, carriers, strict=True):
             argument, outer, inner = part._masks()
             if outer or inner:
-                raise Mismatch(SEVERAL_BLOCKS)
+                raise SeveralBlocks
             programs.append(ProgramBuilder(carrier).build(argument))
         dtype = programs[0].dtype
         if dtype.kind == "c" or not jnp.issubdtype(dtype, jnp.floating) or any(p.dtype != dtype for p in programs):
-            raise Mismatch(f"the argument of the exponential has dtype {dtype}")
+            raise Mismatch(f"the argument of the exponential has dtype {dtype}", advice=FLOATS)
         keys = [space.resolve(part.key_axis) for part in self.parts]
         row_sinks = tuple(first._terms(carriers[0], extra) for extra in sinks)
         factors = first._terms(carriers[0], first.rest)
         if any(term.kind == "log" and term.coefficient != int(term.coefficient) for term in factors):
-            raise Mismatch("a factor of the result enters with a fractional power")
+            raise Mismatch("a factor of the result enters with a fractional power", advice=NORMALISE)
         lengths = [space.extent(axis) for axis in keys]
         if sum(space.extent(axis) for axis in heads) != len(heads) * space.extent(heads[0]):
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         score, sides = _combined(graph, operands, programs, [c.sides for c in carriers], keys, lengths)
         labels = Labels(space, {a: b for other in heads for a, b in zip(other, heads[0], strict=True)})
 
@@ -434,7 +435,7 @@ def _named(part: AttentionDraft, expression: Expression) -> Any:
 
     def named(expression: Expression, depth: int) -> Any:
         if depth > _FURTHEST:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         match expression:
             case Ref():
                 ref = space.canonical(expression)
@@ -452,7 +453,7 @@ def _named(part: AttentionDraft, expression: Expression) -> Any:
                 return expression.primitive.name, params, str(expression.dtype), tuple(arguments)
             case Constant():
                 return "constant", repr(expression.value), str(expression.dtype)
-        raise Mismatch(SEVERAL_BLOCKS)
+        raise SeveralBlocks
 
     return scope.score is not None and named(expression, 0)
 
@@ -513,7 +514,7 @@ def _moved(given: Input, numbers: Sequence[int], start: int) -> Input:
         return Side(numbers[given.position], given.dtype)
     if isinstance(given, Index) and given.axis == "key" and start:
         if given.stride != 1 or given.extent != 2**31 - 1 or given.dtype.kind != "i":
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         return replace(given, offset=given.offset - start)
     return given
 

@@ -15,6 +15,7 @@ from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.kernels.attention.site import AttentionSite
+from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, fewest_side_elements, is_available
@@ -23,6 +24,18 @@ from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.score_terms import Product
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "match_of"]
+
+
+_PROBABILITIES = (
+    "scores or probabilities",
+    "Return or log the probabilities from a separate function, called only where they are needed; a train step that "
+    "needs them has to store them.",
+)
+_ROW_STATISTICS = (
+    "row statistics",
+    "Compute the maximum, the sum or the logsumexp of the scores in a separate function, called only where they are "
+    "needed: the kernel gives the result of the attention alone.",
+)
 
 
 class Escape(Mismatch):
@@ -66,19 +79,21 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
     """
     root, body = proved.root, graph.definitions[proved.root].body
     if root not in alive:
-        raise Escape("only its derivative is used")
+        raise Escape("only its derivative is used", advice=WHOLE_GRADIENT)
     nodes, free = nodes_between(graph, proved.operands, [root])
     _refuse_escapes(graph, proved, nodes, alive)
     known = graph.positions[body]
     for number in free:  # what cancels in the proof, but not in the original equations
         if number not in known:
-            raise Mismatch("an operand is computed in an enclosing body and not passed in", number)
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", number, advice=IN_THE_BODY)
     operands = (*proved.operands, *free)
     for number in operands:
         if known[number][0] >= known[root][0]:
-            raise Mismatch("an operand is at hand only after the place where the result is computed", number)
+            raise Mismatch(
+                "an operand is at hand only after the place where the result is computed", number, advice=AT_HAND
+            )
     if any(n.equation.effects for n in nodes):
-        raise Mismatch("the equations have side effects")
+        raise Mismatch("the equations have side effects", advice=SIDE_EFFECTS)
     return Match(
         op="attention",
         site=replace(proved.site, types=tuple(graph.dtype(number) for number in operands)),
@@ -104,14 +119,16 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
                 continue
             if not computed_from(graph, number, scores, min(proved.score, *proved.further, proved.score)):
                 continue
-            what = "row statistics" if math.prod(graph.shape(number)) <= rows else "scores or probabilities"
+            what, advice = _PROBABILITIES
+            if math.prod(graph.shape(number)) <= rows:
+                what, advice = _ROW_STATISTICS
             if number in graph.returned:
-                raise Escape(f"the {what} are also returned")
+                raise Escape(f"the {what} are also returned", advice=advice)
             users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
             other = next((u for u in users if id(u) not in inside), None)
             if other is not None:
                 where = jaxprs.location(other.equation)
-                raise Escape(f"the {what} are also used by {other.name} at {where}")
+                raise Escape(f"the {what} are also used by {other.name} at {where}", advice=advice)
 
 
 class AttentionDraft(ProvedAttention):
@@ -262,24 +279,30 @@ class AttentionDraft(ProvedAttention):
                 if fitting:
                     break
             else:
-                raise Mismatch("the backward lacks an operand where it stands", forward.uses[use].number)
+                raise Mismatch(
+                    "the backward lacks an operand where it stands", forward.uses[use].number, advice=WHOLE_GRADIENT
+                )
             levels[use] = fitting[-1]
         pins: dict[int, int] = {}
         for backward in search.found:
             for use, steps in backward.levels.items():
                 if pins.setdefault(use, steps[levels[use]].operand) != steps[levels[use]].operand:
-                    raise Mismatch("two backwards of the site give the cotangents of different operands")
+                    raise Mismatch(
+                        "two backwards of the site give the cotangents of different operands", advice=WHOLE_GRADIENT
+                    )
         self.terms = self._terms_of(forward)
         sides = [pin for use, pin in pins.items() if use not in every]
         pinned_roles: dict[int, int | None] = {}
         for role, uses in enumerate(roles):
             found = [pins[use] for use in uses if use in pins]
             if len(found) > 1:
-                raise Mismatch("the gradients of what several blocks of keys read are not added up", found[0])
+                raise Mismatch(
+                    "the gradients of what several blocks of keys read are not added up", found[0], advice=QUERIES_ONCE
+                )
             pinned_roles[role] = found[0] if found else None
         for number in sides:
             if sides.count(number) > 1:
-                raise Mismatch("a side input with a gradient is read in two places", number)
+                raise Mismatch("a side input with a gradient is read in two places", number, advice=SIDE_INPUT_ONCE)
         site, carrier = self.assemble(pinned_roles, frozenset(sides), tuple(body for _, body in pairs), across)
         carried = {number: carrier.roles + i for i, number in enumerate(carrier.operands[carrier.roles :])}
         # The cotangent of a constant, such as the zeros of a fill, is nobody's gradient: if it is read, it stays.
@@ -288,7 +311,7 @@ class AttentionDraft(ProvedAttention):
         for number in sides:
             if number not in carried and number not in idle:
                 reason = "a side input with a gradient is not read by the site as it is read by the backward"
-                raise Mismatch(reason, number)
+                raise Mismatch(reason, number, advice=SIDE_INPUT_ONCE)
         positions = {use: carried[pins[use]] for use in pins if use not in every}
         positions |= {use: self.place(role) for role, uses in enumerate(roles) for use in uses if use in pins}
         original = self._original(forward, roles, carrier)
@@ -353,7 +376,7 @@ class AttentionDraft(ProvedAttention):
             steps = list(forward.steps_back(forward.uses[use]))
             reached = [forward.uses[use].number, *(numbers[e.invars[0]] for e in steps)]
             if operand not in reached:
-                raise Mismatch("several blocks of keys read an operand in different ways", operand)
+                raise Mismatch("several blocks of keys read an operand in different ways", operand, advice=QUERIES_ONCE)
             for equation in reversed(steps[: reached.index(operand)]):
                 result = Var(equation.outvars[0].aval)
                 equations.append(equation.replace(invars=[variable], outvars=[result]))
@@ -371,5 +394,5 @@ def _homes(graph: Graph, backward: Backward) -> list[Body]:
         if backward.cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in firsts)
     ]
     if not homes:
-        raise Mismatch("the backward is spread over several bodies")
+        raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)
     return homes

@@ -19,12 +19,22 @@ from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
+from autopallas.patterns.advice import (
+    ASSUME_FINITE,
+    EINSUM,
+    FLOATS,
+    MASK_SCORES,
+    NORMALISE,
+    OVER_THE_KEYS,
+    SAME_SUM,
+    SAME_VALUES,
+)
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, computed_from, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.score_terms import Product, added
-from autopallas.patterns.softmax import SEVERAL_BLOCKS, Exponential, Factor, LogSumExp, Softmax, Term
+from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, SeveralBlocks, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Operand, Positions, View
 
@@ -110,7 +120,9 @@ class ProvedAttention:
             before = self.space.refinements
             self.assembled = self.assemble()
         if self.assumptions and not self.assume_finite:
-            raise Mismatch(f"it is not known that {self.assumptions[0]}, and assume_finite is off")
+            raise Mismatch(
+                f"it is not known that {self.assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE
+            )
         self._add_terms()
 
     def _add_terms(self) -> None:
@@ -174,15 +186,20 @@ class ProvedAttention:
         weights = space.atoms(self.score) | {a for a in result if a not in value}
         value_at = space.canonical(self.value).value
         if not keys <= value:
-            raise Mismatch("the values do not carry the key axis", value_at)
+            raise Mismatch(
+                "the values do not carry the key axis",
+                value_at,
+                advice="Give the values one row per key: the second product sums probabilities times values over the "
+                "keys.",
+            )
         if not keys <= key or keys & query:
-            raise Mismatch("the contracted axis is not the key axis of the scores")
+            raise Mismatch("the contracted axis is not the key axis of the scores", advice=OVER_THE_KEYS)
         if self._of_queries((value & query) - key, query, key, value):
-            raise Mismatch("the values depend on the query", value_at)
+            raise Mismatch("the values depend on the query", value_at, advice=SAME_VALUES)
         if self.scope.depends(value_at):
-            raise Mismatch("the values depend on the scores", value_at)
+            raise Mismatch("the values depend on the scores", value_at, advice=SAME_VALUES)
         if len(result) != len(set(result)):
-            raise Mismatch("the result has an axis twice")
+            raise Mismatch("the result has an axis twice", advice=EINSUM)
         value_axis = tuple(a for a in result if a in value and a not in weights and a not in key and a not in query)
         rest = (query | key | value | weights) - keys - heads - set(value_axis)
         if missing := rest - set(result):
@@ -193,8 +210,10 @@ class ProvedAttention:
                 at = space.canonical(ref)
                 if lost := space.atoms(at) & missing:
                     size = space.extent(tuple(lost))
-                    raise Mismatch(f"an axis of the {name}, of size {size}, is missing from the result", at.value)
-            raise Mismatch("an axis of the operands is missing from the result")
+                    raise Mismatch(
+                        f"an axis of the {name}, of size {size}, is missing from the result", at.value, advice=EINSUM
+                    )
+            raise Mismatch("an axis of the operands is missing from the result", advice=EINSUM)
         # Of the axes that only the queries have, one is T and the others are groups of heads.  Parts of one axis (the
         # height and width of an image) stay together.
         rows = [a for a in result if a in query and a not in key and a not in value]
@@ -243,7 +262,7 @@ class ProvedAttention:
         argument, weights, inner_weights = self._masks()
         score = ProgramBuilder(carrier).build(argument)
         if score.dtype.kind == "c" or not jnp.issubdtype(score.dtype, jnp.floating):
-            raise Mismatch(f"the argument of the exponential has dtype {score.dtype}")
+            raise Mismatch(f"the argument of the exponential has dtype {score.dtype}", advice=FLOATS)
         rows = None if self.row is None else self.row.program(carrier, lambda w: self._weight(carrier, w))
         live = self._live(argument)
         live_program = None
@@ -256,12 +275,19 @@ class ProvedAttention:
         factors = self._terms(carrier, self.rest)
         for term in factors:
             if term.kind == "log" and term.coefficient != int(term.coefficient):
-                raise Mismatch("a factor of the result enters with a fractional power")
+                raise Mismatch("a factor of the result enters with a fractional power", advice=NORMALISE)
         self._no_dropout(carrier, (*inner, *finished))
         if self._reads_terms(carrier.operands[carrier.roles :]):
-            raise Mismatch("a product that is added to the scores enters the probabilities in another way too")
+            raise Mismatch(
+                "a product that is added to the scores enters the probabilities in another way too",
+                advice="Add the product to the scores and read it nowhere else: compute what masks or weights the "
+                "scores apart from it.",
+            )
         if further and rows is not None and rows.follows_maximum:
-            raise Mismatch("a gradient runs through the maximum of a row, which does not cancel")
+            raise Mismatch(
+                "a gradient runs through the maximum of a row, which does not cancel",
+                advice="Subtract jax.lax.stop_gradient of the maximum, or use jax.nn.softmax, which does.",
+            )
         first = graph.definitions[self.score.value]
         labels = Labels(space)
         site = AttentionSite(
@@ -320,7 +346,7 @@ class ProvedAttention:
             else:
                 outer.append(weight)
         if keys:
-            raise Mismatch("the normaliser is masked and the numerator is not")
+            raise Mismatch("the normaliser is masked and the numerator is not", advice=SAME_SUM)
         argument = self.found.argument
         for weight in inner:
             if weight.kind in ("where", "unless"):
@@ -336,7 +362,7 @@ class ProvedAttention:
     def _weight(self, carrier: Carrier, factor: Factor) -> Weight:
         builder = ProgramBuilder(carrier)
         if factor.kind in ("where", "unless") and self.graph.dtype(factor.source.value).kind != "b":
-            raise Mismatch("a mask on the probabilities is not boolean")
+            raise Mismatch("a mask on the probabilities is not boolean", advice=MASK_SCORES)
         if factor.kind == "where":
             return Weight("where", builder.build(factor.source))
         if factor.kind == "unless":
@@ -353,7 +379,7 @@ class ProvedAttention:
             elif term.kind in ("value", "log"):
                 found.append(RowTerm(term.coefficient, term.kind, carrier.source(term.expression)))
             else:
-                raise Mismatch(SEVERAL_BLOCKS)
+                raise SeveralBlocks
         return tuple(found)
 
     def _live(self, expression: Expression, depth: int = 0) -> list[tuple[Ref, bool]]:
@@ -408,7 +434,11 @@ class ProvedAttention:
             source = carrier.sides[position]
             if isinstance(source, Operand) and set(source.labels) & keys:
                 if self._drawn_here(carrier.operands[source.position]):
-                    raise Mismatch("dropout is active on the probabilities")
+                    raise Mismatch(
+                        "dropout is active on the probabilities",
+                        advice="Dropout on the probabilities keeps all of them in memory. If the model allows it, set "
+                        "its rate to 0, or drop parts of the attention's output instead.",
+                    )
 
     def _drawn_here(self, value: int) -> bool:
         """Whether a value is computed from random numbers that are drawn in the body of the site."""

@@ -15,6 +15,7 @@ from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.body_links import linked
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import counts_exactly
+from autopallas.patterns.advice import BETWEEN_PRODUCTS, DIAGONAL, IN_THE_BODY, SIDE_DTYPES
 from autopallas.patterns.expressions import Apply, Expression, Scope, operation
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.elementwise import (
@@ -109,7 +110,7 @@ class Carrier:
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""
         if not self.available(value):
-            raise Mismatch("an operand is computed in an enclosing body and not passed in", value)
+            raise Mismatch("an operand is computed in an enclosing body and not passed in", value, advice=IN_THE_BODY)
         self.operands.append(value)
 
     def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
@@ -161,11 +162,11 @@ class Carrier:
         else:
             found = next((step for step in space.chain(ref) if step.value == value), None)
         if found is None:
-            raise Mismatch(f"{what} computed in an enclosing body and not passed in", ref.value)
+            raise Mismatch(f"{what} computed in an enclosing body and not passed in", ref.value, advice=IN_THE_BODY)
         view = space.view(found.view)
         labels = [a for _, atoms in view for a in atoms]
         if len(set(labels)) != len(labels):
-            raise Mismatch(f"{what} read along a diagonal", found.value)
+            raise Mismatch(f"{what} read along a diagonal", found.value, advice=DIAGONAL)
         return Ref(found.value, view)
 
     def source(self, ref: Ref) -> Operand | Positions:
@@ -318,14 +319,20 @@ class ProgramBuilder:
                 self._instructions.append((Instruction(primitive, params, (), dtype), arguments))
                 self._known[key] = ("instruction", len(self._instructions) - 1)
         except TypeError:
-            raise Mismatch(f"{primitive.name} has a parameter that cannot be compared") from None
+            raise Mismatch(
+                f"{primitive.name} has a parameter that cannot be compared", advice=BETWEEN_PRODUCTS
+            ) from None
         return self._known[key]
 
     def _register(self, expression: Expression) -> Any:
         self._depth += 1
         try:
             if self._depth > _DEEPEST:
-                raise Mismatch(f"there are more than {_DEEPEST} operations between the contraction and the exponential")
+                raise Mismatch(
+                    f"there are more than {_DEEPEST} operations between the contraction and the exponential",
+                    advice="Compute what does not depend on the scores before the product, and write repeated steps as "
+                    "one: a kernel evaluates all that stands between the product and the exponential on each tile.",
+                )
             return self._written(expression)
         finally:
             self._depth -= 1
@@ -353,7 +360,11 @@ class ProgramBuilder:
         dtype = scope.graph.dtype(ref.value)
         if ref.value == scope.score:
             if not space.same(ref, self.carrier.score):
-                raise Mismatch("the scores enter the program in two layouts")
+                raise Mismatch(
+                    "the scores enter the program in two layouts",
+                    advice="Read the scores in one layout between the two products: what transposes them belongs in a "
+                    "separate function.",
+                )
             return self._input(Score(dtype))
         if scope.depends(ref.value):
             return self._elementwise(ref, dtype)
@@ -371,7 +382,7 @@ class ProgramBuilder:
         if not self.carrier.cut_here(expression):
             return self._elementwise(ref, dtype)
         if not (dtype.kind in "iub" or np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"):
-            raise Mismatch(f"a side input has the dtype {dtype}")
+            raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
     def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Any:
@@ -390,7 +401,7 @@ class ProgramBuilder:
         space = self.scope.space
         node, operands = self.scope.node(ref), space.uses(ref)
         if node is None or operands is None or node.equation.effects:
-            raise Mismatch(f"the scores pass through {self.scope.name(ref)}")
+            raise Mismatch(f"the scores pass through {self.scope.name(ref)}", advice=BETWEEN_PRODUCTS)
         key = self.scope.key(ref)
         if key in self._known:
             return self._known[key]
@@ -398,7 +409,11 @@ class ProgramBuilder:
             self._known[key] = rest
             return rest
         if self.scope.depends(ref.value) and not self.carrier_axis(ref):
-            raise Mismatch("a function of the scores without the key axis is inside the score program")
+            raise Mismatch(
+                "a function of the scores without the key axis is inside the score program",
+                advice="Compute nothing from a row of scores but the maximum and the sum of its softmax: scale and "
+                "shift scores by values that do not depend on them.",
+            )
         arguments = tuple(self._register(operand) for operand in operands)
         if node.name == "dot_general":  # without contraction: a product
             arguments = tuple(

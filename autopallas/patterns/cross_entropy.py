@@ -24,6 +24,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
@@ -89,7 +90,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             except Mismatch as mismatch:
                 if region.labelled:
                     where = jaxprs.location(node.equation)
-                    misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0]))
+                    misses.append(
+                        NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice)
+                    )
     return matches, misses
 
 
@@ -224,7 +227,7 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
     region.read()
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
-        raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off")
+        raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE)
     first, *then = passes(region, before)
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
@@ -233,7 +236,7 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
     given |= {number for number in before if not region.scope.depends(number)}
     left = (region.inside - region.shared) & surviving(graph, given)
     if left:
-        raise Mismatch(_escape(graph, region, left))
+        raise Mismatch(_escape(graph, region, left), advice=LOGITS_APART)
     return Match(
         op=first.op,
         site=first.site,

@@ -17,6 +17,15 @@ from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom, View
 from autopallas.kernels.cross_entropy.site import CrossEntropySite, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
+from autopallas.patterns.advice import (
+    LOGITS_APART,
+    LOGITS_ONCE,
+    LOSS_PER_ROW,
+    SIDE_DTYPES,
+    SIDE_EFFECTS,
+    WHOLE_COLUMNS,
+    WHOLE_GRADIENT,
+)
 from autopallas.patterns.attention_site import Labels
 from autopallas.patterns.carry import Carrier, ProgramBuilder, fewest_side_elements
 from autopallas.patterns.cross_entropy_region import Region, Terminal
@@ -56,7 +65,7 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
                 continue
         found = _in_order(region.regions, given)
     if not any(s.kind == "exp_sum" for s in found[0].site.statistics):
-        raise Mismatch("the first pass over the logits does not sum their exponentials")
+        raise Mismatch("the first pass over the logits does not sum their exponentials", advice=LOSS_PER_ROW)
     return found
 
 
@@ -101,7 +110,7 @@ class _Pass:
         self._known: dict[Any, int] = {}
         batches = {t.batch for t in terminals if t.kind in ("columns", "column_sum")}
         if len(batches) > 1:
-            raise Mismatch("the products of the backward are summed over different rows")
+            raise Mismatch("the products of the backward are summed over different rows", advice=WHOLE_GRADIENT)
         batch = next(iter(batches), region.apart)
         self.rows = tuple(a for a in region.resolved(region.rows) if a not in batch)
         self.batch = tuple(a for a in region.resolved(region.rows) if a in batch)
@@ -154,13 +163,13 @@ class _Pass:
             if not region.touches(number):
                 continue
             if region.level_of(number, whole=self.one) >= (1 if self.one else self.terminals[0].level):
-                raise Mismatch("a pass over the logits would need its own results")
+                raise Mismatch("a pass over the logits would need its own results", advice=LOGITS_ONCE)
         self._refuse_circles(carrier.operands)
         nodes, free = nodes_between(self.graph, carrier.operands, self.results)
         for number in free:
             carrier.further(number)
         if any(n.equation.effects for n in nodes):
-            raise Mismatch("the equations have side effects")
+            raise Mismatch("the equations have side effects", advice=SIDE_EFFECTS)
         operands = tuple(carrier.operands)
         site = replace(
             site,
@@ -187,7 +196,11 @@ class _Pass:
             known = self.graph.positions[body]
             first = min((known[n][0] for n in self.results if n in known), default=0)
             if any(n in known and known[n][0] > first and known[n][0] in body.children for n in operands):
-                raise Mismatch("the activations are computed again only where the logits' gradient is read")
+                raise Mismatch(
+                    "the activations are computed again only where the logits' gradient is read",
+                    advice="Let the checkpoint's policy recompute the head's product (do not save it), or leave the "
+                    "head outside of the checkpoint.",
+                )
 
     def _hidden(self, w: Operand) -> tuple[Atom, ...]:
         """The labels of D, in the order in which the weight has them."""
@@ -260,7 +273,10 @@ class _TileBuilder(ProgramBuilder):
         match expression:
             case Position():
                 if expression.axis == "query" and not self.whole:
-                    raise Mismatch("labels of columns are compared with rows of which each has a product of its own")
+                    raise Mismatch(
+                        "labels of columns are compared with rows of which each has a product of its own",
+                        advice=WHOLE_COLUMNS,
+                    )
                 return self._input(Index(expression.axis, expression.dtype))
             case Ref():
                 ref = self.scope.space.canonical(expression)
@@ -281,7 +297,9 @@ class _TileBuilder(ProgramBuilder):
         plain = self._elementwise(ref, self.scope.graph.dtype(ref.value))
         if self.owner is None or not self.owner.one:
             if self.scope.space.canonical(compared).value != self.scope.score:
-                raise Mismatch("the gradient of a maximum needs the logits in the pass that finds it")
+                raise Mismatch(
+                    "the gradient of a maximum needs the logits in the pass that finds it", advice=LOGITS_ONCE
+                )
             return plain
         wide, index, boolean = self.region.wide, jnp.dtype(jnp.int32), jnp.dtype(bool)
         ties, argmax = (
@@ -301,7 +319,7 @@ class _TileBuilder(ProgramBuilder):
         if self.owner is not None and whole and self.region.level_of(self._value(ref), whole=True) > 0:
             return self._input(Side(_FROM_HERE + self.owner.finished(ref), dtype))
         if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
-            raise Mismatch(f"a side input has the dtype {dtype}")
+            raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
         return self._input(Side(self.carrier.side(self.carrier.source(ref)), dtype))
 
 
@@ -322,7 +340,7 @@ class _RowBuilder(_TileBuilder):
             case Ref():
                 if self.scope.number(expression) is None:
                     if self.region.algebra.carries_axis(self.scope.space.canonical(expression)):
-                        raise Mismatch("values of the logits' size are not reduced")
+                        raise Mismatch("values of the logits' size are not reduced", advice=LOGITS_APART)
                     return self._side(expression)
         return super()._written(expression)
 

@@ -15,6 +15,19 @@ from autopallas import compat, jaxprs
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
+from autopallas.patterns.advice import (
+    BETWEEN_LOGITS,
+    EMPTY,
+    LOGITS_APART,
+    LOGITS_ONCE,
+    LOSS_PER_ROW,
+    NO_LOOP,
+    ONE_LABEL,
+    OWN_DERIVATIVE,
+    PRECISION,
+    WHOLE_COLUMNS,
+    WHOLE_ROWS,
+)
 from autopallas.patterns.cross_entropy_flows import Flow, Flows
 from autopallas.patterns.expressions import (
     Apply,
@@ -232,22 +245,25 @@ class Region:
             if found is not None:
                 break
         else:
-            raise Mismatch("a value beside the logits is not understood")
+            raise Mismatch("a value beside the logits is not understood", advice=BETWEEN_LOGITS)
         meaning: dict[Atom, tuple[Atom, ...]] = {}
         for (own_offset, own), (offset, atoms) in zip(found.view, base.view, strict=True):
             own = scratch.resolve(own)
             groups = self.space.cut(atoms, [scratch.sizes[a] for a in own])
             if own_offset != offset or groups is None or scratch.extent(own) != self.space.extent(atoms):
-                raise Mismatch("a part of the logits is used apart from the rest")
+                raise Mismatch("a part of the logits is used apart from the rest", advice=WHOLE_ROWS)
             for atom, (_, group) in zip(own, groups, strict=True):
                 if atom in meaning:
-                    raise Mismatch("the logits are read along a diagonal")
+                    raise Mismatch("the logits are read along a diagonal", advice=ONE_LABEL)
                 meaning[atom] = group
         view: list[Dimension] = []
         for offset, atoms in full.view:
             resolved = scratch.resolve(atoms)
             if any(a not in meaning for a in resolved):
-                raise Mismatch("the logits are repeated along a further axis")
+                raise Mismatch(
+                    "the logits are repeated along a further axis",
+                    advice="Take the loss of each row once, and repeat the losses, not the logits.",
+                )
             view.append((offset, tuple(x for a in resolved for x in meaning[a])))
         at = Ref(value, tuple(view))
         self._learn(at)
@@ -275,12 +291,12 @@ class Region:
           Mismatch: one is neither a statistic nor a product.
         """
         if 0 in (*self.graph.shape(self.dot.inputs[0]), *self.graph.shape(self.dot.inputs[1])):
-            raise Mismatch("an axis of the contraction has no elements")
+            raise Mismatch("an axis of the contraction has no elements", advice=EMPTY)
         around = loops(self.graph.definitions[self.logits].body)
         if self._is_piece(self.w) and not self._varies(self.x, around):
-            raise Mismatch("the program computes its logits in pieces of the vocabulary already")
+            raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
-            raise Mismatch("the logits are computed once and read inside a loop")
+            raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)
         before = -1
         while self.refinements != before:
             before = self.refinements
@@ -298,7 +314,7 @@ class Region:
                 region._out_of_rules()
         terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
         if not any(_computes(t.expression, "exp_sum") for t in terminals):
-            raise Mismatch("nothing sums the exponentials of the logits")
+            raise Mismatch("nothing sums the exponentials of the logits", advice=LOSS_PER_ROW)
 
     @property
     def refinements(self) -> int:
@@ -361,7 +377,7 @@ class Region:
             if not within:
                 continue
             if any(t.kind != "statistics" for t in within):
-                raise Mismatch("the logits' gradient is computed inside a custom rule")
+                raise Mismatch("the logits' gradient is computed inside a custom rule", advice=OWN_DERIVATIVE)
             level = max(t.level for t in within)
             reached = {t.result: Ref(t.result, t.view) for t in within}
             for number in call.outputs:
@@ -396,7 +412,9 @@ class Region:
         if node.name == "dot_general" and inside:  # a sum of products may be one of two values inside
             return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
-            raise Mismatch(f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}")
+            raise Mismatch(
+                f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
+            )
         return inside[0]
 
     def _terminal(self, node: Node) -> Terminal:
@@ -410,17 +428,30 @@ class Region:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
             if reduced and reduced <= rows:
                 where = jaxprs.location(node.equation)
-                raise Mismatch(f"the same logits are normalised along another axis too, by {node.name} at {where}")
+                raise Mismatch(
+                    f"the same logits are normalised along another axis too, by {node.name} at {where}",
+                    advice=WHOLE_COLUMNS,
+                )
             if not vocabulary <= reduced:
-                raise Mismatch(f"{node.name} runs over a part of the logits at {jaxprs.location(node.equation)}")
+                raise Mismatch(
+                    f"{node.name} runs over a part of the logits at {jaxprs.location(node.equation)}", advice=WHOLE_ROWS
+                )
             if node.name == "reduce_sum":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.total(at))
             if reduced != vocabulary:
-                raise Mismatch(f"{node.name} runs over rows too at {jaxprs.location(node.equation)}")
+                raise Mismatch(
+                    f"{node.name} runs over rows too at {jaxprs.location(node.equation)}",
+                    advice="Reduce the logits over the vocabulary alone, and combine what that gives for several rows "
+                    "afterwards.",
+                )
             if node.name == "reduce_max":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.maximum(at))
             if tuple(a for d in sorted(axes) for a in self.resolved(at.view[d][1])) != self.resolved(self.vocabulary):
-                raise Mismatch("argmax counts in another order")
+                raise Mismatch(
+                    "argmax counts in another order",
+                    advice="Take the argmax along the vocabulary as one axis, jnp.argmax(logits, -1), in the order of "
+                    "the weight's columns.",
+                )
             return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.argmax(at))
         if node.name == "gather":
             pick = picked(self.scope, at, node, self.vocabulary)
@@ -429,7 +460,9 @@ class Region:
             return Terminal(node, node.outputs[0], pick.view, "statistics", found)
         if node.name == "dot_general":
             return self._product(node, at)
-        raise Mismatch(f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}")
+        raise Mismatch(
+            f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
+        )
 
     def _product(self, node: Node, at: Ref) -> Terminal:
         """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
@@ -448,7 +481,10 @@ class Region:
         elif reduced and reduced <= rows - self.apart:
             kind, partner = "columns", self.x
         else:
-            raise Mismatch(f"the logits are contracted over another axis at {jaxprs.location(node.equation)}")
+            raise Mismatch(
+                f"the logits are contracted over another axis at {jaxprs.location(node.equation)}",
+                advice="Contract the logits, or their gradient, over the whole vocabulary or over whole rows.",
+            )
         other = node.inputs[1 - side]
         shape = self.graph.shape(other)
         free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]
@@ -458,7 +494,8 @@ class Region:
             groups = space.cut(self.hidden, [shape[d] for d in free if shape[d] != 1])
             if groups is None:
                 raise Mismatch(
-                    "the logits' gradient is multiplied by something else than the weight or the activations"
+                    "the logits' gradient is multiplied by something else than the weight or the activations",
+                    advice=LOSS_PER_ROW,
                 )
             left = iter(groups)
             hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
@@ -466,9 +503,12 @@ class Region:
         shared = {o: at.view[d] for d, o in pairs}
         read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
         if not space.same(space.canonical(read), space.canonical(partner)):
-            raise Mismatch("the logits' gradient is multiplied by something else than the weight or the activations")
+            raise Mismatch(
+                "the logits' gradient is multiplied by something else than the weight or the activations",
+                advice=LOSS_PER_ROW,
+            )
         if precision_of(self.graph, node) != precision_of(self.graph, self.dot):
-            raise Mismatch("the products of the backward ask for another precision than the forward")
+            raise Mismatch("the products of the backward ask for another precision than the forward", advice=PRECISION)
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
         others = [hidden[d] for d in free]
@@ -504,7 +544,9 @@ class Region:
         if value not in levels:
             sources = [-1 if number is None else number for number in self._flow.sources(value)]
             if any(number not in levels for number in sources):
-                raise Mismatch("numbers per row are computed from the logits in a way that is not understood")
+                raise Mismatch(
+                    "numbers per row are computed from the logits in a way that is not understood", advice=LOSS_PER_ROW
+                )
             levels[value] = max((levels[number] for number in sources), default=0)
         return levels[value]
 
@@ -559,7 +601,7 @@ class Region:
         for computed in _statistics(found):
             parts = [computed.argument, *([computed.label] if computed.label is not None else [])]
             if any(self.algebra.leaves(part) for part in parts):
-                raise Mismatch("a statistic needs the logits a second time")
+                raise Mismatch("a statistic needs the logits a second time", advice=LOGITS_ONCE)
         return found
 
     def _replaced(self, expression: Expression, step: Callable[[Ref], tuple[Expression, bool]]) -> Expression:
@@ -575,7 +617,10 @@ class Region:
 
         def replaced(part: Expression, depth: int) -> Expression:
             if depth > _DEEPEST:
-                raise Mismatch(f"numbers per row are computed from the logits by more than {_DEEPEST} operations")
+                raise Mismatch(
+                    f"numbers per row are computed from the logits by more than {_DEEPEST} operations",
+                    advice=LOSS_PER_ROW,
+                )
             if isinstance(part, Ref):
                 if part not in values:
                     found, further = step(part)
@@ -597,7 +642,7 @@ class Region:
             return self.algebra.convert(own, self.graph.dtype(ref.value))
         node, operands = self.scope.node(ref), self.space.operands(ref)
         if node is None or operands is None or node.equation.effects:
-            raise Mismatch("numbers per row are not computed elementwise")
+            raise Mismatch("numbers per row are not computed elementwise", advice=LOSS_PER_ROW)
         dtype = self.graph.dtype(ref.value)
         if node.name == "dot_general":  # without contraction: a product
             factors = tuple(self.algebra.convert(operand, dtype) for operand in operands)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
+from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.backward import (
     Backward,
     Dissolved,
@@ -74,7 +75,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
-    others: ProofCache[_Found | str | None] = ProofCache(graph, choice_axes(graph))
+    others: ProofCache[_Found | _Refusal | None] = ProofCache(graph, choice_axes(graph))
     sites = Sites(graph)
     within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
@@ -99,7 +100,9 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                         what = found.what
                         held, other = _REACHES.get(what, _REACHES[DENSE])
                         raise Mismatch(
-                            f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}"
+                            f"{what}, and assume_finite is off: an inf or NaN that {held} would reach {other}",
+                            advice="Leave assume_finite on, if what the experts compute is finite. Or sort the tokens "
+                            "by expert and call jax.lax.ragged_dot, which computes what is chosen and nothing else.",
                         )
                     draft = Draft(graph, sites, node, root, *found)
                     match = draft.match()
@@ -110,11 +113,11 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
                 if not draft.escaped:
                     matches[root] = match
                 else:
-                    misses[root] = NearMiss(OP, location, draft.escaped, root)
+                    misses[root] = NearMiss(OP, location, draft.escaped, root, EXPERTS_APART)
             except NoMixture:
                 continue
             except Mismatch as mismatch:
-                misses[root] = NearMiss(OP, location, mismatch.reason, root)
+                misses[root] = NearMiss(OP, location, mismatch.reason, root, mismatch.advice)
     with contained():
         holders = {id(equation) for draft in drafts.values() for equation in _holders(graph, draft.body)}
         around = {root: draft for root, draft in drafts.items() if not holders.isdisjoint(draft.equations)}
@@ -158,13 +161,20 @@ class _Found(NamedTuple):
         return _Found(seeds, products, kept, self.loops, self.what)
 
 
+class _Refusal(NamedTuple):
+    """Why a sum over experts cannot be taken apart, and what to write instead."""
+
+    reason: str
+    advice: str
+
+
 def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
     """The result of a sum; of a loop, what it adds up, and not what it counts."""
     floating = [n for n in node.outputs if n in alive and jnp.issubdtype(graph.dtype(n), jnp.floating)]
     return floating[0] if floating else next(iter(node.outputs), -1)
 
 
-def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | str | None]) -> _Found | None:
+def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Refusal | None]) -> _Found | None:
     """A sum over experts, or None of another sum."""
     loop = loop_at(graph, root)
     if loop is not None:
@@ -180,17 +190,17 @@ def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | str 
         outcome = others.prove(node, None, lambda watched: _read(watched, root))
     elif isinstance(outcome, _Found):
         outcome = outcome.at(image)
-    if isinstance(outcome, str):
-        raise Mismatch(outcome)
+    if isinstance(outcome, _Refusal):
+        raise Mismatch(outcome.reason, advice=outcome.advice)
     return outcome
 
 
-def _read(graph: Graph, root: int) -> _Found | str | None:
+def _read(graph: Graph, root: int) -> _Found | _Refusal | None:
     """What there is, or why that cannot be taken apart."""
     try:
         reading = read(graph, root)
     except Mismatch as mismatch:
-        return mismatch.reason
+        return _Refusal(mismatch.reason, mismatch.advice)
     if reading is None:
         return None
     what = reading.what if reading.slots is None else DISPATCHED
@@ -221,11 +231,13 @@ def _with_backward(
             with contained(drafts[root].root):
                 try:
                     if search not in complete:
-                        raise Mismatch(f"only a part of its backward was recognised; {drafts[root].escaped}")
+                        raise Mismatch(
+                            f"only a part of its backward was recognised; {drafts[root].escaped}", advice=EXPERTS_APART
+                        )
                     with bounded(graph):
                         matches[root] = drafts[root].match_with(search)
                 except Mismatch as mismatch:
-                    misses[root] = NearMiss(OP, misses[root].location, mismatch.reason, root)
+                    misses[root] = replace(misses[root], reason=mismatch.reason, advice=mismatch.advice)
 
 
 def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
@@ -454,7 +466,7 @@ class Draft:
 
         for node in nodes:
             if node.equation.effects:
-                raise Mismatch(f"{self.what}, and the equations have side effects")
+                raise Mismatch(f"{self.what}, and the equations have side effects", advice=SIDE_EFFECTS)
             for number in node.outputs:
                 if number == self.number or number not in alive or not self.depends(number, on_products=True):
                     continue
@@ -479,7 +491,7 @@ class Draft:
             if all(n in known and known[n][0] < known[self.number][0] for n in operands):
                 break
         else:
-            raise Mismatch(f"{self.what}, and an operand is not at hand where they are summed")
+            raise Mismatch(f"{self.what}, and an operand is not at hand where they are summed", advice=AT_HAND)
         original = jaxpr_of(graph, nodes, operands, [self.number])
         return self._match(operands, original, original, nodes)
 
@@ -534,11 +546,11 @@ class Draft:
         for backward in search.found:
             body = self._home(backward)
             if not all(is_available(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
-                raise Mismatch("the backward lacks an operand where it stands")
+                raise Mismatch("the backward lacks an operand where it stands", advice=WHOLE_GRADIENT)
             gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))
         if not backwards:
-            raise Mismatch("the backward was not recognised")
+            raise Mismatch("the backward was not recognised", advice=WHOLE_GRADIENT)
         inputs = [Var(use.variable.aval) for use in forward.uses]
         shared: dict[int, Any] = {}
         made: dict[int, Any] = {}
@@ -564,4 +576,4 @@ class Draft:
         for body, positions in self.graph.positions.items():
             if backward.cotangent in positions and all(positions.get(n, (-1,))[0] >= 0 for n in numbers):
                 return body
-        raise Mismatch("the backward is spread over several bodies")
+        raise Mismatch("the backward is spread over several bodies", advice=WHOLE_GRADIENT)

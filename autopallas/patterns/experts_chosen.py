@@ -10,6 +10,7 @@ from typing import Any
 
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom
+from autopallas.patterns.advice import PICK_ROWS, SORT_TOKENS
 from autopallas.patterns.experts_axes import position_of
 from autopallas.patterns.experts_picks import Picking
 from autopallas.patterns.experts_slots import SCATTERED
@@ -37,17 +38,21 @@ def refuse_chosen(graph: Graph, number: int) -> None:
     if kinds[0] == "one" and len(kinds) > 1:
         raise Mismatch(
             "the tokens of each expert are gathered, as many as there is room for, and what it computes for them is "
-            "added by a scatter: rows without a token are computed too"
+            "added by a scatter: rows without a token are computed too",
+            advice=SORT_TOKENS,
         )
     if kinds[0] == "chosen":
         raise Mismatch(
             f"{CHOOSE}, by gathers and a scatter: each computes the rows that it chose and no others, so that a "
-            "grouped matmul has nothing to leave out"
+            "grouped matmul has nothing to leave out",
+            advice="Nothing has to be changed: products with a batch of experts, as they are written, are all that "
+            "there is to compute.",
         )
     if kinds[0] == "slots":
         raise Mismatch(
             "experts compute the rows that are gathered for their slots, and a scatter adds them up: which slots are "
-            "empty is not known, and nothing else could be left out"
+            "empty is not known, and nothing else could be left out",
+            advice=SORT_TOKENS,
         )
 
 
@@ -173,4 +178,7 @@ def refuse_slots_read(graph: Graph, root: int) -> None:
         scattered[value] = any(sides)
         todo.pop()
     if multiplied and scattered.get(node.inputs[0]):
-        raise Mismatch(f"{SCATTERED}, and it was not shown that what is computed for a slot depends on that slot alone")
+        raise Mismatch(
+            f"{SCATTERED}, and it was not shown that what is computed for a slot depends on that slot alone",
+            advice=PICK_ROWS,
+        )

@@ -24,6 +24,7 @@ from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.numerics.casts import counts_exactly
+from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
 from autopallas.patterns.experts_axes import choice_axes
 from autopallas.patterns.experts_choice import Choices
 from autopallas.patterns.experts_refusals import DENSE
@@ -363,7 +364,9 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
                 if not (steps.contracts and (counters or before or _slices(graph, node, consts + carried))):
                     return None
                 raise Mismatch(
-                    f"{DENSE}, in a loop that selects what they compute, and an element may be selected for two of them"
+                    f"{DENSE}, in a loop that selects what they compute, and an element may be selected for two of "
+                    "them",
+                    advice=CHOOSE_FEW,
                 )
     axis = 0 if stacked else None
     own = {number for number in node.outputs if graph.definitions.get(number) is node}
@@ -619,11 +622,11 @@ def rolled(graph: Graph, root: int, loop: Loop) -> Any:
     wanted = list(dict.fromkeys(number for leaf in loop.leaves for number in leaf.numbers))
     nodes, missing = nodes_between(graph, inputs, wanted)
     if missing:
-        raise Mismatch("a captured array is read in a loop over experts")
+        raise Mismatch("a captured array is read in a loop over experts", advice=CAPTURED)
     before = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, wanted))
     nodes, missing = nodes_between(graph, [*inputs, loop.target], [root])
     if missing:
-        raise Mismatch("a captured array is read behind a loop over experts")
+        raise Mismatch("a captured array is read behind a loop over experts", advice=CAPTURED)
     after = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [*inputs, loop.target], [root]))
 
     def function(*operands: Any) -> Any:

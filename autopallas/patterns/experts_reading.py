@@ -21,6 +21,15 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
+from autopallas.patterns.advice import (
+    BETWEEN_EXPERTS,
+    CHOOSE_FEW,
+    DIAGONAL,
+    FLOATS,
+    NUMBER_SLOTS,
+    ONE_NUMBER,
+    PICK_ROWS,
+)
 from autopallas.patterns.experts_choice import Choice, Choices
 from autopallas.patterns.experts_chosen import CHOOSE, refuse_chosen, refuse_slots_read
 from autopallas.patterns.experts_intervals import Interval
@@ -168,7 +177,7 @@ def _settled(reader: Callable[[], _Reader]) -> Reading | None:
         except Mismatch:
             if space.refinements == before:
                 raise
-    raise Mismatch(f"{DENSE}, and its axes are cut into parts in more than {_ROUNDS} ways")
+    raise Mismatch(f"{DENSE}, and its axes are cut into parts in more than {_ROUNDS} ways", advice=CHOOSE_FEW)
 
 
 def _summed(
@@ -251,7 +260,7 @@ class _Reader:
                 self.result.slots = self.slots
             else:
                 if self.scope.graph.definitions[weights].inputs[0] != combine.value:
-                    raise Mismatch(f"{DISPATCHED}, and slots are read in two ways")
+                    raise Mismatch(f"{DISPATCHED}, and slots are read in two ways", advice=NUMBER_SLOTS)
                 kept = tuple(d for d in combine.view if not self.rows & set(self.space.resolve(d[1])))
                 combine = Ref(weights, kept)
             self.factors = [combine, self.slots.outputs]
@@ -288,18 +297,21 @@ class _Reader:
         if not any(self.holds_product(factor) for factor in self.factors):
             for atoms in (choices.expert, *choices.others):
                 if any(self._product_of_slots(factor, frozenset(atoms)) for factor in self.factors):
-                    raise Mismatch(f"{DISPATCHED}, in no form that is known")
+                    raise Mismatch(f"{DISPATCHED}, in no form that is known", advice=NUMBER_SLOTS)
             refuse_hidden(self.scope, self.factors, self.expert, self.tokens)
             return None
         if not any(choices.off(factor) == 0 for factor in self.factors):
-            raise Mismatch(f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.note}")
+            raise Mismatch(
+                f"{DENSE}, and it cannot be shown that what is not chosen has no weight{choices.note}",
+                advice=CHOOSE_FEW,
+            )
         result = self.result
         result.expert = self.space.resolve(choices.expert)
         for choice in choices.found:
             several = tuple(x for x in self.space.resolve(choice.several) if x not in self.tokens)
             source = self._operand(choice.index)
             if not set(source.labels) <= self.tokens | set(several):
-                raise Mismatch(f"{DENSE}, and the choice of experts has an axis of its own")
+                raise Mismatch(f"{DENSE}, and the choice of experts has an axis of its own", advice=CHOOSE_FEW)
             if (source, several) not in result.choices:
                 result.choices.append((source, several))
             result.seeds.add(choice.number)
@@ -310,7 +322,7 @@ class _Reader:
         wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
         slots = self.rows - self.tokens if result.slots is not None else frozenset()  # still to be added up
         if wanted != self.tokens | (set(last) - slots):
-            raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+            raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack", advice=CHOOSE_FEW)
         return self._finished()
 
     def _finished(self) -> Reading:
@@ -431,7 +443,7 @@ class _Reader:
             choices = Choices(self.scope, self.summed)
             choices.search(self.refused.combine)
             if choices.found:
-                raise Mismatch(f"{DISPATCHED}, and {self.refused.reason}")
+                raise Mismatch(f"{DISPATCHED}, and {self.refused.reason}", advice=NUMBER_SLOTS)
             tokens = [x for _, atoms in self.space.view(self.top.view) for x in atoms]
             chosen = Choices(self.scope, tokens)
             chosen.search(self.refused.combine)
@@ -439,7 +451,10 @@ class _Reader:
             if own & set(self.space.resolve(self.summed)):
                 raise Mismatch(
                     f"{CHOOSE}, by products with one-hot vectors: each computes the rows that it chose and no others, "
-                    "so that a grouped matmul has nothing to leave out"
+                    "so that a grouped matmul has nothing to leave out",
+                    advice="Gather each expert's tokens, x[chosen], and add what they give with .at[chosen].add: "
+                    "products with one-hot vectors cost more. Each expert computes its own tokens alone either way, "
+                    "and no kernel of this library does that better.",
                 )
 
     def _refuse_narrow(self, choices: Choices) -> None:
@@ -451,7 +466,10 @@ class _Reader:
         self.rows = self.tokens = self.space.atoms(self.top)
         self._holds = {}
         if self.expert and any(map(self.holds_product, self.factors)):
-            raise Mismatch(f"{DENSE}, and their numbers are counted in {name}, which does not hold all of them")
+            raise Mismatch(
+                f"{DENSE}, and their numbers are counted in {name}, which does not hold all of them",
+                advice="Compare with jnp.arange of the number of experts in int32, and cast the comparison.",
+            )
 
     def _refuse_weighted(self) -> None:
         """Refuses a sum of experts that all have a weight."""
@@ -491,12 +509,12 @@ class _Reader:
                 wide = jnp.promote_types(self.graph.dtype(self.top.value), jnp.float32)
                 self.result.between[self.top.value] = self.space.view(self.top.view)
                 return self._labels(self._emit(rows, matrices, rest, tuple(order), node, wide))
-        raise Mismatch(f"{DENSE}, and the sum over experts is of another form")
+        raise Mismatch(f"{DENSE}, and the sum over experts is of another form", advice=CHOOSE_FEW)
 
     def _row(self, ref: Ref) -> int:
         """The step that gives a value of tokens and experts."""
         if self._inside > _DEEPEST:
-            raise Mismatch(f"{DENSE}, in more than {_DEEPEST} operations one after the other")
+            raise Mismatch(f"{DENSE}, in more than {_DEEPEST} operations one after the other", advice=CHOOSE_FEW)
         self._inside += 1
         step = self._step_of(ref)
         self._inside -= 1
@@ -510,7 +528,7 @@ class _Reader:
         if self.slots is not None and self._dispatched(found):
             tokens = self.slots.filled(self.scope, found)
             if tokens is None:
-                raise Mismatch(f"{DISPATCHED}, and read from others")
+                raise Mismatch(f"{DISPATCHED}, and read from others", advice=NUMBER_SLOTS)
             return self._cast(self._row(tokens), self.graph.dtype(found.value))
         key = found.value, self.space.view(found.view)
         if key not in self._known:
@@ -558,7 +576,7 @@ class _Reader:
     def _pointwise(self, ref: Ref, node: Node) -> int:
         operands = self.space.uses(ref)
         if operands is None or node.equation.effects:
-            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
+            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}", advice=BETWEEN_EXPERTS)
         arguments = tuple(self._row(operand) for operand in operands)
         dtype = self.graph.dtype(ref.value)
         if is_product(node):
@@ -578,7 +596,9 @@ class _Reader:
         try:
             hash(given)
         except TypeError:
-            raise Mismatch(f"{DENSE}, and an equation on it has a parameter that cannot be compared") from None
+            raise Mismatch(
+                f"{DENSE}, and an equation on it has a parameter that cannot be compared", advice=BETWEEN_EXPERTS
+            ) from None
         sides = tuple(Side(i, np.dtype(self._dtype(argument))) for i, argument in enumerate(arguments))
         instruction = Instruction(primitive, given, tuple(range(len(sides))), np.dtype(dtype))
         return self._add(Pointwise(ElementwiseProgram(sides, (instruction,), len(sides)), arguments, tuple(labels)))
@@ -587,13 +607,16 @@ class _Reader:
         self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Any
     ) -> int:
         if node.name != "dot_general":
-            raise Mismatch(f"{DENSE}, in a product that is written as a sum")
+            raise Mismatch(
+                f"{DENSE}, in a product that is written as a sum",
+                advice="Write the product of tokens and matrices as one: with @ or jnp.einsum.",
+            )
         names = {self.graph.dtype(n).name for n in (*node.inputs, *node.outputs)}
         if not names <= _FLOATS:
-            raise Mismatch(f"{DENSE}, in {', '.join(sorted(names))}")
+            raise Mismatch(f"{DENSE}, in {', '.join(sorted(names))}", advice=FLOATS)
         value = self._row(rows)
         if set(self._labels(value)) != set(inner):
-            raise Mismatch(f"{DENSE}, and a product has an axis of its own")
+            raise Mismatch(f"{DENSE}, and a product has an axis of its own", advice=CHOOSE_FEW)
         self.result.products.add(node.outputs[0])
         self._examples |= self.space.atoms(self.space.canonical(matrices)) & self.tokens
         return self._add(Product(value, self._operand(matrices), inner, outer, np.dtype(dtype), precision(node)))
@@ -603,12 +626,12 @@ class _Reader:
         view = self.space.view(found.view)
         atoms = [x for _, own in view for x in own]
         if len(set(atoms)) != len(atoms):
-            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal")
+            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal", advice=DIAGONAL)
         if self.slots is not None and self._made_of_slots(found.value):
-            raise Mismatch(f"{DISPATCHED}, and what is computed for them is mixed")
+            raise Mismatch(f"{DISPATCHED}, and what is computed for them is mixed", advice=NUMBER_SLOTS)
         if self.slots is not None and set(atoms) & set(self.space.resolve(self.slots.slot)):
             if self.result.slots is None or not self.space.same(found, self.space.canonical(self.slots.combine)):
-                raise Mismatch(f"{DISPATCHED}, and something differs between slots")
+                raise Mismatch(f"{DISPATCHED}, and something differs between slots", advice=NUMBER_SLOTS)
         if found.value not in self.result.arrays:
             self.result.arrays.append(found.value)
         return Operand(self.result.arrays.index(found.value), view)
@@ -671,13 +694,19 @@ class _PickReader(_Reader):
             if not dense and rows <= space.extent((*pick.expert, *self._shared())):
                 return None  # each matrix is read about once
             if not Signs(self.graph).counts_below(index.value, pick.size):
-                raise Mismatch(f"{DENSE}, and it is not known that the numbers of experts are in range")
+                raise Mismatch(
+                    f"{DENSE}, and it is not known that the numbers of experts are in range",
+                    advice="Take the numbers from jax.lax.top_k or jnp.argmax over the experts, or clip them to 0 and "
+                    "the last one with jnp.clip: a gather takes a number out of range for the last expert, or for NaN, "
+                    "and a mixture for no expert.",
+                )
             self.result.choices.append((self._operand(index), ()))
             last = self._row_sum() if added else self._contribution()
             if set(order) != (self.tokens | set(last)) - set(added):
-                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack", advice=CHOOSE_FEW)
         except Mismatch as mismatch:
-            raise Mismatch(mismatch.reason.replace(DENSE, self.result.what, 1)) from None
+            advice = ONE_NUMBER if not dense and mismatch.advice == CHOOSE_FEW else mismatch.advice
+            raise Mismatch(mismatch.reason.replace(DENSE, self.result.what, 1), advice=advice) from None
         self.result.seeds |= self.picking.gathers
         return self._finished()
 
@@ -754,14 +783,15 @@ class _SlotReader(_Reader):
             result.choices.append((self._array(indices, self.row_labels), ()))
             last = self._term()
             if set(order) != self.tokens | set(last):
-                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack")
+                raise Mismatch(f"{DENSE}, and the result has an axis that its terms lack", advice=CHOOSE_FEW)
             beside = self._beside()
             if any(map(self._made_of_products, [*result.arrays, *beside])):
-                raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed")
+                raise Mismatch(f"{SCATTERED}, and what is computed for them is mixed", advice=PICK_ROWS)
         except Mismatch as mismatch:
             if not self.brought or not self._are_matrices():
                 return None
-            raise Mismatch(mismatch.reason.replace(DENSE, SCATTERED, 1)) from None
+            advice = PICK_ROWS if mismatch.advice == CHOOSE_FEW else mismatch.advice
+            raise Mismatch(mismatch.reason.replace(DENSE, SCATTERED, 1), advice=advice) from None
         if not self.brought:
             return None
         if self.known is None:
@@ -866,14 +896,14 @@ class _SlotReader(_Reader):
         view = self.space.view(found.view)
         atoms = [x for _, own in view for x in own]
         if len(set(atoms)) != len(atoms):
-            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal")
+            raise Mismatch(f"{DENSE}, and an operand is read along a diagonal", advice=DIAGONAL)
         kept = tuple(dimension for dimension in view if named.isdisjoint(dimension[1]))
         if any(not named >= set(own) for _, own in view if not named.isdisjoint(own)):
-            raise Mismatch(f"{DENSE}, and places are merged with other axes")
+            raise Mismatch(f"{DENSE}, and places are merged with other axes", advice=CHOOSE_FEW)
         placed = tuple((0, ()) if dimension in kept else dimension for dimension in view)
         before = self.leaves.setdefault(found.value, placed)
         if placed != before:
-            raise Mismatch(f"{DENSE}, and slots are read in two ways")
+            raise Mismatch(f"{DENSE}, and slots are read in two ways", advice=CHOOSE_FEW)
         source = found.value
         while self.graph.name(source) == "convert_element_type":
             source = self.graph.definitions[source].inputs[0]

@@ -8,6 +8,7 @@ from typing import Any
 from autopallas.graph import Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.labels import Atom
+from autopallas.patterns.advice import BETWEEN_EXPERTS, CHOOSE_FEW
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 
@@ -37,7 +38,7 @@ def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom],
             continue
         found = operands is None and atoms - tokens - expert and not node.name.startswith("scatter")
         if found and (not through or len(own) == 2):
-            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}")
+            raise Mismatch(f"{DENSE}, and what they compute passes through {node.name}", advice=BETWEEN_EXPERTS)
         todo += [(operand, through) for operand in operands or []]
 
 
@@ -62,8 +63,11 @@ def refuse_weight(scope: Scope, gate: Ref) -> None:
     if not made_of & {"exp", "logistic"}:
         return
     if made_of & {"ge", "gt", "le", "lt"}:
-        raise Mismatch(f"{DENSE}, and a comparison of weights decides which count, so that how many is not known")
-    raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out")
+        raise Mismatch(
+            f"{DENSE}, and a comparison of weights decides which count, so that how many is not known",
+            advice=CHOOSE_FEW,
+        )
+    raise Mismatch(f"{DENSE}, and each has a weight that is not zero: nothing can be left out", advice=CHOOSE_FEW)
 
 
 def _made_of(scope: Scope, ref: Ref) -> set[str]:

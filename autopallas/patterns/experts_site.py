@@ -18,6 +18,7 @@ from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
+from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
 from autopallas.patterns.experts_loops import loop_at, rolled
 from autopallas.patterns.experts_reading import PickedRows, Reading, SlotRows, read
 from autopallas.patterns.experts_refusals import DENSE
@@ -90,11 +91,11 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
     if loops:
         loop = loop_at(graph, root)
         if loop is None:
-            raise NoMixture(f"{DENSE}, and it cannot be read by itself")
+            raise NoMixture(f"{DENSE}, and it cannot be read by itself", advice=CHOOSE_FEW)
         try:
             over_experts = rolled(graph, root, loop)
         except NotImplementedError as error:  # JAX maps some equations, such as a ragged product, not along every axis
-            raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}") from None
+            raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}", advice=CHOOSE_FEW) from None
         graph, root = _opened(over_experts, outside)
     reading, slots, scattered, seen = read(graph, root), 0, False, not loops
     if reading is not None and reading.what != DENSE:
@@ -113,7 +114,7 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
         graph, root, picked = _picked(graph, root, reading.picked, reading.scope.space, outside)
         reading = read(graph, root, None, None, picked)
     if reading is None or reading.slots is not None or reading.within or reading.picked is not None:
-        raise NoMixture(f"{DENSE}, and it cannot be read by itself")
+        raise NoMixture(f"{DENSE}, and it cannot be read by itself", advice=CHOOSE_FEW)
     space = reading.scope.space
     labels: dict[int, int] = {}
 
@@ -180,7 +181,7 @@ def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[
     """The same program with what an expert's slots are combined with added up: (graph, result, that sum)."""
     axes = tuple(d for d, (_, atoms) in enumerate(slots.combine.view) if set(atoms) & set(slots.slot))
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
-        raise Mismatch(f"{DENSE}, and slots have no axis of their own")
+        raise Mismatch(f"{DENSE}, and slots have no axis of their own", advice=CHOOSE_FEW)
 
     def added(combine: Any) -> tuple[Any, ...]:
         return (lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes),)
@@ -245,7 +246,7 @@ def _extended(
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     nodes, free = nodes_between(graph, inputs, results)
     if free:
-        raise Mismatch(f"{DENSE}, and a captured array is read")
+        raise Mismatch(f"{DENSE}, and a captured array is read", advice=CAPTURED)
     run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
 
     def extended(*operands: Any) -> Any:
@@ -255,7 +256,7 @@ def _extended(
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in graph.root.invars]
     found = _part(compat.make_jaxpr(extended, *avals), outside)
     if not all(isinstance(v, Var) for v in found.root.outvars):
-        raise Mismatch(f"{DENSE}, and a captured array is read")
+        raise Mismatch(f"{DENSE}, and a captured array is read", advice=CAPTURED)
     return found, [found.numbers[found.root][v] for v in found.root.outvars if isinstance(v, Var)]
 
 
@@ -264,7 +265,7 @@ def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     nodes, free = nodes_between(graph, inputs, reading.arrays)
     if free or any(number in graph.literals for number in reading.arrays):
-        raise Mismatch(f"{DENSE}, and a captured array is read")
+        raise Mismatch(f"{DENSE}, and a captured array is read", advice=CAPTURED)
     jaxpr = jaxpr_of(graph, nodes, inputs, reading.arrays)
     places = {number: i for i, number in enumerate(inputs)}
     lines: list[Hashable] = []

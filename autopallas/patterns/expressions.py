@@ -15,6 +15,7 @@ from autopallas import compat
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call, rule_of
 from autopallas.graph.labels import is_product
+from autopallas.patterns.advice import OWN_DERIVATIVE, PRECISION
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Axis, Constant, custom_p
 
@@ -245,7 +246,7 @@ def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
         return node.equation.primitive, node.params
     rule = rule_of(node.equation)
     if rule is None:
-        raise Mismatch("a function with a derivative of its own cannot be carried")
+        raise Mismatch("a function with a derivative of its own cannot be carried", advice=OWN_DERIVATIVE)
     return custom_p, {"value": rule.value, "tangent": rule.tangent}
 
 
@@ -305,7 +306,7 @@ def precision_of(graph: Graph, node: Node) -> str | None:
     if len(names) == 1 and dtypes == {_ACCUMULATES_IN_FLOAT32.get(*names)}:
         return None
     if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
-        raise Mismatch(f"a contraction asks for the precision {precision}")
+        raise Mismatch(f"a contraction asks for the precision {precision}", advice=PRECISION)
     (name,) = names
     return None if name == "DEFAULT" else name
 

@@ -46,7 +46,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     if match.spec.use != "drhs":
                         match = with_epilogue(graph, match, alive)
             except Mismatch as mismatch:
-                miss = NearMiss("grouped_matmul", jaxprs.location(node.equation), mismatch.reason, node.outputs[0])
+                location = jaxprs.location(node.equation)
+                miss = NearMiss("grouped_matmul", location, mismatch.reason, node.outputs[0], mismatch.advice)
                 misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
                 continue
             if origin != "forward" or match.spec.use == "drhs":

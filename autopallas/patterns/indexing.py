@@ -12,6 +12,7 @@ from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.numerics.casts import counts_exactly
+from autopallas.patterns.advice import LOSS_PER_ROW, ONE_LABEL
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Axis
@@ -51,7 +52,7 @@ def picked(scope: Scope, operand: Ref, gather: Any, axis: Sequence[Atom]) -> Pic
     shape = scope.graph.shape(gather.inputs[0])
     single = (*gone, *numbers.start_index_map)
     if any(sizes[d] != (1 if d in single else n) for d, n in enumerate(shape)):
-        raise Mismatch("a part of each row is gathered from the logits")
+        raise Mismatch("a part of each row is gathered from the logits", advice=ONE_LABEL)
     window = [d for d in range(len(shape)) if d not in gone]
     rank = len(scope.graph.shape(gather.outputs[0]))
     return _pick(
@@ -75,7 +76,7 @@ def placed(scope: Scope, result: Ref, scatter: Any, axis: Sequence[Atom]) -> Pic
     """
     numbers = scatter.params["dimension_numbers"]
     if scope.number(scope.space.canonical(scope.space.full(scatter.inputs[0]))) != 0:
-        raise Mismatch("something is added to the logits' gradient by index")
+        raise Mismatch("something is added to the logits' gradient by index", advice=LOSS_PER_ROW)
     shape = scope.graph.shape(scatter.outputs[0])
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window = [d for d in range(len(shape)) if d not in gone]
@@ -83,7 +84,7 @@ def placed(scope: Scope, result: Ref, scatter: Any, axis: Sequence[Atom]) -> Pic
     indexed = numbers.scatter_dims_to_operand_dims
     pairs = zip(numbers.update_window_dims, window, strict=True)
     if any(updates[u] != (1 if d in indexed else shape[d]) for u, d in pairs):
-        raise Mismatch("a part of each row is scattered into the logits' gradient")
+        raise Mismatch("a part of each row is scattered into the logits' gradient", advice=LOSS_PER_ROW)
     return _pick(
         scope,
         result,
@@ -126,15 +127,17 @@ def _pick(
         where = _counted(scope, indices, component)
         if where is None or shape[where] != space.extent(own) or operand.view[d][0] != 0:
             if own:
-                raise Mismatch("the logits are gathered at rows that are not known to be all rows in order")
+                raise Mismatch(
+                    "the logits are gathered at rows that are not known to be all rows in order", advice=ONE_LABEL
+                )
             continue  # an axis of size 1
         labels[where] = operand.view[d]
     if along is None:
-        raise Mismatch("the logits are gathered along another axis than the vocabulary")
+        raise Mismatch("the logits are gathered along another axis than the vocabulary", advice=ONE_LABEL)
     for i in range(last):
         if i not in labels:
             if shape[i] != 1:
-                raise Mismatch("several labels are gathered per row")
+                raise Mismatch("several labels are gathered per row", advice=ONE_LABEL)
             labels[i] = (0, ())
     outer = iter(range(last))
     rest = {o: (0, ()) if d in components else operand.view[d] for o, d in window.items()}
@@ -148,7 +151,11 @@ def _mode(mode: Any) -> str:
     for known in ("fill", "clip", "promise"):
         if known in name:
             return known
-    raise Mismatch(f"an index has the mode {mode}")
+    raise Mismatch(
+        f"an index has the mode {mode}",
+        advice="Index with jnp.take_along_axis, or with x[i], in the default mode or in one of fill, clip and "
+        "promise_in_bounds.",
+    )
 
 
 def _counted(scope: Scope, indices: int, component: int) -> int | None:

@@ -20,11 +20,12 @@ class Mismatch(Exception):
     Attributes:
       reason: what failed, in words that hold at every place of the same form.
       operand: the number of the value that the reason is about, if it is about one.
+      advice: what to write instead, in one or two sentences; empty where nothing general can be said.
     """
 
-    def __init__(self, reason: str, operand: int | None = None):
+    def __init__(self, reason: str, operand: int | None = None, *, advice: str = ""):
         super().__init__(reason)
-        self.reason, self.operand = reason, operand
+        self.reason, self.operand, self.advice = reason, operand, advice
 
 
 def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
@@ -140,9 +141,11 @@ class NearMiss:
     """A place that got past the anchors of a pattern and failed, and why.
 
     ``value`` is the number of what it is about: the miss goes where a site computes that value in the program's place.
+    ``advice`` says what to write instead.
     """
 
     op: str
     location: str
     reason: str
     value: int = field(default=-1, compare=False)
+    advice: str = ""

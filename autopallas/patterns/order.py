@@ -10,8 +10,15 @@ from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["in_some_order"]
 
-_REASON = "it waits for what another site computes, and that one for what it computes"
-_ITSELF = "some of what it reads is computed from its own results"
+_EACH_OTHER = (
+    "it waits for what another site computes, and that one for what it computes",
+    "Where both are products of logits, write one product of the concatenated weights, whose softmax runs over all of "
+    "them. Else split the function in two, each optimized by itself.",
+)
+_ITSELF = (
+    "some of what it reads is computed from its own results",
+    "Split the function in two, each optimized by itself, so that the first computes what the second reads.",
+)
 
 
 def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], list[NearMiss]]:
@@ -25,8 +32,8 @@ def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], 
     while kept and (circle := _circle(graph, kept)):
         least = min(circle, key=lambda match: _size(graph, match.operands))
         kept.remove(least)
-        reason = _REASON if len(circle) > 1 else _ITSELF
-        left_out.append(NearMiss(least.op, least.location, reason, min(least.replaced)))
+        reason, advice = _EACH_OTHER if len(circle) > 1 else _ITSELF
+        left_out.append(NearMiss(least.op, least.location, reason, min(least.replaced), advice))
     return kept, left_out
 
 

@@ -11,6 +11,7 @@ from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import closed
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
+from autopallas.patterns.advice import EMPTY, FLOATS, GROUP_SIZES, PRECISION
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.index_notation import Label, Operand, View
 
@@ -60,7 +61,11 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
     ragged = int(numbers.lhs_ragged_dimensions[0])
     _check(graph, node, ragged)
     if ragged in left_batch:
-        raise Mismatch("the ragged axis is a batch axis of the product")
+        raise Mismatch(
+            "the ragged axis is a batch axis of the product",
+            advice="Give the rows an axis of their own, as the first axis of jax.lax.ragged_dot is: the axis that the "
+            "group sizes divide is no batch axis.",
+        )
 
     labels = _Labels()
     left_shape, right_shape, sizes_shape = (graph.shape(number) for number in node.inputs)
@@ -80,7 +85,10 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
     contracted = [label for d, label in enumerate(left) if d in left_contracting]
     if ragged in left_contracting:
         if len(left_contracting) > 1:
-            raise Mismatch("the product sums over more than the ragged axis")
+            raise Mismatch(
+                "the product sums over more than the ragged axis",
+                advice="Sum over the rows of each group alone, as the derivative of jax.lax.ragged_dot does.",
+            )
         group = labels.new(sizes_shape[-1])
         use, inner, outer = "drhs", left_free, right_free
         result = [group, *batch, *left_free, *right_free]
@@ -116,15 +124,15 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
 
 def _check(graph: Graph, node: Node, ragged: int) -> None:
     if node.params["group_offset"] is not None:
-        raise Mismatch("a group offset is given, which no kernel knows")
+        raise Mismatch("a group offset is given, which no kernel knows", advice=GROUP_SIZES)
     for number in (*node.inputs[:2], *node.outputs):
         if graph.dtype(number).name not in _FLOATS:
-            raise Mismatch(f"an array is of dtype {graph.dtype(number)}")
+            raise Mismatch(f"an array is of dtype {graph.dtype(number)}", advice=FLOATS)
         if 0 in graph.shape(number):
-            raise Mismatch("an array is empty")
+            raise Mismatch("an array is empty", advice=EMPTY)
     rows, dtype = graph.shape(node.inputs[0])[ragged], graph.dtype(node.inputs[2])
     if jnp.iinfo(dtype).max < rows:
-        raise Mismatch(f"group sizes of dtype {dtype} cannot count {rows} rows")
+        raise Mismatch(f"group sizes of dtype {dtype} cannot count {rows} rows", advice=GROUP_SIZES)
 
 
 def _view(labels: Sequence[Label]) -> View:
@@ -138,6 +146,6 @@ def precision(node: Node) -> str | None:
         return None
     names = {getattr(p, "name", str(p)) for p in (given if isinstance(given, tuple) else (given,))}
     if len(names) != 1 or not names <= {"DEFAULT", "HIGH", "HIGHEST"}:
-        raise Mismatch(f"the product asks for the precision {given}")
+        raise Mismatch(f"the product asks for the precision {given}", advice=PRECISION)
     (name,) = names
     return None if name == "DEFAULT" else name

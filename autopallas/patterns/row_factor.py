@@ -21,6 +21,7 @@ from autopallas.graph import Ref
 from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
+from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
@@ -106,7 +107,7 @@ class _Reader:
         result: Expression = Apply(lax.exp_p, {"accuracy": None}, (exponent,), self.wide)
         for factor, power in factors:
             if power != int(power):
-                raise Mismatch("a factor of the row enters with a fractional power")
+                raise Mismatch("a factor of the row enters with a fractional power", advice=NORMALISE)
             for _ in range(abs(int(power))):
                 divided = Apply(lax.div_p, {}, (result, factor), self.wide)
                 result = self._multiply(result, factor) if power > 0 else divided
@@ -141,7 +142,7 @@ class _Reader:
     def _sum(self, inner: LogSumExp) -> Computed:
         """A sum of the exponentials, relative to the kernel's shift."""
         if self.scope.key(inner.argument) != self.scope.key(self.argument):
-            raise Mismatch("the normaliser sums something else than the numerator")
+            raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
         keys = [self.softmax.term_key(Term(1.0, "logsumexp", x)) for x in (*self.sums, inner)]
         position = keys.index(keys[-1])
         if position == len(self.sums):
@@ -152,14 +153,14 @@ class _Reader:
         """The first sum, and the weights that each of the others has besides that one's."""
         first, *others = self.sums
         if others and any(x.extras for x in self.sums):
-            raise Mismatch("the factor of the row holds several sums, and a sink")
+            raise Mismatch("the factor of the row holds several sums, and a sink", advice=NORMALISE)
         further = []
         for other in others:
             left = list(other.weights)
             for factor in first.weights:
                 same = [w for w in left if self.softmax.factor_key(w) == self.softmax.factor_key(factor)]
                 if not same:
-                    raise Mismatch("the factor of the row holds sums with different masks")
+                    raise Mismatch("the factor of the row holds sums with different masks", advice=NORMALISE)
                 left.remove(same[0])
             further.append(tuple(left))
         return first, tuple(further)
@@ -172,21 +173,26 @@ class _Reader:
             return ref
         self.length += 1
         if self.length > _LONGEST or self.softmax.carries_axis(ref):
-            raise Mismatch("a factor of the row is computed from single scores")
+            raise Mismatch("a factor of the row is computed from single scores", advice=NORMALISE)
         dtype = self.scope.dtype(ref)
         if name == "reduce_max":
             return self._convert(self._greatest(ref), dtype)
         if name in ("reduce_sum", "dot_general"):
             terms = self.softmax.log(ref)
             if not any(t.kind == "logsumexp" for t in terms):
-                raise Mismatch(self.softmax.note or "a factor of the row sums something else than exponentials")
+                raise self.softmax.note or Mismatch(
+                    "a factor of the row sums something else than exponentials", advice=NORMALISE
+                )
             return self._convert(self.product(self.softmax.combine(terms)), dtype)
         operands = self.space.operands(ref)
         if operands is None:
-            raise Mismatch(f"a factor of the row passes through {name}")
+            raise Mismatch(f"a factor of the row passes through {name}", advice=NORMALISE)
         if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating):
             if self.softmax.is_filled(ref, float(jnp.finfo(dtype).max)):
-                raise Mismatch(f"a row of nothing but a mask's fill has a maximum that is infinite in {dtype}")
+                raise Mismatch(
+                    f"a row of nothing but a mask's fill has a maximum that is infinite in {dtype}",
+                    advice=OWN_DTYPE,
+                )
         arguments = tuple(self._row(operand) for operand in operands)
         if node.name == "dot_general":  # without contraction: a product
             return self._multiply(*(self._convert(a, dtype) for a in arguments))
@@ -206,11 +212,14 @@ class _Reader:
         stripped = self.softmax.strip(inner)
         tile, rows = stripped.x, stripped.rows
         if self._unmasked(tile) != self._unmasked(self.argument):
-            raise Mismatch("the exponentials are relative to a maximum that something is added to behind it")
+            raise Mismatch(
+                "the exponentials are relative to a maximum that something is added to behind it",
+                advice="Add to the scores first, and subtract the maximum of what is exponentiated.",
+            )
         found: Expression = Computed("greatest", tile, self.wide)
         for term in self.softmax.combine(rows):
             if term.kind != "value":
-                raise Mismatch("a maximum over the keys is taken of more than scores and maxima")
+                raise Mismatch("a maximum over the keys is taken of more than scores and maxima", advice=NORMALISE)
             value = self._convert(self._row(term.expression), self.wide)
             found = Apply(lax.add_p, {}, (found, self._times(value, term.coefficient)), self.wide)
         for dtype in reversed(casts):
@@ -289,7 +298,7 @@ class _RowBuilder(ProgramBuilder):
             case Ref() if self.scope.number(expression) is None:
                 dtype = self.scope.dtype(expression)
                 if not (dtype.kind in "iub" or jnp.issubdtype(dtype, jnp.floating)):
-                    raise Mismatch(f"a side input has the dtype {dtype}")
+                    raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
                 source = self.carrier.source(expression)
             case _:
                 return super()._written(expression)

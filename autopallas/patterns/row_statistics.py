@@ -23,6 +23,7 @@ from autopallas import compat
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import counts_exactly, rounds
+from autopallas.patterns.advice import BETWEEN_LOGITS, COUNT, LOSS_PER_ROW
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
@@ -56,6 +57,8 @@ _DEEPEST = 64
 """Operations on one path that are looked through."""
 ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
 """What is assumed of a contraction with a mask, which gives NaN where an infinity meets a zero."""
+DIVIDED = "what the zeros around a label's gradient are divided by is not zero, such as a probability that vanishes"
+"""What is assumed of the derivative of a logarithm that is taken of all probabilities, of which one is picked."""
 
 
 class RowStatistics(Softmax):
@@ -121,7 +124,7 @@ class RowStatistics(Softmax):
     def total_of_products(self, tile: Ref, other: Ref) -> Expression:
         """sum over V of the products of two tiles, each of which is taken without a rounding."""
         if any(not jnp.issubdtype(self.scope.dtype(t), jnp.floating) for t in (tile, other)):
-            raise Mismatch("whole numbers that are computed from the logits are summed")
+            raise Mismatch("whole numbers that are computed from the logits are summed", advice=COUNT)
         a, b = self.space.canonical(tile), self.space.canonical(other)
         if self._is_mask(a) or self._is_mask(b):  # which XLA selects with, where it multiplies element by element
             self.assumptions[ONE_HOT] = None
@@ -164,7 +167,7 @@ class RowStatistics(Softmax):
         counts = counts and self.scope.dtype((operands or [ref])[0]) == _BOOLEAN
         most = self.space.extent(self.axis)
         if not counts or not all(counts_exactly(d, most) for d in (dtype, self.wide)):
-            raise Mismatch(f"whole numbers ({dtype}) that are computed from the logits are summed")
+            raise Mismatch(f"whole numbers ({dtype}) that are computed from the logits are summed", advice=COUNT)
 
     def argmax(self, tile: Ref) -> Expression:
         """Where the tile is greatest; exactly as it stands, since rounding decides ties."""
@@ -182,7 +185,10 @@ class RowStatistics(Softmax):
         found = self._at(tile, label)
         if fill is None:
             if not jnp.issubdtype(dtype, jnp.floating):
-                raise Mismatch("whole numbers are picked from the logits")
+                raise Mismatch(
+                    "whole numbers are picked from the logits",
+                    advice="Pick from the logits themselves, before they are rounded or cast to whole numbers.",
+                )
             fill = math.nan
         nothing = Constant(fill, dtype)
         return Apply(lax.select_n_p, {}, (self._within(label), nothing, self.convert(found, dtype)), dtype)
@@ -216,7 +222,10 @@ class RowStatistics(Softmax):
     def _exponentials(self, tile: Ref) -> Expression:
         found = self.exponential(tile)
         if any(w.kind not in ("where", "unless") for w in found.weights):
-            raise Mismatch("the exponentials are weighted")
+            raise Mismatch(
+                "the exponentials are weighted",
+                advice="Mask the logits with -inf, before the softmax, and weight the losses, not the exponentials.",
+            )
         argument = found.argument
         self.assumptions |= dict.fromkeys(self.assumed(argument, found.weights))
         for weight in found.weights:
@@ -225,7 +234,7 @@ class RowStatistics(Softmax):
             cases = (nothing, argument) if weight.kind == "where" else (argument, nothing)
             argument = Apply(lax.select_n_p, {}, (weight.source, *cases), dtype)
         if self.leaves(argument):
-            raise Mismatch("the exponent holds numbers per row that cannot be taken out")
+            raise Mismatch("the exponent holds numbers per row that cannot be taken out", advice=LOSS_PER_ROW)
         greatest = Computed("max", argument, self.wide)
         finite = Apply(lax.is_finite_p, {}, (greatest,), _BOOLEAN)
         shift: Expression = Apply(lax.select_n_p, {}, (finite, Constant(0.0, self.wide), greatest), self.wide)
@@ -240,7 +249,7 @@ class RowStatistics(Softmax):
         result = self._multiply(Computed("exp_sum", argument, self.wide), self._unary(lax.exp_p, exponent))
         for term in factors:
             if abs(term.coefficient) != 1:
-                raise Mismatch("a factor of the exponentials enters with a power")
+                raise Mismatch("a factor of the exponentials enters with a power", advice=LOSS_PER_ROW)
             value = self.convert(term.expression, self.wide)
             result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
         return result
@@ -304,6 +313,7 @@ class RowStatistics(Softmax):
             reciprocal = self._divide(one, self.convert(operands[1], self.wide))
             yield from (self._scaled(s, reciprocal) for s in self._expand(operands[0], depth))
         elif name == "div" and self._places(operands[0]):
+            self.assumptions[DIVIDED] = None
             for s in self._expand(operands[0], depth):
                 assert s.label is not None
                 divisor = self.convert(self._at(operands[1], s.label), self.wide)
@@ -504,7 +514,7 @@ class RowStatistics(Softmax):
             return self.convert(self._picked(tile, label, kind), dtype)
         node, operands = self.scope.node(tile), self.space.operands(tile)
         if node is None or operands is None or depth > _DEEPEST:
-            raise Mismatch(f"the logits pass through {self.scope.name(tile)}")
+            raise Mismatch(f"the logits pass through {self.scope.name(tile)}", advice=BETWEEN_LOGITS)
         arguments = tuple(self._at(operand, label, kind, depth + 1) for operand in operands)
         if node.name == "dot_general":
             arguments = tuple(self.convert(a, dtype) for a in arguments)
@@ -569,7 +579,7 @@ class RowStatistics(Softmax):
                         else:
                             operands = self.space.operands(ref)
                             if operands is None:
-                                raise Mismatch(f"the logits pass through {self.scope.name(ref)}")
+                                raise Mismatch(f"the logits pass through {self.scope.name(ref)}", advice=BETWEEN_LOGITS)
                             todo += operands
         return list(found.values())
 

@@ -23,18 +23,27 @@ from autopallas import compat
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
+from autopallas.patterns.advice import (
+    BETWEEN_PRODUCTS,
+    EPSILON,
+    MASK_SCORES,
+    OVER_THE_KEYS,
+    SAME_SUM,
+    SINK,
+    STOP_EARLIER,
+)
 from autopallas.patterns.expressions import Apply, Expression, Scope, parts_of
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = [
     "HIDDEN",
-    "SEVERAL_BLOCKS",
     "UNSHIFTED",
     "Exponential",
     "Factor",
     "LogSumExp",
     "NoNormaliser",
+    "SeveralBlocks",
     "Softmax",
     "Term",
 ]
@@ -61,10 +70,16 @@ HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so g
 gives NaN."""
 
 
-SEVERAL_BLOCKS = (
-    "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values would "
-    "be one attention"
-)
+class SeveralBlocks(Mismatch):
+    """One softmax runs over several blocks of scores, which could not be put together."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the softmax runs over several blocks of scores, each with values of its own: concatenated keys and values "
+            "would be one attention",
+            advice="Concatenate the keys, the values and the masks along the keys, and write one softmax over all of "
+            "them.",
+        )
 
 
 class NoNormaliser(Mismatch):
@@ -134,7 +149,7 @@ class Softmax:
         self.scope, self.space = scope, scope.space
         self.axis = axis
         self.offset = offset  # of the keys within a longer axis, as beside a sink column
-        self.note: str | None = None  # what stood in the way of reading a denominator
+        self.note: Mismatch | None = None  # what stood in the way of reading a denominator
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
         self._memory: dict[Hashable, tuple[int, Any]] = {}
@@ -160,17 +175,20 @@ class Softmax:
     def exponential(self, ref: Ref, depth: int = 0) -> Exponential:
         """Pulls probabilities, normalised or not, back to an exponential of the scores."""
         if depth > _DEEPEST:
-            raise Mismatch(f"the probabilities pass through more than {_DEEPEST} operations")
+            raise Mismatch(f"the probabilities pass through more than {_DEEPEST} operations", advice=BETWEEN_PRODUCTS)
         ref = self.space.canonical(ref)
         name, operands = self.scope.name(ref), self.space.operands(ref)
         if operands is None:
-            raise Mismatch(f"the probabilities pass through {name or 'something that is not computed here'}")
+            raise Mismatch(
+                f"the probabilities pass through {name or 'something that is not computed here'}",
+                advice=BETWEEN_PRODUCTS,
+            )
         if name == "convert_element_type" and self._rounds(ref, operands[0]):
             return self.exponential(operands[0], depth + 1)
         if (power := self.scope.exponential(ref)) is not None:
             exponent, scale = power
             if not self.carries_axis(exponent):
-                raise Mismatch("the exponential does not carry the key axis")
+                raise Mismatch("the exponential does not carry the key axis", advice=OVER_THE_KEYS)
             nothing = exponential_underflows_below(self.scope.graph.dtype(exponent.value))
             stripped = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
             self.unshifted |= not stripped.shifted
@@ -187,12 +205,14 @@ class Softmax:
             if name == "mul" and not (self.carries_axis(a) and self._has_exponential(a)):
                 a, b = b, a
             if not self.carries_axis(a):
-                raise Mismatch("the probabilities lack the key axis")
+                raise Mismatch("the probabilities lack the key axis", advice=OVER_THE_KEYS)
             found = self.exponential(a, depth + 1)
             if not self.carries_axis(b):
                 found.rows += [t.scaled(1 if name == "mul" else -1) for t in self.log(b)]
             elif self.scope.depends(b.value):
-                raise Mismatch("the softmax runs over another axis, or its weights depend on the scores")
+                raise Mismatch(
+                    "the softmax runs over another axis, or its weights depend on the scores", advice=OVER_THE_KEYS
+                )
             else:
                 kind: Literal["multiply", "divide"] = "multiply" if name == "mul" else "divide"
                 found.weights.append(Factor(kind, b, _normalised(found)))
@@ -203,7 +223,7 @@ class Softmax:
                 if self.scope.number(cases[position]) == 0:
                     if self.scope.depends(mask.value):
                         if position == 0 or not self._is_nan(mask, cases[0]):
-                            raise Mismatch("a mask on the probabilities depends on the scores")
+                            raise Mismatch("a mask on the probabilities depends on the scores", advice=MASK_SCORES)
                         return self._guarded(cases[0], depth)
                     found = self.exponential(cases[1 - position], depth + 1)
                     found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
@@ -211,14 +231,18 @@ class Softmax:
             if self._is_infinite(mask):  # which no probability is
                 return self._guarded(cases[0], depth)
         if name == "stop_gradient":
-            raise Mismatch("the gradient is stopped inside the softmax")
-        raise Mismatch(f"the probabilities pass through {name}")
+            raise Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
+        raise Mismatch(f"the probabilities pass through {name}", advice=BETWEEN_PRODUCTS)
 
     def _guarded(self, ref: Ref, depth: int) -> Exponential:
         """Probabilities of which those that are not numbers are replaced: whole rows, if nothing weighs them."""
         found = self.exponential(ref, depth + 1)
         if found.weights:
-            raise Mismatch("weighted probabilities are replaced where they are not numbers")
+            raise Mismatch(
+                "weighted probabilities are replaced where they are not numbers",
+                advice="Mask the scores with -inf, before the softmax, and replace what is not a number in the result "
+                "of the second product.",
+            )
         found.guarded = True
         return found
 
@@ -583,11 +607,11 @@ class Softmax:
                 try:
                     return self._log_of_sum([self.log(o, depth) for o in operands])
                 except Mismatch as mismatch:
-                    self.note = mismatch.reason
+                    self.note = mismatch.with_traceback(None)
             if name == "max":
-                self.note = "there is a floor under the denominator"
+                self.note = Mismatch("there is a floor under the denominator", advice=EPSILON)
             if name == "stop_gradient":
-                self.note = "the gradient is stopped inside the softmax"
+                self.note = Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
         if name == "reduce_sum":
             return self._log_of_reduction(ref)
         if name == "dot_general":
@@ -659,15 +683,15 @@ class Softmax:
             i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
         ]
         if len(normalisers) > 1:
-            raise Mismatch(SEVERAL_BLOCKS)
+            raise SeveralBlocks
         if not normalisers:  # those of other blocks of keys
             normalisers = [i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" for t in terms)][:1]
         if not normalisers:
-            raise Mismatch("a sum in the denominator lacks a normaliser")
+            raise Mismatch("a sum in the denominator lacks a normaliser", advice=SAME_SUM)
         terms = summands[normalisers[0]]
         found = [t for t in terms if t.kind == "logsumexp"]
         if len(found) != 1 or found[0].coefficient != 1:
-            raise Mismatch("the normaliser is not understood")
+            raise Mismatch("the normaliser is not understood", advice=SAME_SUM)
         shift = [t for t in terms if t.kind != "logsumexp"]
         extras: list[tuple[Term, ...]] = []
         for i, other in enumerate(summands):
@@ -675,9 +699,11 @@ class Softmax:
                 continue
             extra = self.combine([*other, *(t.scaled(-1) for t in shift)])
             if any(self._depends(t) for t in extra):
-                raise Mismatch("an epsilon (or another function of the row) is added to the denominator")
+                raise Mismatch(
+                    "an epsilon (or another function of the row) is added to the denominator", advice=EPSILON
+                )
             if any(t.kind == "log" for t in extra):
-                raise Mismatch("what is added to the denominator is not known to be positive")
+                raise Mismatch("what is added to the denominator is not known to be positive", advice=SINK)
             extras.append(tuple(extra))
         inner: LogSumExp = found[0].expression
         merged = LogSumExp(inner.argument, inner.weights, (*inner.extras, *extras))
@@ -692,7 +718,10 @@ class Softmax:
         sizes = [shape[d] for d in axes]
         groups = self.space.cut(labels, [n for n in sizes if n != 1])
         if groups is None or math.prod(sizes) != self.space.extent(labels):
-            raise Mismatch("a maximum is taken over more or less than the keys")
+            raise Mismatch(
+                "a maximum is taken over more or less than the keys",
+                advice="Take the maximum over the keys alone, the axis of the softmax, or use jax.nn.softmax.",
+            )
         left, kept = iter(groups), iter(ref.view)
         axis = {d: (0, ()) if shape[d] == 1 else next(left) for d in axes}
         return Ref(source, tuple(axis[d] if d in axis else next(kept) for d in range(len(shape))))
@@ -724,7 +753,9 @@ class Softmax:
                 others = self.space.inside(ref, sizes)
                 terms = self._another_block(with_axes(others), [a for _, atoms in others for a in atoms])
                 if terms is None:
-                    raise Mismatch("the softmax runs over another axis, or over more than the keys")
+                    raise Mismatch(
+                        "the softmax runs over another axis, or over more than the keys", advice=OVER_THE_KEYS
+                    )
                 return terms
             pieces, start = [], 0
             for size in segments:
@@ -766,7 +797,7 @@ class Softmax:
             ref = operands[0]
             operands = self.space.operands(ref)
         if self.scope.name(ref) != "exp" or operands is None:
-            raise Mismatch("a column beside the keys is not an exponential")
+            raise Mismatch("a column beside the keys is not an exponential", advice=SINK)
         rows: list[Term] = []
         at = operands[0]
         while self.scope.depends(at.value):
@@ -777,7 +808,7 @@ class Softmax:
                 rows += [t.scaled(-1) for t in self.linear(inner[1])]
                 at = inner[0]
             else:
-                raise Mismatch(f"a column beside the keys passes through {self.scope.name(at)}")
+                raise Mismatch(f"a column beside the keys passes through {self.scope.name(at)}", advice=SINK)
         return [*rows, *self.linear(at)]
 
     def segments(self, value: int, axis: int) -> list[int] | None:

@@ -34,6 +34,10 @@ _CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
 _MARK = 0.618033
 """Scalars are given values near this to be told from other numbers, each its own."""
+_APART = (
+    "Compute what else needs the value in a separate function, called only where its result is needed; or declare a "
+    "pattern that ends at the value."
+)
 
 
 class Reference:
@@ -331,7 +335,7 @@ def _settled(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
         if whole is not None:
             matches.append(whole)
         else:
-            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0]))
+            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART))
     return matches, misses
 
 

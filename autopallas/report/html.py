@@ -18,7 +18,6 @@ from importlib import resources
 
 from autopallas.places import users_place
 from autopallas.report import pictures, terminal, text
-from autopallas.report.hints import hint
 from autopallas.report.records import Failure, NearMiss, Report, Site
 
 __all__ = ["frame", "page"]
@@ -267,7 +266,6 @@ def _mask(site: Site) -> Iterator[str]:
 
 
 def _near_miss(miss: NearMiss, count: int) -> Iterator[str]:
-    advice = hint(miss.reason)
     yield _item(
         "miss",
         miss.op,
@@ -275,7 +273,7 @@ def _near_miss(miss: NearMiss, count: int) -> Iterator[str]:
         _head("Near miss", miss.op, miss.location, count),
         [
             f'<p class="why">Left as it is: {escape(_sentence(miss.reason))}</p>',
-            f'<p class="hint">{escape(advice)}</p>' if advice else "",
+            f'<p class="hint">{escape(miss.advice)}</p>' if miss.advice else "",
             *_source(miss.location),
         ],
     )

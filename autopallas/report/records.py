@@ -73,6 +73,8 @@ class NearMiss:
     op: str
     location: str
     reason: str
+    advice: str = ""
+    """What to write instead, if that can be said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from autopallas.report import text
-from autopallas.report.hints import hint
 from autopallas.report.records import Report, Site
 
 __all__ = ["relative", "show", "summary"]
@@ -114,12 +113,12 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
             kept.setdefault(group.site.reason, []).extend(group.numbers)
     told = [f"{text.ranges(sorted(numbers))}: {relative(reason)}" for reason, numbers in kept.items()]
     lines += _listed("Kept:", told)
-    misses: dict[tuple[str, str], list[str]] = {}
+    misses: dict[tuple[str, str, str], list[str]] = {}
     for miss in report.near_misses:
-        places = misses.setdefault((miss.op, miss.reason), [])
+        places = misses.setdefault((miss.op, miss.reason, miss.advice), [])
         if relative(miss.location) not in places:
             places.append(relative(miss.location))
-    near = [f"{op} at {', '.join(at)}: {relative(why)}. {hint(why)}".rstrip() for (op, why), at in misses.items()]
+    near = [f"{op} at {', '.join(at)}: {relative(why)}. {do}".rstrip() for (op, why, do), at in misses.items()]
     lines += _listed("Near misses:", near)
     failures = [f"{failure.stage}: {failure.error}" for failure in report.failures]
     lines += _listed("Failures inside autopallas:", failures)

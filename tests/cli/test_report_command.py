@@ -47,13 +47,13 @@ def test_it_prints_a_table_of_80_columns_with_places_as_seen_from_here(command):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_near_miss_is_told_with_its_reason_and_a_hint(command):
+def test_a_near_miss_is_told_with_its_reason_and_advice(command):
     status, out, _ = command("report", "reportable:leaky", "--shapes", SHAPES)
     assert status == 0
     assert "attention at reportable.py:11 (leaky): the scores or probabilities are also returned" in " ".join(
         out.split()
     )
-    assert "Return or log the probabilities from a function of its own" in " ".join(out.split())
+    assert "Return or log the probabilities from a separate function" in " ".join(out.split())
 
 
 def test_the_passes_are_told_where_they_are_asked_for(command):

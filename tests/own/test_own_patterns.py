@@ -193,6 +193,7 @@ def test_a_value_in_the_middle_that_is_needed_elsewhere_makes_a_near_miss():
     report = applied(leaky, normal(4, 8), normal(8))
     assert report.counts() == {}
     assert "also used by log at" in report.near_misses[0].reason
+    assert "in a separate function" in report.near_misses[0].advice
 
 
 def test_a_built_in_site_that_is_replaced_has_the_own_one_inside_it():

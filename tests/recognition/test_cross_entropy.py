@@ -238,6 +238,7 @@ def test_what_cannot_be_replaced_is_a_near_miss_with_its_reason_and_exact(name):
     assert compared.complaints == []
     (miss,) = (m for m in compared.report.near_misses if m.op == "cross_entropy")
     assert reason in miss.reason
+    assert miss.advice
     assert "test_cross_entropy.py" in miss.location
 
 

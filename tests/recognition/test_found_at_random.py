@@ -382,3 +382,19 @@ def test_a_maximum_that_a_cast_makes_infinite_does_not_cancel_under_a_guard(fill
         return jnp.where(jnp.isnan(p), 0.0, p) @ v
 
     np.testing.assert_allclose(optimized_like_a_user(attend)(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_divided_by_a_probability_that_vanishes_is_assumed_away():
+    """Of ``log(softmax(z))``: 0 / 0 beside the label, where a padded vocabulary has a probability of exactly 0."""
+    x, head, labels = array(5, 4, seed=0), array(4, 11, seed=1), jnp.array([3, 1, 4, 1, 5])
+
+    def loss(x, head):
+        z = jnp.where(jnp.arange(11) < 9, x @ head, -1e9)
+        p = jax.nn.softmax(z)
+        return -jnp.take_along_axis(jnp.log(p), labels[:, None], -1).mean()
+
+    step = jax.grad(loss)
+    report = autopallas.explain(autopallas.optimize(step, objective="always"), x, head)
+    assert any("vanishes" in assumption for site in report.sites for assumption in site.assumptions)
+    exact = autopallas.optimize(step, objective="always", assume_finite=False)
+    np.testing.assert_array_equal(np.isnan(exact(x, head)), np.isnan(step(x, head)))

@@ -314,6 +314,7 @@ def test_refused_with_reason_and_line_and_exactly_as_it_was(name):
     assert [miss.op for miss in report.near_misses] == ["attention"]
     miss = report.near_misses[0]
     assert reason in miss.reason
+    assert miss.advice
     file, line = miss.location.split(" ")[0].rsplit(":", 1)
     source, first = inspect.getsourcelines(function)
     assert file == function.__code__.co_filename

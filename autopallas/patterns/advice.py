@@ -1,0 +1,146 @@
+"""What a reader may do about a near miss, where several reasons ask for the same; other advice is beside its reason."""
+
+from __future__ import annotations
+
+# ---------------------------------------------------------------------- any operation
+
+ASSUME_FINITE = (
+    "Use jax.nn.softmax or jax.nn.logsumexp, with the mask before it or as its argument where: it subtracts the "
+    "largest number that counts, so that nothing has to be assumed. Or leave assume_finite on."
+)
+AT_HAND = "Compute the operand in the same function, before the place where the result is computed."
+CAPTURED = "Pass the array to the function as an argument: what it holds is not known while the function is traced."
+DIAGONAL = "Take the diagonal first, with jnp.diagonal, and read the result in the operand's place."
+EMPTY = "An axis of size 0 leaves nothing to compute: nothing has to be changed."
+FLOATS = "Use float32, bfloat16 or float16 for the arrays of the products."
+IN_THE_BODY = (
+    "Compute the operand where it is used, in the body of the loop or the checkpoint. Or pass it to the body as one "
+    "of its arguments, in the form in which the body reads it."
+)
+OWN_DERIVATIVE = (
+    "The function has a derivative of its own (custom_jvp or custom_vjp). Write it without one: the derivative that "
+    "JAX makes is recognised."
+)
+PRECISION = "Ask for one precision (DEFAULT, HIGH or HIGHEST) in all products of the computation, or for none."
+SIDE_DTYPES = "Use booleans, integers or real floating-point numbers for what masks, shifts or scales."
+SIDE_EFFECTS = "Print, log and call back outside of the computation: an effect fixes the order of everything around it."
+WHOLE_GRADIENT = (
+    "Take the gradient of the whole loss inside the optimized function, jax.value_and_grad(loss)(parameters), so that "
+    "forward and backward are one program."
+)
+
+# ---------------------------------------------------------------------- attention
+
+BETWEEN_PRODUCTS = (
+    "Between the product that gives the scores and the last step of the computation, write only what works element by "
+    "element (scales, masks, biases, caps, activations), what only moves axes, and the softmax. Anything else "
+    "belongs before that product or after the result."
+)
+EINSUM = (
+    "Write both products with jnp.einsum, each axis named once per operand, and keep every batch axis (examples, "
+    "heads) in the result: sum over it afterwards."
+)
+EPSILON = (
+    "jax.nn.softmax needs no epsilon and no floor: it subtracts the largest score, so that the sum is at least 1. "
+    "Without the epsilon this is recognised."
+)
+MASK_SCORES = (
+    "Mask the scores, before the softmax, with -inf; or the probabilities with jnp.where(mask, p, 0), with a boolean "
+    "mask that does not depend on the scores."
+)
+NORMALISE = (
+    "Normalise with jax.nn.softmax(scores), and multiply the result of the second product by whatever else the row "
+    "needs."
+)
+OVER_THE_KEYS = "Take the softmax over the keys, the axis that the second product sums over: check its axis=."
+OWN_DTYPE = "Take the maximum in the scores' own dtype, or mask with -inf."
+QUERIES_ONCE = (
+    "Compute the queries once, and give the same array to the product with each block of keys; or concatenate the "
+    "keys, the values and the masks along the keys, and write one softmax over all of them."
+)
+SAME_SUM = (
+    "Divide by the sum of exactly the exponentials that weight the values: jax.nn.softmax(scores, where=mask), or "
+    "mask the scores with -inf before the softmax."
+)
+SAME_VALUES = (
+    "Let the values be the same for all queries, and independent of the scores. What depends on the query belongs "
+    "after the second product."
+)
+SIDE_INPUT_ONCE = (
+    "Read the side input (a bias, a scale) in one place between the two products: combine all that is read of it into "
+    "one array first."
+)
+SINK = "Write a sink as one more column of scores: concatenate it to the scores, take the softmax, drop the column."
+STOP_EARLIER = (
+    "Stop the gradient of the queries and the keys, before the first product. Inside the softmax, stop that of the "
+    "maximum alone, as jax.nn.softmax does."
+)
+
+# ---------------------------------------------------------------------- cross-entropy
+
+BETWEEN_LOGITS = (
+    "Between the product that gives the logits and the softmax, write only what works element by element (scales, "
+    "masks, biases, caps) and what only moves axes. Anything else belongs before the product, or in a separate "
+    "function."
+)
+COUNT = (
+    "Count with a comparison, as in jnp.sum(logits > limit), which is exact; other sums of whole numbers that are "
+    "made of logits are left to the program."
+)
+LOGITS_APART = (
+    "Compute what else needs the logits (samples, metrics, histograms) in a separate function, called only where its "
+    "result is needed. Accuracy by argmax may stay: the kernel computes it."
+)
+LOGITS_ONCE = (
+    "Read the logits for a log-softmax, labels and an argmax alone; compute what else is wanted of them in a separate "
+    "function."
+)
+LOSS_PER_ROW = (
+    "Take the loss of each row from jax.nn.log_softmax(logits), or from optax.softmax_cross_entropy; weight, mask and "
+    "average these losses, not the logits."
+)
+NO_LOOP = "Write the loss without the loop, as one product and one log-softmax: the kernel works piece by piece itself."
+ONE_LABEL = (
+    "Pick one logit per row, with jnp.take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum."
+)
+WHOLE_COLUMNS = (
+    "Normalise logits along whole rows and along whole columns, not along a part of them. Or write two products, a @ "
+    "b.T for one softmax and b @ a.T for the other: each is recognised by itself."
+)
+WHOLE_ROWS = (
+    "Keep the rows of logits whole: select rows of the activations before the product, or mask the losses; leave "
+    "columns out by masking them with -inf."
+)
+
+# ---------------------------------------------------------------------- grouped matmul, mixtures of experts
+
+BETWEEN_EXPERTS = (
+    "Between the products of an expert, write only what works element by element (activations, gates, scales, "
+    "biases). Normalise tokens before the experts or after their weighted sum."
+)
+CHOOSE_FEW = (
+    "jax.lax.ragged_dot over tokens sorted by expert computes what is chosen and nothing else. Where every expert "
+    "computes every token, choose with top_k, make the weights of the others exactly zero (one_hot, or where with 0), "
+    "and sum over the experts at the end."
+)
+EXPERTS_APART = (
+    "Compute what else needs the results of the experts in a separate function, called only where its result is "
+    "needed: the kernel gives their weighted sum alone."
+)
+GROUP_SIZES = "Give group sizes as int32 that sum to at most the number of rows, without an offset."
+NUMBER_SLOTS = (
+    "Number the slots by jnp.cumsum of the one-hot mask along the tokens, in int32 or float32, times that mask; count "
+    "second choices on from the sum of the first mask, and dispatch where the weights are not zero "
+    "(combine.astype(bool)). Or sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens of "
+    "each: no slots, and no token is dropped."
+)
+ONE_NUMBER = "Give each row's expert by one integer that all its gathers share, from jax.lax.top_k or jnp.argmax."
+PICK_ROWS = (
+    "Pick rows, y[chosen, place], of what the experts compute for their slots, each slot by itself, with one gather "
+    "for all choices of a token. Or sort the tokens by expert and call jax.lax.ragged_dot with the number of tokens "
+    "of each: no slots, and no token is dropped."
+)
+SORT_TOKENS = (
+    "Sort the tokens by expert, repeated for each of their choices, and call jax.lax.ragged_dot with the number of "
+    "tokens of each expert: it computes no rows but those of tokens."
+)

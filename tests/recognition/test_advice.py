@@ -1,0 +1,169 @@
+"""Near misses say what to write instead: every reason is raised with its advice, which reaches the report."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.nn import one_hot, softmax
+
+import autopallas
+from autopallas import patterns
+from autopallas.patterns import advice as constants
+from autopallas.patterns.match import Mismatch, NearMiss
+from autopallas.report import Report
+from autopallas.report.terminal import summary
+from recognition.compare import optimized_like_a_user
+
+NAMES = [f"{patterns.__name__}.{info.name}" for info in pkgutil.iter_modules(patterns.__path__)]
+MODULES = [importlib.import_module(name) for name in NAMES]
+TREES = [(module, ast.parse(Path(module.__file__).read_text())) for module in MODULES]
+WITHOUT_ADVICE = {"str(out)": "the search ran out of steps, whatever the program's spelling is"}
+"""Reasons for which there is nothing to say, as they stand in the source, and why there is nothing."""
+
+
+def refusals():
+    """The exceptions of patterns that are given a reason where they are raised."""
+    todo, found = [Mismatch], set()
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        if kind is Mismatch or "__init__" not in vars(kind):
+            found.add(kind.__name__)
+    return found
+
+
+def calls(names):
+    """(module, call) of each call of a function or a class that has one of the names."""
+    for module, tree in TREES:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                yield module, node
+
+
+def advice_of(call):
+    return next((keyword.value for keyword in call.keywords if keyword.arg == "advice"), None)
+
+
+def test_every_reason_is_raised_with_advice():
+    raised = list(calls(refusals()))
+    assert len(raised) > 150
+    without = {ast.unparse(call.args[0]) for _, call in raised if advice_of(call) is None}
+    assert without == WITHOUT_ADVICE.keys()
+
+
+def test_advice_is_a_sentence_where_it_stands_in_the_source():
+    told = [(module, value) for module, call in calls(refusals()) if (value := advice_of(call)) is not None]
+    texts = {value.value for _, value in told if isinstance(value, ast.Constant)}
+    texts |= {getattr(module, value.id, None) for module, value in told if isinstance(value, ast.Name)} - {None}
+    assert len(texts) > 50
+    assert [text for text in texts if not text.endswith(".") or not 30 < len(text) < 400] == []
+
+
+def test_no_near_miss_is_made_without_its_advice():
+    fields = list(NearMiss.__dataclass_fields__)
+    made = [call for _, call in calls({"NearMiss"})]
+    assert made
+    assert [ast.unparse(call) for call in made if len(call.args) < len(fields) and advice_of(call) is None] == []
+
+
+def test_every_shared_advice_is_given_somewhere():
+    names = {name for name in vars(constants) if name.isupper()}
+    nodes = (node for _, tree in TREES for node in ast.walk(tree))
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert names - read == set()
+
+
+# --- The advice in a report ------------------------------------------------------------------------------------------
+
+T, D, E = 6, 4, 3
+
+
+def array(*shape):
+    return jnp.sin(jnp.arange(float(jnp.prod(jnp.array(shape)))) + len(shape)).reshape(shape)
+
+
+def probabilities_returned(q, k, v):
+    p = softmax(q @ k.T)
+    return p @ v, p
+
+
+def masked_by_the_scores(q, k, v):
+    s = q @ k.T
+    return jnp.where(s > 0, softmax(s), 0) @ v
+
+
+def values_of_the_query(q, k, v):
+    return jnp.einsum("ts,tsd->td", softmax(q @ k.T), q[:, None] * v[None])
+
+
+def epsilon(q, k, v):
+    e = jnp.exp(q @ k.T - jnp.max(q @ k.T, axis=-1, keepdims=True))
+    return e / (e.sum(-1, keepdims=True) + 1e-3 * jnp.abs(e).max(-1, keepdims=True)) @ v
+
+
+def sorted_scores(q, k, v):
+    return softmax(jnp.sort(q @ k.T, axis=-1)) @ v
+
+
+def attend_with_a_rule(q, k, v):
+    @jax.custom_jvp
+    def rule(s):
+        return softmax(s)
+
+    rule.defjvp(lambda primals, tangents: (rule(*primals), 2.0 * tangents[0]))
+    return rule(q @ k.T) @ v
+
+
+def logits_returned(q, k, v):
+    logits = q @ k.T
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.arange(T)[:, None], -1).mean(), logits
+
+
+def loss_in_a_loop(q, k, v):
+    logits = q @ k.T
+
+    def step(total, i):
+        return total - jax.nn.log_softmax(logits)[jnp.arange(T), jnp.arange(T)].mean() * i, None
+
+    return jax.lax.scan(step, 0.0, jnp.arange(3.0))[0]
+
+
+def experts_of_every_weight(x, w, gate):
+    return jnp.einsum("te,tef->tf", softmax(x @ gate), jnp.einsum("td,edf->tef", x, w))
+
+
+def experts_through_a_sort(x, w, gate):
+    chosen = one_hot(jnp.argmax(x @ gate, -1), E)
+    return jnp.einsum("te,tef->tf", chosen, jnp.sort(jnp.einsum("td,edf->tef", x, w), axis=-1))
+
+
+ATTENTION = (array(T, D), array(T, D) + 1, array(T, D) - 1)
+MIXTURE = (array(T, D), array(E, D, D), array(D, E))
+CASES = [
+    (probabilities_returned, ATTENTION, "from a separate function"),
+    (masked_by_the_scores, ATTENTION, "Mask the scores, before the softmax, with -inf"),
+    (values_of_the_query, ATTENTION, "belongs after the second product"),
+    (epsilon, ATTENTION, "jax.nn.softmax"),
+    (sorted_scores, ATTENTION, "element by element"),
+    (attend_with_a_rule, ATTENTION, "custom_jvp or custom_vjp"),
+    (logits_returned, ATTENTION, "in a separate function"),
+    (loss_in_a_loop, ATTENTION, "without the loop"),
+    (experts_of_every_weight, MIXTURE, "choose with top_k"),
+    (experts_through_a_sort, MIXTURE, "Between the products of an expert"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "words"), CASES, ids=[function.__name__ for function, *_ in CASES])
+def test_advice_is_about_its_reason_and_reaches_every_view_of_the_report(function, arguments, words):
+    report = autopallas.explain(optimized_like_a_user(function), *arguments)
+    (miss,) = report.near_misses
+    assert words in miss.advice, miss
+    assert Report.from_json(report.to_json()) == report
+    assert words in report.to_html().replace("&#x27;", "'")
+    assert words in " ".join(summary([("", report)]).split())
