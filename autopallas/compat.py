@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -65,10 +65,14 @@ else:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
     from jax.interpreters.partial_eval import dce_jaxpr
 
+JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
+"""A jaxpr, open or closed."""
+
 __all__ = [
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
+    "JaxprLike",
     "Literal",
     "Var",
     "ad",
@@ -94,6 +98,7 @@ __all__ = [
     "jit_settings",
     "lowering_device",
     "make_jaxpr",
+    "make_jaxpr_and_shapes",
     "mark_lowering",
     "mesh_in_force",
     "missing_mosaic_gpu",
@@ -229,9 +234,17 @@ def multiplication_params() -> dict[str, Any]:
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
-def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:
     """The closed jaxpr of a function."""
-    return jax.make_jaxpr(function)(*args, **kwargs)
+    made: Any = jax.make_jaxpr(function)(*args, **kwargs)
+    closed: ClosedJaxpr = made
+    return closed
+
+
+def make_jaxpr_and_shapes(function: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The same, and the tree of the types of its results."""
+    made: tuple[Any, Any] = jax.make_jaxpr(function, return_shape=True)(*args)
+    return made
 
 
 def jit_settings(function: Any) -> dict[str, Any] | None:

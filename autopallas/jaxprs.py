@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import DebugInfo
 
 from autopallas import compat
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.places import in_package
 
 __all__ = [
@@ -32,9 +32,10 @@ __all__ = [
 ]
 
 
-def open_jaxpr(body: Any) -> tuple[Jaxpr, list[Any]]:
+def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[Any]]:
     """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
-    return (body.jaxpr, list(body.consts)) if hasattr(body, "consts") else (body, [])
+    found: Any = body
+    return (found.jaxpr, list(found.consts)) if hasattr(body, "consts") else (found, [])
 
 
 def rebuild(
@@ -60,9 +61,9 @@ def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
     return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
 
 
-def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
+def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
     """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
-    found: list[tuple[str, int | None, Any]] = []
+    found: list[tuple[str, int | None, JaxprLike]] = []
     if equation.primitive in _LEAVES:
         return found
     for name, value in equation.params.items():
@@ -180,12 +181,13 @@ def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     )
 
 
-def without_dead_code(program: Any) -> Any:
+def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
     """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
     jaxpr, consts = open_jaxpr(program)
     equations = _needed(jaxpr)
     if equations is not None:
-        return rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+        rest: ClosedJaxpr = rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+        return rest
     live, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return ClosedJaxpr(live, consts)
 

@@ -14,6 +14,7 @@ import jax
 
 from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, join, split, traceable
+from autopallas.compat import ClosedJaxpr
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
@@ -153,7 +154,7 @@ class Optimized(Generic[P, R]):
 
         try:
             with pipeline.inside(True):
-                program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+                program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
         except Exception as error:
             mark_users_error(error)
             raise
@@ -293,7 +294,7 @@ class _Repeated:
         return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
 
 
-def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
+def _emit(rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
     """The equations of the rewritten program, or of the original where that cannot be traced."""
     if rewritten is not program and not strict:
         try:
@@ -305,7 +306,7 @@ def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], s
     return compat.emit(rewritten, arrays)
 
 
-def _left(program: Any, report: LiveReport, reason: str, *failures: Failure) -> Any:
+def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> Any:
     """The original, and in the report why."""
     report.leave(reason)
     report.add(*failures)

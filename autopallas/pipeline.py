@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
+from autopallas.compat import ClosedJaxpr
 from autopallas.custom.check import without_nested
 from autopallas.errors import AutopallasWarning, RequirementError
 from autopallas.fallback.bisect import only_allowed
@@ -50,8 +51,8 @@ inside = compat.trace_context(False)
 
 
 def rewrite(
-    program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
-) -> tuple[Any, Report]:
+    program: ClosedJaxpr, options: Options, probes: bool = True, shardings: Shardings | None = None
+) -> tuple[ClosedJaxpr, Report]:
     """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
     The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
@@ -62,7 +63,9 @@ def rewrite(
     return result, report()
 
 
-def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
+def rewritten(
+    program: ClosedJaxpr, options: Options, probes: bool, shardings: Shardings | None
+) -> tuple[ClosedJaxpr, LiveReport]:
     """The same, and a report into which later news are entered."""
     device = Device.current()
     tuner = Tuner(device, options)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
 __all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
@@ -135,7 +135,7 @@ _RULED = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 _CASTS = frozenset({"convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier"})
 
 
-def _only_casts(body: Any, order: int) -> bool:
+def _only_casts(body: JaxprLike, order: int) -> bool:
     jaxpr, consts = jaxprs.open_jaxpr(body)
     if consts:
         return False
@@ -173,7 +173,7 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
     jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
     known: dict[Any, Any] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 
-    def follow(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+    def follow(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
         for equation in jaxpr.eqns:
             path = None if isinstance(equation.invars[0], Literal) else known.get(equation.invars[0])
             held = jaxprs.bodies(equation)
@@ -226,7 +226,7 @@ def _tangent(function: _Identified) -> ElementwiseProgram | None:
     return None if consts else _read(jaxpr)
 
 
-def _read(jaxpr: Any) -> ElementwiseProgram | None:
+def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
     """An elementwise jaxpr as a program over its inputs; None where it is something else."""
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
     lines: list[tuple[Instruction, list[Any]]] = []
@@ -235,7 +235,7 @@ def _read(jaxpr: Any) -> ElementwiseProgram | None:
         inputs.setdefault(value)
         return value
 
-    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    def inline(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Registers are inputs, or numbers of instructions."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 

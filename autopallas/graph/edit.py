@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, computes
 
@@ -156,7 +156,7 @@ def without_results(equation: JaxprEqn, results: Sequence[Var]) -> list[JaxprEqn
     return [equation.replace(outvars=[Var(v.aval) if v in results else v for v in equation.outvars])]
 
 
-def check(program: Any) -> None:
+def check(program: JaxprLike) -> None:
     """Whether every variable is defined before it is read.
 
     Raises:

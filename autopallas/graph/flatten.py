@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import Jaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
@@ -77,7 +77,7 @@ class Body:
                 yield from child.body.walk()
 
 
-def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
+def flatten(jaxpr: JaxprLike, path: tuple[str, ...] = ()) -> Body:
     """The tree of bodies of a jaxpr, open or closed, as it would be at a ``path`` of another one.
 
     Each variable belongs to one body.
@@ -85,7 +85,7 @@ def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
     return _flatten(jaxpr, path, set())
 
 
-def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
+def _flatten(jaxpr: JaxprLike, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
     inner, consts = jaxprs.open_jaxpr(jaxpr)
     renamed = id(inner) in seen  # one jaxpr object may be the body of two loops
     seen.add(id(inner))
@@ -101,7 +101,7 @@ def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool
 
 def _inline(
     body: Body,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     bound: Mapping[Var, Var | Literal],
     calls: tuple[JaxprEqn, ...],
     renamed: bool,

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal
 from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
 
 __all__ = ["Oracle"]
@@ -60,7 +60,7 @@ class Oracle:
       [1.0]
     """
 
-    def __init__(self, program: Any):
+    def __init__(self, program: ClosedJaxpr):
         self._program = program
         self._compiled: Callable[..., Any] | None = None
         self._notes: set[str] = set()
@@ -90,7 +90,7 @@ class Oracle:
 
     # ------------------------------------------------------------------ bodies
 
-    def _run(self, body: Any, values: Sequence[Value]) -> list[Value]:
+    def _run(self, body: JaxprLike, values: Sequence[Value]) -> list[Value]:
         jaxpr, consts = jaxprs.open_jaxpr(body)
         known = dict(zip(jaxpr.invars, values, strict=True))
         known.update(zip(jaxpr.constvars, (decided(jnp.asarray(c)) for c in consts), strict=True))
@@ -148,7 +148,7 @@ class Oracle:
         return _unpacked(lax.while_loop(goes_on, step, _packed(values[second:])))
 
     def _cond(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
-        def branch(body: Any, operands: Any) -> Any:
+        def branch(body: JaxprLike, operands: Any) -> Any:
             return _packed(self._run(body, _unpacked(operands)))
 
         branches = [functools.partial(branch, body) for body in equation.params["branches"]]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import primitives
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn
+from autopallas.compat import JaxprEqn, JaxprLike
 
 __all__ = ["Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
 
@@ -163,7 +163,7 @@ def _promoted_param(name: str, value: Any) -> Any:
     return value
 
 
-def _promoted_body(body: Any, run: Body) -> Any:
+def _promoted_body(body: JaxprLike, run: Body) -> Any:
     """A combiner of scalars, in float64."""
     types: list[Any] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
+from autopallas.compat import JaxprLike
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -161,7 +162,7 @@ def _holds_softmax(node: Node) -> bool:
     return "exp" in names and "reduce_sum" in names
 
 
-def _equations(body: Any) -> Iterator[Any]:
+def _equations(body: JaxprLike) -> Iterator[Any]:
     for equation in jaxprs.open_jaxpr(body)[0].eqns:
         yield equation
         for inner in jaxprs.bodies(equation):

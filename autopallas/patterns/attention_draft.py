@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.compat import Literal, Var
+from autopallas.compat import ClosedJaxpr, Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
@@ -353,7 +353,7 @@ class AttentionDraft(ProvedAttention):
         assert roles is not None
         return [[use] for use in roles]
 
-    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> Any:
+    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> ClosedJaxpr:
         """The forward's equations from the site's operands, each of which is one input, to the result."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
         every = [use for uses in roles for use in uses]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
@@ -153,7 +153,7 @@ class Forward:
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> ClosedJaxpr:
         """From the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
         return closed(inputs, [self.root], self.over(inputs))
@@ -641,7 +641,7 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def _without_rules(program: Any) -> Callable[..., Any]:
+def _without_rules(program: ClosedJaxpr) -> Callable[..., Any]:
     """What a program computes, without the derivatives of their own that some elementwise functions have."""
     jaxpr, constants = jaxprs.open_jaxpr(program)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -498,7 +498,7 @@ class Draft:
     def _match(
         self,
         operands: Sequence[int],
-        original: Any,
+        original: ClosedJaxpr,
         readable: Any,
         nodes: Sequence[Node] = (),
         backwards: tuple[BackwardMatch, ...] = (),

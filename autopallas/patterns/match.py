@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopallas import jaxprs
+from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
 
@@ -93,7 +94,7 @@ class Match:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     equations: tuple[Node, ...]
-    original: Any
+    original: ClosedJaxpr
     body: Body
     location: str
     backwards: tuple[BackwardMatch, ...] = ()

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat, jaxprs
-from autopallas.compat import Literal, Var
+from autopallas.compat import JaxprLike, Literal, Var
 from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
@@ -65,7 +65,7 @@ class Reference:
         return found
 
 
-def _dissolved(program: Any, operands: Sequence[Any]) -> Any:
+def _dissolved(program: JaxprLike, operands: Sequence[Any]) -> Any:
     """Evaluates a closed jaxpr without its custom rules."""
     jaxpr, consts = jaxprs.open_jaxpr(program)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.errors import UnsupportedError
 from autopallas.plan.choose_implementation import evaluate_candidates
 from autopallas.plan.decision import Decision
@@ -19,7 +20,7 @@ from autopallas.sites.operation import Operation
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.choose import Choice, of_table
 
-__all__ = ["elsewhere"]
+__all__ = ["replan_for"]
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]
 """(shape, dtype) of each operand."""
@@ -34,8 +35,12 @@ class _Subject:
     direction: Literal["forward", "forward+backward"]
 
 
-def elsewhere(
-    decision: Decision, device: Device, site: SiteDescription, original: Any, active: Sequence[int] | None = None
+def replan_for(
+    decision: Decision,
+    device: Device,
+    site: SiteDescription,
+    original: ClosedJaxpr,
+    active: Sequence[int] | None = None,
 ) -> Decision:
     """The decision for a device that is not the one of ``decision``, as tables and rules alone give it.
 

@@ -22,9 +22,9 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from autopallas import compat
-from autopallas.compat import ad, batching, mlir
+from autopallas.compat import ClosedJaxpr, ad, batching, mlir
 from autopallas.faults import one_line
-from autopallas.plan.cross_platform import elsewhere
+from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import Decision
 from autopallas.report.late import Entry
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
@@ -47,7 +47,7 @@ def enter(name: str, decision: Decision, platform: str, stage: str, error: Excep
         WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
 
 
-def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
+def _vary(original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
     """The original as a function of the operands at the positions ``chosen``, the others fixed."""
 
     def function(*varied: Any) -> Any:
@@ -62,7 +62,9 @@ def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Call
 # ---------------------------------------------------------------------- what each primitive computes
 
 
-def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: Any, residuals: bool) -> Any:
+def _site(
+    runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: ClosedJaxpr, residuals: bool
+) -> Any:
     if runs:
         results, extra = kernel_forward(site, decision.implementation or "", decision.block_sizes)(*operands)
     else:
@@ -72,7 +74,7 @@ def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision,
     return _typed(results, extra, site, original, residuals)
 
 
-def _site_for_backward(*operands: Any, site: SiteDescription, original: Any, **_: Any) -> Any:
+def _site_for_backward(*operands: Any, site: SiteDescription, original: ClosedJaxpr, **_: Any) -> Any:
     """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
     those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
@@ -81,14 +83,14 @@ def _site_for_backward(*operands: Any, site: SiteDescription, original: Any, **_
     return _typed(results, extra, site, original, True)
 
 
-def _typed(results: Any, extra: Any, site: SiteDescription, original: Any, residuals: bool) -> list[Any]:
+def _typed(results: Any, extra: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool) -> list[Any]:
     types = [*original.out_avals, *site.residual_types()]
     outputs = [*results, *extra] if residuals else list(results)
     return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
 
 
 def _tangent(
-    runs: bool, *arguments: Any, site: SiteDescription, original: Any, active: tuple[int, ...], **_: Any
+    runs: bool, *arguments: Any, site: SiteDescription, original: ClosedJaxpr, active: tuple[int, ...], **_: Any
 ) -> Any:
     operands, _results, _residuals, tangents = _split(arguments, site, original)
     function = _vary(original, active, operands)
@@ -100,7 +102,7 @@ def _backward(
     *arguments: Any,
     site: SiteDescription,
     decision: Decision,
-    original: Any,
+    original: ClosedJaxpr,
     active: tuple[int, ...],
 ) -> Any:
     operands, results, residuals, cotangents = _split(arguments, site, original)
@@ -112,7 +114,7 @@ def _backward(
     return list(pull(list(cotangents)))
 
 
-def _split(arguments: Sequence[Any], site: SiteDescription, original: Any) -> tuple[Any, Any, Any, Any]:
+def _split(arguments: Sequence[Any], site: SiteDescription, original: ClosedJaxpr) -> tuple[Any, Any, Any, Any]:
     """(operands, results, residuals, tangents or cotangents)."""
     operands = len(original.in_avals)
     results = operands + len(original.out_avals)
@@ -133,7 +135,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
         if same_kind and decision.platform == device.platform:
             return decision
-        found = elsewhere(decision, device, params["site"], params["original"], params.get("active"))
+        found = replan_for(decision, device, params["site"], params["original"], params.get("active"))
         if found.verdict == "kept":
             errors = [(stage, error) for _, stage, error in found.attempts if stage not in ("supports", "tune")]
             entry_of(decision).keeps(device.platform, found.reason, *errors)
@@ -231,20 +233,20 @@ _UNPLACED = (
 )
 
 
-def _results(operands: Sequence[Any], original: Any) -> list[Any]:
+def _results(operands: Sequence[Any], original: ClosedJaxpr) -> list[Any]:
     return [compat.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
 
 
-def _site_types(*operands: Any, site: SiteDescription, original: Any, residuals: bool, **_: Any) -> list[Any]:
+def _site_types(*operands: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool, **_: Any) -> list[Any]:
     extra = [compat.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
     return _results(operands, original) + extra
 
 
-def _tangent_types(*arguments: Any, original: Any, **_: Any) -> list[Any]:
+def _tangent_types(*arguments: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
     return _results(arguments, original)
 
 
-def _backward_types(*arguments: Any, original: Any, active: tuple[int, ...], **_: Any) -> list[Any]:
+def _backward_types(*arguments: Any, original: ClosedJaxpr, active: tuple[int, ...], **_: Any) -> list[Any]:
     return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
 
 
@@ -291,7 +293,7 @@ def _site_and_tangent(
     return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
 
 
-def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: Any, **_: Any) -> list[Any]:
+def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
     """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [compat.shape_of(operands[i].aval) for i in linear]

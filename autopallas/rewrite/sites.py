@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
@@ -20,7 +20,7 @@ from autopallas.rewrite.primitive import backward_p, site_p
 __all__ = ["splice"]
 
 
-def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> Any:
+def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> ClosedJaxpr:
     """The program with the applied sites replaced, as a closed jaxpr; what is no longer needed is dropped.
 
     A site is replaced at every occurrence where its operands are at hand: a checkpoint's recomputation as well as the

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprLike
 
 __all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shardings", "recording_shardings", "spread"]
 
@@ -65,7 +66,7 @@ def is_recording() -> bool:
     return _recorded.value is not None
 
 
-def needs_shardings(program: Any, settings: dict[str, Any] | None) -> bool:
+def needs_shardings(program: ClosedJaxpr, settings: dict[str, Any] | None) -> bool:
     """Whether a program is spread over several devices, and nothing has recorded how."""
     if _recorded.value is not None:
         return False
@@ -78,7 +79,7 @@ class _Holder:
     sharding: Any
 
 
-def spread(program: Any) -> bool:
+def spread(program: JaxprLike) -> bool:
     """Whether the types or constraints in a program name a mesh of several devices that the compiler divides for."""
     divided: dict[int, bool] = {}  # per mesh: a program has few, and many values
     todo, seen = [program], set()
@@ -125,7 +126,7 @@ def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
     return sharding.mesh if sharding.mesh.size > 1 else None
 
 
-def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
+def _named_mesh(program: JaxprLike) -> jax.sharding.Mesh | None:
     """The first mesh that a constraint in a program names."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
     for equation in jaxpr.eqns:
@@ -137,7 +138,7 @@ def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
 
 
 def known(
-    program: Any, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
+    program: ClosedJaxpr, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
 ) -> Any:
     """The shardings of the program that is being traced, or None where they are not known.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
-
+from autopallas import compat
 from autopallas.sites.encoding import SavedSite
 from autopallas.sites.sharded_site import ShardedSite
 
@@ -27,7 +26,7 @@ def _part(part: Any) -> SavedSite:
     site: Any = part.site.standalone
     reference = site.operation.implementation("reference")
     types = part.site.local(part.original.in_avals)
-    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*types)
+    original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *types)
     backwards = part.backwards
     if part.site.prelude is not None:
         given = part.site.given_types(part.original.in_avals)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.tuning.distributed import agreement
 
@@ -36,7 +37,9 @@ def inspection_only() -> Iterator[None]:
         _inspecting.reset(token)
 
 
-def disagreement(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Shardings | None) -> str | None:
+def disagreement(
+    program: ClosedJaxpr, rewritten: ClosedJaxpr, arrays: Sequence[Any], shardings: Shardings | None
+) -> str | None:
     """Why the original has to stay in all processes; None where each has rewritten it alike, or only one runs it.
 
     All processes over which the program's mesh spreads are waited for.  What one of them cannot do, or does in another

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.compile.outside_trace import isolated
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
@@ -37,7 +38,7 @@ class Found:
     exact: bool = False
 
 
-def propagated(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
+def propagated(program: ClosedJaxpr, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
     """What was found out about each part, in order.
 
     Args:

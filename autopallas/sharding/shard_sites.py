@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
@@ -30,7 +31,7 @@ _UNKNOWN = (
 
 
 def shard_sites(
-    program: Any, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
+    program: ClosedJaxpr, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
 ) -> list[Match]:
     """The matches with sharded sites where the compiler divides them; with an obstacle where that is not possible.
 

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, Var
 
+from autopallas.compat import Jaxpr
+
 custom_p = Primitive("custom_derivative")
 """Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
 
@@ -318,7 +320,7 @@ def traced(function: Callable[..., Any], *inputs: Input) -> ElementwiseProgram:
         loaded.append(Constant(np.asarray(value).item(), np.dtype(dtype)))
         return "input", len(loaded) - 1
 
-    def inline(jaxpr: Any, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
+    def inline(jaxpr: Jaxpr, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
         def read(atom: Any) -> tuple[str, int]:
             if isinstance(atom, Var):
                 return environment[atom]

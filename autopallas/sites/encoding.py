@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.environment import OPERATIONS
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
@@ -54,7 +56,7 @@ class SavedSite:
     op: str
     site: Any
     direction: Literal["forward", "forward+backward"]
-    original: Any
+    original: ClosedJaxpr
     backwards: tuple[Any, ...]
     location: str = ""
     then: tuple[SavedSite, ...] = ()
@@ -165,7 +167,7 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
     reference = site.operation.implementation("reference")
-    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*operands)
+    original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *operands)
     if [_type(t) for t in original.out_avals] != [_type(t) for t in results]:
         raise EncodingError("its results are not what the site gives")
     gradients = data["gradients"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
@@ -87,7 +88,7 @@ def stated(row: Row, match: Any, device: Device) -> Row:
     return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
 
 
-def products(original: Any) -> str:
+def products(original: ClosedJaxpr) -> str:
     """The matrix products of a closed jaxpr in the notation of einsum, in their order.
 
     Example:

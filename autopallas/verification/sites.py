@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
@@ -41,7 +41,7 @@ class SiteCheck:
     ok: bool
 
 
-def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
+def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
     """A jaxpr with every equation, in nested bodies too, replaced by what ``edit`` makes of it; left out for None."""
     jaxpr, consts = jaxprs.open_jaxpr(body)
     equations = []
@@ -63,7 +63,7 @@ def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
     return jaxprs.rebuild(body, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
 
 
-def applied_sites(program: Any) -> list[JaxprEqn]:
+def applied_sites(program: JaxprLike) -> list[JaxprEqn]:
     """The equations of a rewritten program, in nested bodies too, at which a kernel runs."""
     found: list[JaxprEqn] = []
     for equation in jaxprs.open_jaxpr(program)[0].eqns:
@@ -76,7 +76,7 @@ def applied_sites(program: Any) -> list[JaxprEqn]:
     return found
 
 
-def check_sites(program: Any, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
+def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
     """Runs a rewritten program once more and looks at each kernel in it.
 
     Args:
@@ -138,7 +138,9 @@ def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
     return watching
 
 
-def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: Any, oracle: Oracle) -> SiteCheck:
+def _check(
+    site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: ClosedJaxpr, oracle: Oracle
+) -> SiteCheck:
     params = site.params
     gradient = site.primitive is not primitive.site_p
     allowed = [tolerance_of(v.aval.dtype, source) for v, source in zip(site.outvars, site_sources(site), strict=True)]
