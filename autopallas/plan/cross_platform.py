@@ -19,6 +19,7 @@ from autopallas.sites.interpret import settled
 from autopallas.sites.operation import Operation
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.choose import Choice, of_table
+from autopallas.tuning.coverage import products
 
 __all__ = ["replan_for"]
 
@@ -26,13 +27,31 @@ Types = tuple[tuple[tuple[int, ...], Any], ...]
 """(shape, dtype) of each operand."""
 
 
-@dataclass(frozen=True, slots=True)
+class _Original:
+    """A site's original, known by its products: that is what rows of a table depend on."""
+
+    def __init__(self, jaxpr: ClosedJaxpr):
+        self.jaxpr, self.products = jaxpr, products(jaxpr)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Original) and self.products == other.products
+
+    def __hash__(self) -> int:
+        return hash(self.products)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Subject:
     """As much of a match as a table has to know."""
 
     op: str
     spec: Any
     direction: Literal["forward", "forward+backward"]
+    original: ClosedJaxpr
+
+    @property
+    def passes(self) -> tuple[_Subject, ...]:
+        return (self,)
 
 
 def replan_for(
@@ -60,7 +79,7 @@ def replan_for(
         active = None if active is None else site.moved(active, site.given_types(given))
         given, found, site = site.local(given), site.local(found, results=True), site.standalone
     operands = tuple((a.shape, a.dtype) for a in given)
-    forward = _decided(decision, device, site, operands)
+    forward = _decided(decision, device, site, operands, _Original(original))
     if active is None or forward.verdict == "kept" or not site.has_backward:
         return forward
     results = tuple((a.shape, a.dtype) for a in found)
@@ -69,12 +88,14 @@ def replan_for(
 
 
 @lru_cache(maxsize=1024)
-def _decided(decision: Decision, device: Device, site: SiteDescription, operands: Types) -> Decision:
+def _decided(
+    decision: Decision, device: Device, site: SiteDescription, operands: Types, original: _Original
+) -> Decision:
     options, operation = decision.options, site.operation
     if options is None:
         return Decision("kept", f"nothing was decided for {device.platform}", device.platform)
     wanted = options.implementation_for(operation.name)
-    subject = _Subject(operation.name, site.spec, decision.direction)
+    subject = _Subject(operation.name, site.spec, decision.direction, original.jaxpr)
     attempts: list[tuple[str, str, str]] = []
 
     def choices(names: Sequence[str]) -> dict[str, Choice]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopallas import compat
 from autopallas.compile.outside_trace import isolated
+from autopallas.patterns.match import Match
 from autopallas.sharding.propagation import Divided, Found
 from autopallas.sites.calls import with_residuals
 from autopallas.sites.sharded_site import ShardedSite
@@ -24,7 +25,7 @@ _SENDS = re.compile(r"= (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|co
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 
-def communicates_no_more(part: Any, site: ShardedSite, found: Found) -> bool:
+def communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
     """Whether a site in parts sends nothing that the original would not; both are compiled by themselves.
 
     Args:

@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr
 from autopallas.environment import OPERATIONS
+from autopallas.sites.workload import SiteWorkload
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
@@ -78,7 +79,7 @@ class _Backward:
 # ---------------------------------------------------------------------- writing
 
 
-def encoded(match: Any) -> dict[str, Any] | None:
+def encoded(match: SiteWorkload) -> dict[str, Any] | None:
     """A match as data, from which :func:`saved_site` makes one to tune for; None where it has no such form."""
     try:
         return {"format": FORMAT, "passes": [_pass(part) for part in match.passes]}
@@ -86,7 +87,7 @@ def encoded(match: Any) -> dict[str, Any] | None:
         return None
 
 
-def _pass(part: Any) -> dict[str, Any]:
+def _pass(part: SiteWorkload) -> dict[str, Any]:
     gradients = sorted({position for backward in part.backwards for position, _ in backward.gradients})
     return {
         "site": _data(part.site),

@@ -20,6 +20,7 @@ import numpy as np
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
+from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
 
@@ -45,14 +46,14 @@ class Conditions:
     holds_from: float = 0.0
 
 
-def conditions_of(match: Any) -> Conditions:
+def conditions_of(match: Workload) -> Conditions:
     """The conditions of a match, as its operation declares them."""
     tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
     found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
     return found
 
 
-def gap(row: Row, match: Any, device: Device) -> str:
+def gap(row: Row, match: Workload, device: Device) -> str:
     """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
     empty string.  Of devices other than CPUs nothing is asked."""
     if device.platform != "cpu":
@@ -79,7 +80,7 @@ def gap(row: Row, match: Any, device: Device) -> str:
     return ""
 
 
-def stated(row: Row, match: Any, device: Device) -> Row:
+def stated(row: Row, match: Workload, device: Device) -> Row:
     """A row that was measured for a match on this machine, with what it holds for."""
     if device.platform != "cpu":
         return row

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autopallas.sites.device import Device
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Folder, directory
 from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, printable, read_json
 from autopallas.tuning.key import TuningKey, canonical, digest_of, key_of
@@ -141,7 +142,7 @@ def _at(base: Path | None) -> ProbeResults:
     return ProbeResults(base)
 
 
-def probe_key(match: Any, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
+def probe_key(match: SiteWorkload, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
     """The key of one implementation with its block sizes for one site: unlike a tuning result's, of its exact sizes."""
     types = [[str(t) for t in (*part.original.in_avals, *part.original.out_avals)] for part in match.passes]
     sizes = None if block_sizes is None else block_sizes.to_dict()
