@@ -26,9 +26,8 @@ class InvariantError(RuntimeError):
     """A pass of the pipeline gave what cannot be right."""
 
 
-def _require(holds: bool, name: str, broken: str) -> None:
-    if not holds:
-        raise InvariantError(f"after the pass {name!r}, {broken}")
+def _broken(name: str, what: str) -> InvariantError:
+    return InvariantError(f"after the pass {name!r}, {what}")
 
 
 def check_bodies(name: str, root: Body) -> None:
@@ -42,26 +41,29 @@ def check_bodies(name: str, root: Body) -> None:
 
     def define(variables: Iterable[Var]) -> None:
         for variable in variables:
-            _require(variable not in seen, name, f"the variable {variable} is defined twice")
+            if variable in seen:
+                raise _broken(name, f"the variable {variable} is defined twice")
             seen.add(variable)
 
     for body in root.walk():
         where = f"in {' > '.join(body.path) or 'the program'}"
-        _require(len(body.constvars) == len(body.consts), name, f"a constant {where} has no value")
+        if len(body.constvars) != len(body.consts):
+            raise _broken(name, f"a constant {where} has no value")
         define((*body.constvars, *body.invars))
         own = {*body.constvars, *body.invars}
         for position, equation in enumerate(body.equations):
             for atom in equation.invars:
-                known = isinstance(atom, Literal) or atom in own
-                _require(known, name, f"an operand of {equation.primitive.name} {where} is not defined before it")
+                if not (isinstance(atom, Literal) or atom in own):
+                    raise _broken(name, f"an operand of {equation.primitive.name} {where} is not defined before it")
             define(equation.outvars)
             own.update(equation.outvars)
             for child in body.children.get(position, ()):
                 _check_link(name, equation, child)
         for atom in body.outvars:
-            _require(isinstance(atom, Literal) or atom in own, name, f"a result {where} is not defined")
-        outside = [position for position in body.children if not 0 <= position < len(body.equations)]
-        _require(not outside, name, f"a body {where} belongs to no equation")
+            if not (isinstance(atom, Literal) or atom in own):
+                raise _broken(name, f"a result {where} is not defined")
+        if any(not 0 <= position < len(body.equations) for position in body.children):
+            raise _broken(name, f"a body {where} belongs to no equation")
 
 
 def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
@@ -85,7 +87,8 @@ def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
         fits = (taken, given) == (operands, results)
     elif kind == "shard_map":
         fits = (len(taken), len(given)) == (len(operands), len(results))
-    _require(fits, name, f"the body of a {kind} does not fit its operands and results")
+    if not fits:
+        raise _broken(name, f"the body of a {kind} does not fit its operands and results")
 
 
 def _shapes(avals: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -100,32 +103,40 @@ def check_graph(name: str, graph: Graph) -> None:
       InvariantError: that is not so, after the pass ``name``.
     """
     bodies = list(graph.root.walk())
-    _require(set(bodies) == set(graph.numbers), name, "bodies and numbered bodies are not the same")
+    if set(bodies) != set(graph.numbers):
+        raise _broken(name, "bodies and numbered bodies are not the same")
     for body in bodies:
         numbers, places = graph.numbers[body], graph.positions[body]
         variables = [*body.constvars, *body.invars, *(v for e in body.equations for v in e.outvars)]
-        _require(len(numbers) == len(variables), name, "a body has numbers of variables of another one")
+        if len(numbers) != len(variables):
+            raise _broken(name, "a body has numbers of variables of another one")
         for variable in variables:
             number = numbers.get(variable, -1)
-            _require(0 <= number < len(graph.avals), name, f"the variable {variable} has no number")
-            _require(number in places, name, f"value {number} is at no place of a body that has it")
-            same = _kind(variable.aval) == _kind(graph.avals[number])
-            _require(same, name, f"the variable {variable} has the number of a value of another type")
+            if not 0 <= number < len(graph.avals):
+                raise _broken(name, f"the variable {variable} has no number")
+            if number not in places:
+                raise _broken(name, f"value {number} is at no place of a body that has it")
+            if _kind(variable.aval) != _kind(graph.avals[number]):
+                raise _broken(name, f"the variable {variable} has the number of a value of another type")
+        given = {*body.constvars, *body.invars}
         for number, (position, variable) in places.items():
-            here = variable in (body.equations[position].outvars if position >= 0 else (*body.constvars, *body.invars))
-            _require(here and numbers[variable] == number, name, f"value {number} is not where it is said to be")
+            here = variable in (body.equations[position].outvars if position >= 0 else given)
+            if not here or numbers[variable] != number:
+                raise _broken(name, f"value {number} is not where it is said to be")
     for node in graph.nodes:
         for number in node.inputs:
-            _require(0 <= number < len(graph.avals), name, f"{node.name} reads a value that does not exist")
+            if not 0 <= number < len(graph.avals):
+                raise _broken(name, f"{node.name} reads a value that does not exist")
     for number, node in graph.definitions.items():
-        _require(number in node.outputs, name, f"the definition of value {number} does not give it")
-        before = all(operand < number for operand in node.inputs)
-        _require(before, name, f"value {number} is computed from one that comes after it")
-        free = number not in graph.literals and number not in graph.constants
-        _require(free, name, f"value {number} is both given and computed")
+        if number not in node.outputs:
+            raise _broken(name, f"the definition of value {number} does not give it")
+        if any(operand >= number for operand in node.inputs):
+            raise _broken(name, f"value {number} is computed from one that comes after it")
+        if number in graph.literals or number in graph.constants:
+            raise _broken(name, f"value {number} is both given and computed")
     for body, (holder, position) in graph.holders.items():
-        held = any(child.body is body for child in holder.children.get(position, ()))
-        _require(held, name, "a body is not held where it is said to be")
+        if all(child.body is not body for child in holder.children.get(position, ())):
+            raise _broken(name, "a body is not held where it is said to be")
 
 
 def _kind(aval: Any) -> tuple[Any, Any]:
@@ -142,27 +153,33 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
     taken: set[int] = set()
     for match in matches:
         where = f"the {match.op} at {match.location}"
-        _require(taken.isdisjoint(match.replaced), name, f"{where} replaces what another site replaces")
+        if not taken.isdisjoint(match.replaced):
+            raise _broken(name, f"{where} replaces what another site replaces")
         taken.update(match.replaced)
         for number, read in match.reads.items():
-            _require(number not in read, name, f"{where} reads what it replaces")
+            if number in read:
+                raise _broken(name, f"{where} reads what it replaces")
         for part in match.passes:
             cotangents = [backward.cotangent for backward in part.backwards]
             for number in (*part.operands, *part.replaced, *cotangents):
                 exists = 0 <= number < len(graph.avals) and number not in graph.supposed
-                _require(exists, name, f"{where} names a value that the program does not have")
+                if not exists:
+                    raise _broken(name, f"{where} names a value that the program does not have")
             for numbers, avals in ((part.operands, part.original.in_avals), (part.results, part.original.out_avals)):
                 own = [_kind(graph.avals[number]) for number in numbers]
-                _require(own == list(map(_kind, avals)), name, f"{where} has values of other types than its original")
+                if own != list(map(_kind, avals)):
+                    raise _broken(name, f"{where} has values of other types than its original")
             for position, _ in (gradient for backward in part.backwards for gradient in backward.gradients):
-                _require(0 <= position < len(part.operands), name, f"{where} has a gradient of no operand")
+                if not 0 <= position < len(part.operands):
+                    raise _broken(name, f"{where} has a gradient of no operand")
             sizes: tuple[int, ...] | None = getattr(part.site, "sizes", None)
             if sizes is None or getattr(part.site, "prelude", None) is not None:
                 continue  # labels are of what the prelude makes of the operands
             for use in _uses(part.site):
                 fits = 0 <= use.position < len(part.operands)
                 fits = fits and _fits(use, graph.shape(part.operands[use.position]), sizes)
-                _require(fits, name, f"{where} has labels that do not fit its operands")
+                if not fits:
+                    raise _broken(name, f"{where} has labels that do not fit its operands")
 
 
 def _uses(value: object) -> Iterator[Operand]:
@@ -192,12 +209,15 @@ def check_decisions(name: str, matches: Sequence[Match], decisions: Sequence[Dec
     Raises:
       InvariantError: that is not so, after the pass ``name``.
     """
-    _require(len(matches) == len(decisions), name, "there is not one decision for each site")
+    if len(matches) != len(decisions):
+        raise _broken(name, "there is not one decision for each site")
     for match, decision in zip(matches, decisions, strict=True):
         where = f"the {match.op} at {match.location}"
         applied = decision.verdict == "applied"
-        _require(not (applied and match.obstacle), name, f"{where} is replaced where that must not be")
-        _require(not applied or bool(decision.implementation), name, f"{where} is replaced by nothing")
+        if applied and match.obstacle:
+            raise _broken(name, f"{where} is replaced where that must not be")
+        if applied and not decision.implementation:
+            raise _broken(name, f"{where} is replaced by nothing")
 
 
 def check_program(name: str, original: ClosedJaxpr, program: ClosedJaxpr) -> None:
@@ -207,7 +227,8 @@ def check_program(name: str, original: ClosedJaxpr, program: ClosedJaxpr) -> Non
       InvariantError: that is not so, after the pass ``name``.
     """
     for ours, theirs in ((program.in_avals, original.in_avals), (program.out_avals, original.out_avals)):
-        _require(list(map(_kind, ours)) == list(map(_kind, theirs)), name, "the program has another signature")
+        if list(map(_kind, ours)) != list(map(_kind, theirs)):
+            raise _broken(name, "the program has another signature")
     try:
         check(program)
     except ValueError as error:

@@ -94,7 +94,7 @@ class Prober:
             return None
         return self._found_out(match, name, block_sizes, key, measured)
 
-    def condemn(self, match: SiteWorkload, name: str, block_sizes: Any, stage: str, error: str) -> None:
+    def record_failure(self, match: SiteWorkload, name: str, block_sizes: Any, stage: str, error: str) -> None:
         """Remembers a failure."""
         self.found.append((match, name, stage, error))
         if self._alone:

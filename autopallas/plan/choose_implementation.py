@@ -128,7 +128,7 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
                 if options.strict or isinstance(wanted, str):
                     raise
                 objection = "trace", f"{type(error).__name__}: {error}"
-                prober.condemn(measured, name, sizes, *objection)
+                prober.record_failure(measured, name, sizes, *objection)
         attempts.append((name, *objection))
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
