@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from autopallas.cli import CommandError
 from autopallas.cli.program import function_of, one_line, shapes_of
+from autopallas.compat import make_jaxpr
 from autopallas.compile.tpu import Compiler
 from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
@@ -172,7 +171,7 @@ def _of_program(function: Any, shapes: tuple[Any, ...], name: str) -> list[Subje
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
     try:
-        program = jax.make_jaxpr(original)(*shapes)
+        program = make_jaxpr(original, *shapes)
     except Exception as error:
         raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
     matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite)[0]

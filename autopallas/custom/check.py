@@ -20,7 +20,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.operation import Unsupported
 from autopallas.sites.spec import NoBlockSizes
 
-__all__ = ["apart", "judged"]
+__all__ = ["check_replacement", "without_nested"]
 
 D = TypeVar("D", bound=Any)
 
@@ -45,7 +45,7 @@ class _Verdicts:
 _VERDICTS = _Verdicts()
 
 
-def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
+def check_replacement(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
     """(the implementation or None, why, its block sizes) for a site of an own pattern.
 
     Args:
@@ -75,7 +75,7 @@ def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str 
     return name, "asked for by its pattern, and found equal to the reference within tolerance", NoBlockSizes()
 
 
-def apart(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
+def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
     """The sites and decisions without those that lie within another site that is applied: the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
     if not any(isinstance(match.site, OwnSite) for match in matches):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
@@ -53,7 +53,7 @@ class Node:
     __slots__ = ("body", "equation", "inputs", "name", "outputs")
 
     def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
-        self.name = compat.operation_name(equation)
+        self.name = jaxprs.operation_name(equation)
         self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
 
     @property

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -106,7 +106,7 @@ class _Mover:
         self._own = frozenset(self._flowing())
 
     def run(self) -> None:
-        before = sum(map(is_contraction, compat.live_equations(self.body.equations, self.body.outvars)))
+        before = sum(map(is_contraction, jaxprs.live_equations(self.body.equations, self.body.outvars)))
         children: dict[int, list[Child]] = {}
         for position, equation in enumerate(self.body.equations):
             inputs = [self._named(a) for a in equation.invars]
@@ -119,7 +119,7 @@ class _Mover:
             if position in self.body.children:
                 children[id(equation)] = self.body.children[position]
         outvars = [self._named(a) for a in self.body.outvars]
-        live = compat.live_equations(self.equations, outvars)
+        live = jaxprs.live_equations(self.equations, outvars)
         if self.names and sum(map(is_contraction, live)) <= before:
             self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
             self.body.assumed |= self.assumed
@@ -162,7 +162,7 @@ class _Mover:
     def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
         """The result of a function of some atoms, computed by new equations."""
         made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
-        inner, consts = compat.opened(made)
+        inner, consts = jaxprs.open_jaxpr(made)
         assert not consts
         names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
         for equation in inner.eqns:

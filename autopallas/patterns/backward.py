@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
@@ -145,7 +145,7 @@ class Forward:
     def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
         """The equations of a value that is given to the body and made of literals alone; none where it is not."""
         node = self.graph.definitions.get(self.graph.numbers[self.body][variable])
-        if node is None or len(node.outputs) != 1 or compat.bodies(node.equation):
+        if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
             return []
         found: list[JaxprEqn] = []
         atoms: list[Any] = []
@@ -198,7 +198,7 @@ class Forward:
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> ClosedJaxpr:
         """From the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
         return closed(inputs, [self.root], self.over(inputs))
@@ -265,7 +265,7 @@ class _Rules:
         if self.complete:
             before = self.equations
             self.equations = [_rectified(e) for e in before]
-            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
 
@@ -306,12 +306,12 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     name = equation.primitive.name
     if name in _RECTIFIED_WITHIN:
         params = dict(equation.params)
-        for parameter, position, body in compat.bodies(equation):
-            jaxpr, constants = compat.opened(body)
+        for parameter, position, body in jaxprs.bodies(equation):
+            jaxpr, constants = jaxprs.open_jaxpr(body)
             equations = [_rectified(e) for e in jaxpr.eqns]
             if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
                 given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
-                params[parameter] = compat.rebuilt(body, *given, equations)
+                params[parameter] = jaxprs.rebuild(body, *given, equations)
         changed = any(params[name] is not value for name, value in equation.params.items())
         return equation.replace(params=params) if changed else equation
     if equation.primitive.name != "max" or len(equation.invars) != 2:
@@ -319,7 +319,7 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     x, zero = equation.invars
     if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
         return equation
-    program, _ = compat.opened(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
     calls = [e for e in program.eqns if is_elementwise_call(e)]
     return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
 
@@ -403,7 +403,7 @@ class Lookup:
         if key not in self._derivatives:
             program = forward.jaxpr()
             if any(position in forward.body.children for position in forward.positions):
-                program = compat.without_dead_code(program)  # of loops, what they stack for their own derivative
+                program = jaxprs.without_dead_code(program)  # of loops, what they stack for their own derivative
 
             def pulled(cotangent: Any, *inputs: Any) -> Any:
                 def function(*chosen: Any) -> Any:
@@ -692,9 +692,9 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def _without_rules(program: Any) -> Callable[..., Any]:
+def _without_rules(program: ClosedJaxpr) -> Callable[..., Any]:
     """What a program computes, without the derivatives of their own that some elementwise functions have."""
-    jaxpr, constants = compat.opened(program)
+    jaxpr, constants = jaxprs.open_jaxpr(program)
 
     def run(*args: Any) -> Any:
         values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))

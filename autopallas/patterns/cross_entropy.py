@@ -20,7 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -32,7 +32,7 @@ from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
 
 __all__ = ["find"]
@@ -105,7 +105,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         together |= dict.fromkeys(region.every, mismatch)
                 elif region.labelled:
                     mismatch = together.get(node.outputs[0], mismatch)
-                    where = compat.location(node.equation)
+                    where = jaxprs.location(node.equation)
                     misses.append(
                         NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice)
                     )
@@ -396,10 +396,10 @@ def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match]
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
     """Where values of the logits' size are still needed."""
     if returned := left & graph.returned:
-        return told(graph, "the logits, or values of their size, are also returned", min(returned))
+        return describe_reason(graph, "the logits, or values of their size, are also returned", min(returned))
     ends = {id(t.node) for t in region.terminals}
     for number in sorted(left):
         for user in graph.users[number]:
             if id(user) not in ends and not set(user.outputs) & region.inside:
-                return f"the logits are also used by {user.name} at {compat.location(user.equation)}"
+                return f"the logits are also used by {user.name} at {jaxprs.location(user.equation)}"
     return "the logits are needed elsewhere"

@@ -28,11 +28,11 @@ from autopallas.patterns.advice import (
     WHOLE_GRADIENT,
 )
 from autopallas.patterns.attention_site import Labels
-from autopallas.patterns.carry import Carrier, ProgramBuilder, leanest
+from autopallas.patterns.carry import Carrier, ProgramBuilder, fewest_side_elements
 from autopallas.patterns.cross_entropy_region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.sites.elementwise import Constant, Index, Program, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Side
 from autopallas.sites.index_notation import Operand
 
 __all__ = ["passes"]
@@ -83,7 +83,7 @@ def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
 def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
     """One of several passes: from what its body has, or else also from what that of the logits can give it."""
     size = math.prod(region.graph.shape(region.logits))
-    return leanest(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
+    return fewest_side_elements(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
 
 
 def _in_one(region: Region) -> bool:
@@ -103,7 +103,7 @@ class _Pass:
 
     def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False, across: bool = False):
         self.one = one
-        self.finish: list[Program] = []
+        self.finish: list[ElementwiseProgram] = []
         self.region, self.graph, self.space = region, region.graph, region.space
         self.terminals = terminals
         self.results = tuple(dict.fromkeys(t.result for t in terminals))
@@ -130,7 +130,7 @@ class _Pass:
         region, carrier = self.region, self.carrier
         heads = [(carrier.role(head.x), carrier.role(head.w)) for head in region.heads]
         (x, w), *further = heads
-        sources: list[tuple[Program | int, View, Any]] = []
+        sources: list[tuple[ElementwiseProgram | int, View, Any]] = []
         for terminal in self.terminals:
             dtype = self.graph.dtype(terminal.result)
             sources.append((self._source(terminal), terminal.view, dtype))
@@ -144,7 +144,11 @@ class _Pass:
             vocabulary_labels=labels.atoms(region.resolved(region.vocabulary)),
             hidden_labels=labels.atoms(self._hidden(w, region.hidden)),
             results=tuple(
-                Result(_placed(s, *counts) if isinstance(s, Program) else s, labels.view(self.space.view(view)), dtype)
+                Result(
+                    _placed(s, *counts) if isinstance(s, ElementwiseProgram) else s,
+                    labels.view(self.space.view(view)),
+                    dtype,
+                )
                 for s, view, dtype in sources
             ),
             residual=tuple((0, labels.atoms((a,))) for a in (*self.batch, *self.rows)),
@@ -186,7 +190,7 @@ class _Pass:
             site,
             sizes=labels.sizes(),
             types=tuple(self.graph.dtype(number) for number in operands),
-            own_rule=any(number in self.graph.inner for n in nodes for number in n.outputs),
+            has_custom_rule=any(number in self.graph.inner for n in nodes for number in n.outputs),
         )
         return Match(
             op="cross_entropy",
@@ -220,7 +224,7 @@ class _Pass:
 
     # ------------------------------------------------------------------ programs
 
-    def _source(self, terminal: Terminal) -> Program | int:
+    def _source(self, terminal: Terminal) -> ElementwiseProgram | int:
         if terminal.kind == "statistics":
             expression = terminal.expression
             return _RowBuilder(self).build(self.region.expressed(expression) if self.one else expression)
@@ -365,7 +369,7 @@ class _RowBuilder(_TileBuilder):
         return super()._written(expression)
 
 
-def _placed(program: Program, sides: int, heads: int) -> Program:
+def _placed(program: ElementwiseProgram, sides: int, heads: int) -> ElementwiseProgram:
     """The program with the logits of further heads behind the other side inputs, and statistics behind both."""
 
     def moved() -> Iterator[Any]:

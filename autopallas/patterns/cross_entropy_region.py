@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
@@ -157,7 +157,7 @@ class Region:
 
     @property
     def location(self) -> str:
-        return compat.location(self.dot.equation)
+        return jaxprs.location(self.dot.equation)
 
     @property
     def every(self) -> tuple[int, ...]:
@@ -541,7 +541,7 @@ class Region:
             return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
             raise Mismatch(
-                f"the logits are also used by {node.name} at {compat.location(node.equation)}", advice=LOGITS_APART
+                f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
             )
         return inside[0]
 
@@ -555,20 +555,20 @@ class Region:
             if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
             if reduced and reduced <= rows:
-                where = compat.location(node.equation)
+                where = jaxprs.location(node.equation)
                 raise Mismatch(
                     f"the same logits are normalised along another axis too, by {node.name} at {where}",
                     advice=WHOLE_COLUMNS,
                 )
             if not vocabulary <= reduced:
                 raise Mismatch(
-                    f"{node.name} runs over a part of the logits at {compat.location(node.equation)}", advice=WHOLE_ROWS
+                    f"{node.name} runs over a part of the logits at {jaxprs.location(node.equation)}", advice=WHOLE_ROWS
                 )
             if node.name == "reduce_sum":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.total(at))
             if reduced != vocabulary:
                 raise Mismatch(
-                    f"{node.name} runs over rows too at {compat.location(node.equation)}",
+                    f"{node.name} runs over rows too at {jaxprs.location(node.equation)}",
                     advice="Reduce the logits over the vocabulary alone, and combine what that gives for several rows "
                     "afterwards.",
                 )
@@ -589,7 +589,7 @@ class Region:
         if node.name == "dot_general":
             return self._product(node, at)
         raise Mismatch(
-            f"the logits are also used by {node.name} at {compat.location(node.equation)}", advice=LOGITS_APART
+            f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
         )
 
     def _product(self, node: Node, at: Ref) -> Terminal:
@@ -609,7 +609,7 @@ class Region:
             kind = "columns"
         else:
             raise Mismatch(
-                f"the logits are contracted over another axis at {compat.location(node.equation)}",
+                f"the logits are contracted over another axis at {jaxprs.location(node.equation)}",
                 advice="Contract the logits, or their gradient, over the whole vocabulary or over whole rows.",
             )
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)

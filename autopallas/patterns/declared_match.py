@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom
@@ -65,5 +65,5 @@ def declared_match(
         equations=tuple(nodes),
         original=jaxpr_of(graph, nodes, values, [result.outputs[0]]),
         body=result.body,
-        location=compat.location(result.equation),
+        location=jaxprs.location(result.equation),
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
@@ -87,7 +87,7 @@ def _escape(graph: Graph, match: Match) -> str:
     for number in sorted(_inner(graph, match) & surviving(graph, match.results)):
         for user in graph.users[number]:
             if id(user) not in own:
-                return f"a value in the middle of it is also used by {user.name} at {compat.location(user.equation)}"
+                return f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
     return "a value in the middle of it is used elsewhere"
 
 

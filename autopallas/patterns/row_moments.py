@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.compat import Var
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref, Space
@@ -140,7 +140,7 @@ def found_normalisations(
     """
     found, reasons = normalisations(graph)
     misses = [
-        NearMiss(op, compat.location(graph.definitions[number].equation), reason, number, advice)
+        NearMiss(op, jaxprs.location(graph.definitions[number].equation), reason, number, advice)
         for number, (nearly_centred, reason, advice) in reasons.items()
         if nearly_centred == centred
     ]

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprLike, Literal, Var
 from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
@@ -58,13 +58,13 @@ class Reference:
         return found
 
 
-def _dissolved(program: Any, operands: Sequence[Any]) -> Any:
+def _dissolved(program: JaxprLike, operands: Sequence[Any]) -> Any:
     """Evaluates a closed jaxpr without its custom rules."""
-    jaxpr, consts = compat.opened(program)
+    jaxpr, consts = jaxprs.open_jaxpr(program)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for equation in jaxpr.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-        bodies = compat.bodies(equation)
+        bodies = jaxprs.bodies(equation)
         if equation.primitive.name in CALLS or compat.is_plain_jit(equation):
             results = _dissolved(bodies[0][2], inputs)
         else:
@@ -253,7 +253,7 @@ class _Finder:
             equations=tuple(nodes),
             original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
             body=node.body,
-            location=compat.location(node.equation),
+            location=jaxprs.location(node.equation),
         )
 
 
@@ -287,9 +287,9 @@ def _looked_up(
 
 def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
     """The results of a call of a custom rule with the same primal, which no key can tell."""
-    wanted = [str(body) for _, _, body in compat.bodies(node.equation)]
+    wanted = [str(body) for _, _, body in jaxprs.bodies(node.equation)]
     for user in graph.users.get(inputs[0], ()) if inputs else ():
         if user.name == node.name and list(user.inputs) == list(inputs):
-            if [str(body) for _, _, body in compat.bodies(user.equation)] == wanted:
+            if [str(body) for _, _, body in jaxprs.bodies(user.equation)] == wanted:
                 return user.outputs
     return None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.sites.device import Device
-from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand, View, read, write
 from autopallas.sites.operation import Operation, Supported, Unsupported, operation_named
 from autopallas.sites.spec import Dtype, NoBlockSizes, Spec
@@ -190,7 +190,7 @@ class DeclaredSite:
 
     # ------------------------------------------------------------------ on several devices, and under vmap
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """The rows may be divided: each is computed without the others."""
         labels = frozenset(label for group in self._groups(self.operation.rows) for label in group)
         reads = (
@@ -199,13 +199,13 @@ class DeclaredSite:
             for _, own in self.operands
             if own.position == value
         )
-        return Parts(tuple(reads), (self.result,), (), labels, (frozenset(),))
+        return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),))
 
-    def divided(self, division: Division) -> tuple[DeclaredSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[DeclaredSite, tuple[PositionOperand, ...]]:
         """What each device computes."""
-        return self.alone(division), ()
+        return self.standalone(division), ()
 
-    def alone(self, division: Division) -> DeclaredSite:
+    def standalone(self, division: Division) -> DeclaredSite:
         """No device needs another."""
         return replace(self, sizes=division.local(self.sizes))
 

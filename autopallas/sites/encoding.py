@@ -21,11 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.workload import SiteWorkload
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
-FORMAT = 1
+FORMAT = 2
 """Rises whenever sites are encoded otherwise."""
 
 _SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")
@@ -54,7 +57,7 @@ class SavedSite:
     op: str
     site: Any
     direction: Literal["forward", "forward+backward"]
-    original: Any
+    original: ClosedJaxpr
     backwards: tuple[Any, ...]
     location: str = ""
     then: tuple[SavedSite, ...] = ()
@@ -76,7 +79,7 @@ class _Backward:
 # ---------------------------------------------------------------------- writing
 
 
-def encoded(match: Any) -> dict[str, Any] | None:
+def encoded(match: SiteWorkload) -> dict[str, Any] | None:
     """A match as data, from which :func:`saved_site` makes one to tune for; None where it has no such form."""
     try:
         return {"format": FORMAT, "passes": [_pass(part) for part in match.passes]}
@@ -84,7 +87,7 @@ def encoded(match: Any) -> dict[str, Any] | None:
         return None
 
 
-def _pass(part: Any) -> dict[str, Any]:
+def _pass(part: SiteWorkload) -> dict[str, Any]:
     gradients = sorted({position for backward in part.backwards for position, _ in backward.gradients})
     return {
         "site": _data(part.site),
@@ -165,7 +168,7 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
     reference = site.operation.implementation("reference")
-    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*operands)
+    original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *operands)
     if [_type(t) for t in original.out_avals] != [_type(t) for t in results]:
         raise EncodingError("its results are not what the site gives")
     gradients = data["gradients"]

@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
 
@@ -44,14 +46,14 @@ class Conditions:
     holds_from: float = 0.0
 
 
-def conditions_of(match: Any) -> Conditions:
+def conditions_of(match: Workload) -> Conditions:
     """The conditions of a match, as its operation declares them."""
     tables = operation_named(match.op).part("tuned_block_sizes")
     found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
     return found
 
 
-def gap(row: Row, match: Any, device: Device) -> str:
+def gap(row: Row, match: Workload, device: Device) -> str:
     """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
     empty string.  Of devices other than CPUs nothing is asked."""
     if device.platform != "cpu":
@@ -78,7 +80,7 @@ def gap(row: Row, match: Any, device: Device) -> str:
     return ""
 
 
-def stated(row: Row, match: Any, device: Device) -> Row:
+def stated(row: Row, match: Workload, device: Device) -> Row:
     """A row that was measured for a match on this machine, with what it holds for."""
     if device.platform != "cpu":
         return row
@@ -87,7 +89,7 @@ def stated(row: Row, match: Any, device: Device) -> Row:
     return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
 
 
-def products(original: Any) -> str:
+def products(original: ClosedJaxpr) -> str:
     """The matrix products of a closed jaxpr in the notation of einsum, in their order.
 
     Example:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 
+from autopallas import compat
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
 from autopallas.sites.operation import operation_named, operation_names
@@ -83,7 +84,7 @@ def match_of(case: Case) -> Match:
     offered = cases_of(case.kernel)
     assert offered is not None
     function = offered.in_direction(case, offered.ORIGINALS[case.mask])
-    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*offered.types(case)))), (case.kernel,), True)
+    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *offered.types(case)))), (case.kernel,), True)
     if len(matches) != 1:
         raise ValueError(f"{case}: {len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
     return matches[0]

@@ -14,6 +14,7 @@ from autopallas.compile.tpu import GENERATIONS, Compiler, Generation, missing
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, operation_named
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
@@ -74,7 +75,7 @@ class Subject:
       case: where it stands for an operation's own function too, whose calls then find the result.
     """
 
-    match: Any
+    match: SiteWorkload
     label: str
     case: Case | None = None
 

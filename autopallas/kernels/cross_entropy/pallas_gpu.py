@@ -27,7 +27,7 @@ from autopallas.kernels.cross_entropy.tile_products import Target, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
@@ -141,7 +141,7 @@ def _contracted(
     w: Array,
     sides: Sequence[Array],
     targets: Sequence[Target],
-    programs: Sequence[Program],
+    programs: Sequence[ElementwiseProgram],
 ) -> tuple[Array, ...]:
     """The targets of the values of programs, all rows and a part of the vocabulary at a time.
 

@@ -16,7 +16,7 @@ from jax import lax
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Statistic
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -44,7 +44,7 @@ def forward(
     z = z.astype(spec.logit_dtype)
     sides = [further.pop(0).astype(s.dtype) if s.head else side for s, side in zip(spec.sides, sides, strict=True)]
 
-    def value(program: Program, *extra: Array) -> Array:
+    def value(program: ElementwiseProgram, *extra: Array) -> Array:
         return jnp.broadcast_to(program.evaluate(z, query, key, (*sides, *extra)), z.shape)
 
     # Once for all its statistics, so that what goes back to 16-bit sides is rounded once.

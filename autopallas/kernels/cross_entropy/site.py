@@ -17,8 +17,8 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
-from autopallas.sites.division import Counted, Division, Extras, Parts
-from autopallas.sites.elementwise import Index, Program
+from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
+from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -36,7 +36,7 @@ class Result:
       dtype: its dtype.
     """
 
-    source: Program | int
+    source: ElementwiseProgram | int
     view: View
     dtype: Dtype
 
@@ -92,14 +92,14 @@ class CrossEntropySite:
     types: tuple[Dtype, ...]
     logit_dtype: Dtype
     statistics: tuple[Statistic, ...] = ()
-    finish: tuple[Program, ...] = ()
+    finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
     sides: tuple[Operand | Positions | HeadSource, ...] = ()
     clipped: tuple[int, ...] = ()
     batch_labels: tuple[Label, ...] = ()
     precision: str | None = None
     doubled: bool = False
-    own_rule: bool = False
+    has_custom_rule: bool = False
     """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
 
     @property
@@ -109,7 +109,7 @@ class CrossEntropySite:
     @property
     def has_backward(self) -> bool:
         """Whether kernels give its derivative.  That of a backward pass is left to the original."""
-        return not self.products and not self.own_rule
+        return not self.products and not self.has_custom_rule
 
     def _extent(self, labels: Iterable[Label]) -> int:
         return math.prod(self.sizes[a] for a in labels)
@@ -202,7 +202,7 @@ class CrossEntropySite:
         shape = (self._extent(self.batch_labels), self.spec.rows)
         found = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 value = result.source.evaluate(None, query, None, environment)
                 value = jnp.broadcast_to(value, (*shape, 1))[..., 0].astype(result.dtype)
                 found.append(self._shaped(value, result))
@@ -234,7 +234,7 @@ class CrossEntropySite:
         rows = iter(self._finish(statistics, sides))
         results = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 results.append(next(rows))
                 continue
             head = self.heads[self.products[result.source].head]
@@ -327,33 +327,33 @@ class CrossEntropySite:
     def _counts_rows(self) -> bool:
         """Whether a program reads the number of its row."""
         programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
-        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        programs += [r.source for r in self.results if isinstance(r.source, ElementwiseProgram)]
         return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
         uses = tuple(o for s in (self.rows, self.weight, *self.sides) for o in _operands(s))
         labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
         whole = frozenset(self.vocabulary_labels)
         if len(whole) == 1:
             labels |= whole
-        return Parts(
+        return ShardableAxes(
             uses,
             tuple(r.view for r in self.results),
             (self.residual,) * len(self.statistics),
             frozenset(labels),
-            tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
+            tuple(whole if isinstance(r.source, ElementwiseProgram) else frozenset() for r in self.results),
         )
 
-    def alone(self, division: Division) -> CrossEntropySite:
+    def standalone(self, division: Division) -> CrossEntropySite:
         """A cross-entropy over the part of the vocabulary."""
-        return self.divided(division)[0]
+        return self.per_device(division)[0]
 
-    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
         """What each device computes, of its part of the vocabulary."""
-        extras = Extras(len(self.types))
+        extras = PositionOperands(len(self.types))
         sides = tuple(
             side if isinstance(side, HeadSource) else extras.source(side, division) for side in self.sides
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.sites.elementwise import Program, honoured
+from autopallas.sites.elementwise import ElementwiseProgram, honoured
 
 __all__ = ["CrossEntropySpec", "Head", "Product", "SideSpec", "Statistic"]
 
@@ -59,7 +59,7 @@ class Statistic:
     """
 
     kind: Literal["max", "exp_sum", "sum", "pick", "argmax", "ties"]
-    program: Program
+    program: ElementwiseProgram
     label: int | None = None
     """For ``pick``: the position of the side input with the labels, integers that vary over rows at most."""
 
@@ -77,7 +77,7 @@ class Product:
     """
 
     kind: Literal["rows", "columns", "column_sum", "values"]
-    program: Program
+    program: ElementwiseProgram
     dtype: Dtype
     head: int = 0
 
@@ -108,7 +108,7 @@ class CrossEntropySpec:
     vocabulary_major: bool
     statistics: tuple[Statistic, ...] = ()
     sides: tuple[SideSpec, ...] = ()
-    finish: tuple[Program, ...] = ()
+    finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
     precision: str | None = None
     """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""

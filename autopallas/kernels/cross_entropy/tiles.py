@@ -15,7 +15,7 @@ from jax import lax
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["Block", "Operands", "Rows", "Tile", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     key: Array  # [1, c], or [r, 1] where each row has a column of its own
     sides: tuple[Array, ...]  # [r|1, c|1]
 
-    def value(self, program: Program, dtype: Any = None) -> Array:
+    def value(self, program: ElementwiseProgram, dtype: Any = None) -> Array:
         """The program's value, [r, c]."""
         value = program.evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)

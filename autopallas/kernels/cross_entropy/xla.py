@@ -23,7 +23,7 @@ from autopallas.kernels.cross_entropy.statistics import advanced, initial, requi
 from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -128,7 +128,7 @@ def _statistics_and_products(
     sizes: BlockSizes,
     operands: Operands,
     targets: Sequence[Target],
-    programs: Sequence[Program],
+    programs: Sequence[ElementwiseProgram],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Both from the same logits, which are kept for a block of rows and the whole vocabulary."""
     needed = required(spec.statistics)
@@ -166,6 +166,6 @@ def _shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> tuple[Array, .
     return tuple(x[0] if p.kind == "column_sum" else x for x, p in zip(products, spec.products, strict=True))
 
 
-def _values(tile: Tile, programs: Sequence[Program]) -> tuple[Array, ...]:
+def _values(tile: Tile, programs: Sequence[ElementwiseProgram]) -> tuple[Array, ...]:
     known = {program: tile.value(program) for program in dict.fromkeys(programs)}
     return tuple(known[program] for program in programs)
