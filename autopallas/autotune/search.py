@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import statistics
 import time
@@ -16,6 +15,7 @@ import jax
 from autopallas.autotune.trial import Trial
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
@@ -305,7 +305,7 @@ def candidates_of(match: SiteWorkload, implementation: str, first: Any, device: 
       device: where it is to run.
     """
     module = match.site.operation.implementation(implementation)
-    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+    kind = operation_named(match.op).part("block_sizes").BlockSizes
     own = getattr(module, "candidates", None)
     with device.targeted():
         return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from autopallas import compat
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.measure import Difference
 
@@ -44,7 +44,7 @@ class Trial:
         Raises:
           ImportError: the operation has no example inputs.
         """
-        examples = importlib.import_module(f"autopallas.kernels.{match.op}.example")
+        examples = operation_named(match.op).part("example")
         arguments = []
         for number, part in enumerate(match.passes):
             operands = examples.operands(part.site, part.original.in_avals, seed + number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import sys
@@ -23,6 +22,7 @@ from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
+from autopallas.sites.operation import operation_named
 from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
 from autopallas.tuning.table_source import source_with_rows
 from autopallas.workbench import trial_log as raw
@@ -258,7 +258,7 @@ def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> l
     """Writes the rows into the tables' own modules, beside those that were not tuned for now."""
     written, found = [], _rows(outcomes)
     for op, rows in found.items():
-        tables = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes")
+        tables = operation_named(op).part("tuned_block_sizes")
         path = Path(str(tables.__file__))
         # A key that was tuned anew and needs one row now has no second one any more.
         kept = {k: row for k, row in tables.TABLE.get(device, {}).items() if not any(_same(k, new) for new in rows)}

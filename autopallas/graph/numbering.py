@@ -232,7 +232,8 @@ class Graph:
             return None
         aval, value = equation.outvars[0].aval, self.literals[operands[0]]
         cast = value.astype(aval.dtype)
-        return self._literal(Literal(cast, aval)) if cast.astype(value.dtype) == value else None
+        kept = cast.astype(value.dtype) == value or value != value  # NaN stays NaN
+        return self._literal(Literal(cast, aval)) if kept else None
 
     # ------------------------------------------------------------------ looking up
 

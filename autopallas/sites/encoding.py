@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr
-from autopallas.environment import OPERATIONS
+from autopallas.sites.operation import operation_named, operation_names
 from autopallas.sites.workload import SiteWorkload
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
@@ -31,7 +31,7 @@ __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 FORMAT = 2
 """Rises whenever sites are encoded otherwise."""
 
-_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation")
+_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")
 _MOST_ELEMENTS = 2**40
 _DEEPEST = 60
 
@@ -143,7 +143,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     Raises:
       EncodingError: it describes no site of that operation.
     """
-    if op not in OPERATIONS:
+    if op not in operation_names():
         raise EncodingError(f"no operation is called {op!r}")
     if direction not in ("forward", "forward+backward"):
         raise EncodingError(f"{direction!r} is no direction")
@@ -164,7 +164,7 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
     if not isinstance(data, dict) or data.keys() != {"site", "operands", "results", "gradients"}:
         raise EncodingError("a pass has other fields than it should")
     site = _value(data["site"], _classes(op), 0)
-    if not type(site).__module__.startswith(f"autopallas.kernels.{op}.") or not hasattr(site, "forward"):
+    if not hasattr(site, "forward") or site.operation.name != op:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
     reference = site.operation.implementation("reference")
@@ -232,7 +232,7 @@ def _classes(op: str) -> Mapping[str, type]:
     """The dataclasses that a site of an operation may consist of."""
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
-    modules += [importlib.import_module(f"autopallas.kernels.{op}.{name}") for name in ("spec", "site")]
+    modules += [own for name in ("operation", "spec", "site") if (own := operation_named(op).module(name))]
     for module in modules:
         found |= _dataclasses(module)
     return found

@@ -6,7 +6,6 @@ search finds now, where one is allowed; the table's nearest row; the default.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from autopallas.autotune.search import search
 from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import SiteWorkload, Workload
 from autopallas.tuning import coverage
 from autopallas.tuning.cache import WARNED, Cache
@@ -58,7 +58,7 @@ class Choice:
 
 def of_table(match: Workload, implementation: str, device: Device, objective: str = "time") -> Choice:
     """What the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     found = tables.find(match.spec, device, implementation, match.direction, objective)
     sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
     if found is None:
@@ -164,7 +164,7 @@ class Tuner:
             return Choice(None, source, failure=entry.reason or "an earlier search found no block sizes that work")
         if entry.outcome == "unfinished":
             return Choice(None, source, note=entry.reason)
-        kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+        kind = operation_named(match.op).part("block_sizes").BlockSizes
         entry = entry.serving(self._options.objective)
         try:
             sizes = entry.sizes_for(kind)

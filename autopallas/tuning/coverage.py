@@ -11,7 +11,6 @@ without one its rows depend on the processor alone.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
@@ -48,7 +48,7 @@ class Conditions:
 
 def conditions_of(match: Workload) -> Conditions:
     """The conditions of a match, as its operation declares them."""
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
     return found
 

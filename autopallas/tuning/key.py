@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import jax
 
 from autopallas import compat
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.version import __version__
@@ -63,7 +63,7 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
     Returns:
       The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, have the same.
     """
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     description = {
         "operation": match.op,
         "implementation": implementation,

@@ -6,7 +6,6 @@ compute (operation, direction, sizes, dtypes, score program, mask), not by their
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopallas.errors import OptionError
 from autopallas.places import users_place
+from autopallas.sites.operation import operation_named
 from autopallas.sites.workload import Workload
 from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
 from autopallas.tuning.key import digest_of
@@ -78,7 +78,7 @@ class LockedSite:
         Raises:
           LockError: they are not that operation's.
         """
-        kind = importlib.import_module(f"autopallas.kernels.{op}.block_sizes").BlockSizes
+        kind = operation_named(op).part("block_sizes").BlockSizes
         try:
             return Entry({}, "tuned", self.block_sizes).sizes_for(kind)
         except EntryError as error:

@@ -5,7 +5,6 @@ An operation that can be tuned by its name has a module ``cases``, with what :cl
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -15,6 +14,7 @@ import jax
 from autopallas import compat
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
+from autopallas.sites.operation import operation_named, operation_names
 
 __all__ = ["DIRECTIONS", "Case", "Cases", "Direction", "cases_of", "match_of"]
 
@@ -71,14 +71,7 @@ class Cases(Protocol):
 
 def cases_of(operation: str) -> Cases | None:
     """The cases of an operation by its name, or None where it has none."""
-    name = f"autopallas.kernels.{operation}.cases"
-    try:
-        module: Any = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name in (name, f"autopallas.kernels.{operation}"):
-            return None
-        raise
-    offered: Cases = module
+    offered: Cases | None = operation_named(operation).module("cases") if operation in operation_names() else None
     return offered
 
 

@@ -43,6 +43,10 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
     Products whose programs it lacks are left to XLA, part by part, if there are statistics.
     """
+    if len(spec.heads) > 1:
+        return Unsupported("it computes the logits of one head, and the loss reads those of several")
+    if any(product.kind == "values" for product in spec.products):
+        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     programs = [s.program for s in spec.statistics] or [p.program for p in spec.products]
     held = [
         spec.logit_dtype,
@@ -79,7 +83,7 @@ def forward(
     programs = [p.program for p in spec.products]
     if reason_against_programs(programs) is not None:
         return found, xla.forward(rest, block_sizes.fitted(spec), x, w, given)[1]
-    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    targets = [Target.of_product(p) for p in spec.products]
     products = _contracted(rest, block_sizes, x, w, given, targets, programs)
     return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
 

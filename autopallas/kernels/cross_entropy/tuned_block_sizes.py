@@ -360,8 +360,10 @@ def table_key(spec: CrossEntropySpec, implementation: str, direction: str) -> Ke
     invariants = ["argmax"] if "argmax" in kinds else []
     if direction == "forward+backward" and not spec.products:
         invariants.append("two passes")  # as in a checkpoint; measured is forward and backward in one
+    if len(spec.heads) > 1:
+        invariants.append(f"{len(spec.heads)} heads")
     # An input that fills the tile has to be read: what was measured without one says nothing of it.
-    if any(all(side.varies) for side in spec.sides):
+    if any(all(side.varies) and side.head is None for side in spec.sides):
         invariants.append("N x V input")
     return implementation, direction, spec.widest_dtype.name, bucket.name, ", ".join(invariants) or "plain"
 
