@@ -6,8 +6,7 @@ Every check is linear in the program.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopallas import compat
@@ -17,7 +16,7 @@ from autopallas.graph.edit import check
 from autopallas.graph.flatten import Child
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision
-from autopallas.sites.index_notation import Operand
+from autopallas.sites.index_notation import View
 
 __all__ = ["InvariantError", "check_bodies", "check_decisions", "check_graph", "check_program", "check_sites"]
 
@@ -172,33 +171,23 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
             for position, _ in (gradient for backward in part.backwards for gradient in backward.gradients):
                 if not 0 <= position < len(part.operands):
                     raise _broken(name, f"{where} has a gradient of no operand")
-            sizes: tuple[int, ...] | None = getattr(part.site, "sizes", None)
-            if sizes is None or getattr(part.site, "prelude", None) is not None:
-                continue  # labels are of what the prelude makes of the operands
-            for use in _uses(part.site):
-                fits = 0 <= use.position < len(part.operands)
-                fits = fits and _fits(use, graph.shape(part.operands[use.position]), sizes)
-                if not fits:
+            if not hasattr(part.site, "shardable_axes") or getattr(part.site, "prelude", None) is not None:
+                continue  # behind a prelude, labels are of what it makes of the operands
+            shapes, axes = [graph.shape(number) for number in part.operands], part.site.shardable_axes()
+            for use in axes.operands:
+                known = 0 <= use.position < len(shapes)
+                if not known or not _fits(use.view, shapes[use.position], part.site.sizes):
                     raise _broken(name, f"{where} has labels that do not fit its operands")
+            for view, number in zip(axes.results, part.results, strict=True):
+                if not _fits(view, graph.shape(number), part.site.sizes):
+                    raise _broken(name, f"{where} has labels that do not fit its results")
 
 
-def _uses(value: object) -> Iterator[Operand]:
-    """The uses of operands in a site's description."""
-    if isinstance(value, Operand):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _uses(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _uses(getattr(value, field.name))
-
-
-def _fits(use: Operand, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
-    """Whether labels stay within an operand."""
-    if len(use.view) != len(shape) or not all(0 <= label < len(sizes) for label in use.labels):
+def _fits(view: View, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
+    """Whether labels exist and stay within an array."""
+    if len(view) != len(shape) or not all(0 <= label < len(sizes) for _, labels in view for label in labels):
         return False
-    ends = (offset + math.prod(sizes[label] for label in labels) for offset, labels in use.view)
+    ends = (offset + math.prod(sizes[label] for label in labels) for offset, labels in view)
     return all(end <= size for end, size in zip(ends, shape, strict=True))
 
 
