@@ -23,8 +23,7 @@ from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
-from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
-from autopallas.tuning.table_source import source_with_rows
+from autopallas.tuning.table import Key, Row, table_device
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
@@ -255,20 +254,15 @@ def _write(folder: Path, results: Sequence[raw.Result]) -> list[str]:
 
 
 def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> list[str]:
-    """Writes the rows into the tables' own modules, beside those that were not tuned for now."""
+    """Writes the rows into the tables' files, beside those that were not tuned for now."""
     written, found = [], _rows(outcomes)
     for op, rows in found.items():
-        tables = operation_named(op).part("tuned_block_sizes")
-        path = Path(str(tables.__file__))
-        # A key that was tuned anew and needs one row now has no second one any more.
-        kept = {k: row for k, row in tables.TABLE.get(device, {}).items() if not any(_same(k, new) for new in rows)}
-        names = [bucket.name for bucket in tables.BUCKETS]
+        files = operation_named(op).part("tuned_block_sizes").TABLE.files
         try:
-            source = source_with_rows(path.read_text(encoding="utf-8"), {**kept, **rows}, names, device)
-            path.write_text(source, encoding="utf-8")
+            files.write(device, rows, both_objectives=True)
         except OSError as error:
-            raise CommandError(f"--table: {path} cannot be written: {error.strerror or error}") from None
-        written.append(f"wrote {len(rows)} rows into {path}")
+            raise CommandError(f"--table: {files.path(device)} cannot be written: {error.strerror or error}") from None
+        written.append(f"wrote {len(rows)} rows into {files.path(device)}")
     return written
 
 
@@ -278,9 +272,3 @@ def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Ro
         if rows := outcome.rows(subject.match.op):
             found.setdefault(subject.match.op, {}).update(rows)
     return found
-
-
-def _same(key: Key, other: Key) -> bool:
-    """Whether two keys are one but for the objective that they serve."""
-    plain, new = (k[4].removesuffix(LEAST_MEMORY) for k in (key, other))
-    return key[:4] == other[:4] and plain == new

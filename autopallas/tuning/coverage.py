@@ -71,7 +71,7 @@ def gap(row: Row, match: Workload, device: Device) -> str:
             )
     if _narrow(match.spec):
         here = processor.vector_extensions()
-        measured, own = row.extensions or "avx2", here or "unknown ones"
+        measured, own = row.measured_with, here or "unknown ones"
         if not processor.alike(measured, here):
             return (
                 f"no row for these vector extensions, which decide the speed of 16-bit numbers: the table's was "
