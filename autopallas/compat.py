@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import re
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax._src import config, source_info_util
-from jax.extend.core import DebugInfo
 from jax.interpreters import ad, batching, mlir
-
-from autopallas.places import in_package
 
 if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
 
@@ -69,30 +65,30 @@ else:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
     from jax.interpreters.partial_eval import dce_jaxpr
 
+JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
+"""A jaxpr, open or closed."""
+
 __all__ = [
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
+    "JaxprLike",
     "Literal",
     "Var",
     "ad",
     "array_type",
     "axis_types",
     "batching",
-    "bodies",
     "dce_jaxpr",
     "distributed_store",
     "divided_like",
-    "emitted",
+    "emit",
     "explicit_sharding",
     "exported",
     "exporting",
     "extended_scan",
     "has_input_effects",
     "has_side_effects",
-    "inlined_equation",
-    "is_jaxpr",
-    "is_leaf",
     "is_outermost",
     "is_partitioned",
     "is_plain_jit",
@@ -100,27 +96,19 @@ __all__ = [
     "is_transposed",
     "jaxpr_as_fun",
     "jit_settings",
-    "live_equations",
-    "location",
     "lowering_device",
     "make_jaxpr",
+    "make_jaxpr_and_shapes",
     "mark_lowering",
     "mesh_in_force",
     "missing_mosaic_gpu",
     "mlir",
     "mosaic_gpu_kernel",
     "multiplication_params",
-    "name_stack",
-    "name_stacks",
     "new_jaxpr_eqn",
     "numeric_setting",
     "on_mesh_of",
-    "opened",
-    "operation_name",
     "propagated",
-    "reader",
-    "rebuilt",
-    "reshaped",
     "scan_parts",
     "set_mesh",
     "shape_of",
@@ -128,78 +116,10 @@ __all__ = [
     "tensor_cores",
     "trace_context",
     "typed_like",
+    "user_frames",
     "versions",
     "whole_type",
-    "without_dead_code",
-    "zeros",
 ]
-
-
-def is_jaxpr(x: object) -> bool:
-    return isinstance(x, (Jaxpr, ClosedJaxpr))
-
-
-def opened(body: Any) -> tuple[Jaxpr, list[Any]]:
-    """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
-    return (body.jaxpr, list(body.consts)) if hasattr(body, "consts") else (body, [])
-
-
-def rebuilt(
-    body: Any,
-    constvars: Sequence[Var],
-    consts: Sequence[Any],
-    invars: Sequence[Var],
-    outvars: Sequence[Any],
-    eqns: Sequence[Any],
-) -> Any:
-    """A jaxpr with the effects of ``body``, open or closed as that is."""
-    info = debug_info("autopallas", len(invars), len(outvars))
-    effects = opened(body)[0].effects
-    new = Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=info)
-    if isinstance(body, ClosedJaxpr):
-        return ClosedJaxpr(new, list(consts))
-    assert not consts
-    return new
-
-
-def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
-    """Debug information for a jaxpr that no Python function gave."""
-    return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
-
-
-def is_leaf(equation: JaxprEqn) -> bool:
-    """Whether an equation is one of those, most of all, that have no jaxpr among their parameters; others may too."""
-    return equation.primitive in _LEAVES
-
-
-def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, Any]]:
-    """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
-    found: list[tuple[str, int | None, Any]] = []
-    if is_leaf(equation):
-        return found
-    for name, value in equation.params.items():
-        kind = type(value)
-        if kind in _PLAIN:
-            continue
-        if kind is tuple or kind is list:
-            for i, x in enumerate(value):
-                if type(x) not in _PLAIN and isinstance(x, _JAXPRS):
-                    found.append((name, i, x))
-        elif isinstance(value, _JAXPRS):
-            found.append((name, None, value))
-    return found
-
-
-_JAXPRS = (Jaxpr, ClosedJaxpr)
-_PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types of most parameters, none of which is a jaxpr."""
-_LEAVES = frozenset(
-    getattr(jax.lax, f"{name}_p")
-    for name in """add sub mul div neg max min exp log sqrt rsqrt tanh erf logistic integer_pow pow select_n eq ge gt le
-    lt ne and or not dot_general reduce_sum reduce_max convert_element_type broadcast_in_dim reshape transpose squeeze
-    slice concatenate iota""".split()
-)
-"""The primitives of most equations, none of which has a jaxpr for a parameter."""
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:
@@ -226,86 +146,15 @@ def has_side_effects(equation: JaxprEqn) -> bool:
     return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
-def name_stacks(equations: Sequence[JaxprEqn]) -> Any:
-    """The name stacks of calls, each of which holds the next, one behind the other."""
-    stack = source_info_util.NameStack()
-    for equation in equations:
-        stack = stack + equation.source_info.name_stack
-    return stack
-
-
-def inlined_equation(
-    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn], around: Any
-) -> JaxprEqn:
-    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls, ``around``, in
-    front."""
-    source = equation.source_info
-    traceback, stack = source.traceback, source.name_stack
-    for call in reversed(calls):  # a library's jit: the line that calls it is the user's
-        if traceback is not None and _place(traceback) != "unknown":
-            break
-        outer = call.source_info.traceback
-        traceback = traceback if outer is None else outer
-    source = source_info_util.SourceInfo(traceback, around + stack if around.stack else stack)
-    return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
-
-
-def location(equation: JaxprEqn | None) -> str:
-    """ "file:line (function)" of the code that made an equation, or "unknown".
-
-    Where an installed package made it, the line of the user's that led there comes first:
-    "file:line (function), in package/file:line (function)".
-    """
-    if equation is None or equation.source_info.traceback is None:
-        return "unknown"
-    return _place(equation.source_info.traceback)
-
-
-@lru_cache(maxsize=4096)
-def _place(traceback: Any) -> str:
-    innermost = ""  # that in a package, without the path to it
-    whole = "unknown"
-    for frame in source_info_util.user_frames(traceback):
-        line = f":{frame.start_line} ({frame.function_name})"
-        place = f"{frame.file_name}{line}"
-        package = _in_package(frame.file_name)
-        if package is None:
-            return in_package(place, innermost) if innermost else place
-        if not innermost:
-            innermost, whole = f"{package}{line}", place
-    return whole
-
-
-@lru_cache(maxsize=4096)
-def _in_package(file: str) -> str | None:
-    """The part of a path behind the folder of installed packages, or of this one; None of a file elsewhere."""
-    if file.startswith(_OURS):
-        return "autopallas/" + file.removeprefix(_OURS).replace(os.sep, "/")
-    parts = file.replace(os.sep, "/").rsplit("/site-packages/", 1)
-    parts = parts if len(parts) == 2 else file.replace(os.sep, "/").rsplit("/dist-packages/", 1)
-    return parts[1] if len(parts) == 2 else None
-
-
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
-
-def operation_name(equation: JaxprEqn) -> str:
-    """The name of an equation's primitive; "scatter-apply" of a ``scatter`` that applies a function to what is there,
-    which shares its primitive with the one that replaces it."""
-    name: str = equation.primitive.name
-    applies = name == "scatter" and equation.params["update_jaxpr"] is not None
-    return "scatter-apply" if applies else name
+def user_frames(traceback: Any) -> Iterator[Any]:
+    """The frames of a traceback that are not JAX's, innermost first."""
+    return source_info_util.user_frames(traceback)
 
 
 def is_transposed(equation: JaxprEqn) -> bool:
     """Whether reverse-mode differentiation made an equation, as a part of the backward."""
     stack = equation.source_info.name_stack.stack
     return bool(stack) and any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
-
-
-def name_stack(equation: JaxprEqn) -> str:
-    """The scopes and transformations under which an equation was made: "transpose(jvp(loss))/layer"."""
-    return str(equation.source_info.name_stack)
 
 
 def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
@@ -343,24 +192,7 @@ def spread(params: dict[str, Any], aval: Any) -> tuple[Any, Any]:
     return spec, unshard_aval(mesh, checked, spec, aval)
 
 
-def reshaped(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
-    """An equation whose result is a variable in another shape."""
-    equation: JaxprEqn
-    (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
-    result = Var(array_type(shape, variable.aval.dtype, [variable.aval]))
-    return equation.replace(invars=[variable], outvars=[result])
-
-
-def zeros(aval: Any) -> tuple[JaxprEqn, Var]:
-    """An equation whose result is nothing but zeros, and that result."""
-    shape, dtype = (*aval.shape, 1), aval.dtype  # an axis more: what has none would be a literal
-    program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
-    (equation,) = program.eqns
-    result = Var(aval)
-    return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
-
-
-def emitted(program: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+def emit(program: ClosedJaxpr, arguments: Sequence[Any]) -> Sequence[Any]:
     """The results of a closed jaxpr's equations, which become those of the program that is being traced.
 
     They are copied, not traced anew, where that can be done.
@@ -370,7 +202,7 @@ def emitted(program: Any, arguments: Sequence[Any]) -> Sequence[Any]:
 
     trace: Any = core.trace_ctx.trace
     tracer: Any = partial_eval.DynamicJaxprTracer
-    jaxpr, consts = opened(program)
+    jaxpr, consts = program.jaxpr, program.consts
     copies = isinstance(trace, partial_eval.DynamicJaxprTrace) and hasattr(trace, "emit_eqn")
     if not copies or any(has_input_effects(e.effects) for e in jaxpr.eqns) or any(map(is_tracer, consts)):
         results: Sequence[Any] = jaxpr_as_fun(program)(*arguments)
@@ -396,52 +228,23 @@ def emitted(program: Any, arguments: Sequence[Any]) -> Sequence[Any]:
     return [read(atom, here) for atom in jaxpr.outvars]
 
 
-def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
-    """An equation that stands for anything that reads some operands and gives a result: it is never run."""
-    return like.replace(
-        primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
-    )
-
-
-def without_dead_code(program: Any) -> Any:
-    """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
-    jaxpr, consts = opened(program)
-    equations = _needed(jaxpr)
-    if equations is not None:
-        return rebuilt(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
-    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return ClosedJaxpr(live, consts)
-
-
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
-    """The equations whose results are read; None where one that is read only in part could be made smaller."""
-    from jax.interpreters.partial_eval import dce_rules
-
-    found = live_equations(jaxpr.eqns, jaxpr.outvars)
-    divisible = (e for e in found if e.primitive in dce_rules and e.primitive.name != "custom_jvp_call")
-    return None if any(True for _ in divisible) else found
-
-
-def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Literal]) -> list[JaxprEqn]:
-    """The equations from which results are computed, and those with side effects, in order."""
-    read = {atom for atom in results if isinstance(atom, Var)}
-    found: list[JaxprEqn] = []
-    for equation in reversed(equations):
-        if has_side_effects(equation) or not read.isdisjoint(equation.outvars):
-            found.append(equation)
-            read.update([atom for atom in equation.invars if isinstance(atom, Var)])
-    return found[::-1]
-
-
 @cache
 def multiplication_params() -> dict[str, Any]:
     """The parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
-def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:
     """The closed jaxpr of a function."""
-    return jax.make_jaxpr(function)(*args, **kwargs)
+    made: Any = jax.make_jaxpr(function)(*args, **kwargs)
+    closed: ClosedJaxpr = made
+    return closed
+
+
+def make_jaxpr_and_shapes(function: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The same, and the tree of the types of its results."""
+    made: tuple[Any, Any] = jax.make_jaxpr(function, return_shape=True)(*args)
+    return made
 
 
 def jit_settings(function: Any) -> dict[str, Any] | None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopallas.errors import OptionError
-from autopallas.sites.operation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS, operation_names
 
 __all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
 
-OPERATIONS = ("attention", "cross_entropy", "grouped_matmul")
+OPERATIONS = operation_names()
+"""What may be looked for: the folders of ``kernels``."""
 OBJECTIVES = ("time", "memory", "always")
 REPORT_SUFFIXES = (".json", ".html", ".txt")
 

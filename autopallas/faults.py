@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError
 from autopallas.report.records import Failure
 
@@ -105,7 +105,7 @@ def _location(place: Any) -> str:
     """Where in the user's code a candidate is; "" where that is not known."""
     if isinstance(place, str):
         return place
-    return compat.location(getattr(place, "equation", place))
+    return jaxprs.location(getattr(place, "equation", place))
 
 
 def one_line(error: BaseException) -> str:

@@ -12,16 +12,19 @@ from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
-from autopallas import compat, pipeline, recovery
+from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, join, split, traceable
+from autopallas.compat import ClosedJaxpr
 from autopallas.errors import OptionError
+from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
+from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
 from autopallas.faults import MEANT
 from autopallas.gc_pause import paused
 from autopallas.options import OptionArguments, resolve, validated
 from autopallas.report import Failure, Report, at_exit
 from autopallas.report.late import LiveReport
 from autopallas.sharding import call_shardings
-from autopallas.sharding.processes import hurried, objection
+from autopallas.sharding.processes import disagreement, inspection_only
 from autopallas.verification import first_call
 
 __all__ = ["Optimized", "explain", "optimize"]
@@ -59,14 +62,14 @@ class Optimized(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:  # a call that needs nothing special pays for no more than this frame
-            if self._spread and not call_shardings.told():
-                with call_shardings.tell(args, kwargs):
+            if self._spread and not call_shardings.is_recording():
+                with call_shardings.recording_shardings(args, kwargs):
                     return self(*args, **kwargs)
             result: R = self._run(*args, **kwargs)
             return result
         except first_call.FirstCall:
             pass
-        except call_shardings.Wanted:
+        except call_shardings.ShardingsNeeded:
             self._spread = True
             return self(*args, **kwargs)
         except Exception as error:
@@ -103,17 +106,17 @@ class Optimized(Generic[P, R]):
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, lowered."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: the rewritten program, traced."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """As of ``jax.jit``: shapes and dtypes of the result."""
-        with first_call.unchecked(), hurried():
+        with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.eval_shape, args, kwargs)
 
     def clear_cache(self) -> None:
@@ -124,19 +127,19 @@ class Optimized(Generic[P, R]):
     # ------------------------------------------------------------------ tracing
 
     def _placed(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``use(*args, **kwargs)``, told of the arguments' shardings if it wants to know them."""
+        """``use(*args, **kwargs)``, with the arguments' shardings recorded where its trace needs them."""
         if not self._spread:
             try:
                 return use(*args, **kwargs)
-            except call_shardings.Wanted:
+            except call_shardings.ShardingsNeeded:
                 self._spread = True
-        with call_shardings.tell(args, kwargs):
+        with call_shardings.recording_shardings(args, kwargs):
             return use(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
-        if options.disabled or pipeline.inside.value or recovery.nothing_allowed():
+        if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._inner(*args, **kwargs)
         if options.verify:
             first_call.demand()
@@ -151,12 +154,12 @@ class Optimized(Generic[P, R]):
 
         try:
             with pipeline.inside(True):
-                program, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+                program, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
         except Exception as error:
-            recovery.mark_theirs(error)
+            mark_users_error(error)
             raise
-        if call_shardings.wanted_for(program, self._settings):
-            raise call_shardings.Wanted
+        if call_shardings.needs_shardings(program, self._settings):
+            raise call_shardings.ShardingsNeeded
         shardings, rewritten = None, program
         try:
             shardings = call_shardings.known(program, args, kwargs, arrays, shapes, self._settings)
@@ -172,7 +175,7 @@ class Optimized(Generic[P, R]):
         self._publish(live)
         report = live()
         if (report.sites or report.failures) and not self._dry:
-            reason = objection(program, rewritten, arrays, shardings)
+            reason = disagreement(program, rewritten, arrays, shardings)
             if reason is not None:
                 rewritten = _left(program, live, f"it is run by several processes together: {reason}")
                 pipeline.require(live(), options)
@@ -185,7 +188,7 @@ class Optimized(Generic[P, R]):
         return self._traced(*args, **kwargs)
 
     def _publish(self, report: LiveReport) -> None:
-        if recovery.in_search():
+        if is_bisecting():
             return
         self._replaced = self._replaced or bool(report.counts())
         with self._lock:
@@ -196,7 +199,7 @@ class Optimized(Generic[P, R]):
 
     def _recovered(self, error: Exception, args: Any, kwargs: Any) -> tuple[R] | None:
         """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
-        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or recovery.theirs(error):
+        if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))
@@ -209,13 +212,13 @@ class Optimized(Generic[P, R]):
             error.add_note("autopallas cannot repeat this call as it is written: donated arguments are gone.")
             return None
         with first_call.unchecked():
-            found = recovery.recovered(call, error)
+            found = rerun(call, error)
             if found is None:
                 return None
             result, blamed = found
             if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
                 return None
-            recovery.condemn(blamed)
+            record_failures(blamed)
             at_exit.withdraw(self._report)  # of what was replaced, some could not be run
             self.clear_cache()
             call.trace()  # the next call needs it, and it says in the report what holds from now on
@@ -291,19 +294,19 @@ class _Repeated:
         return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
 
 
-def _emit(rewritten: Any, program: Any, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
+def _emit(rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
     """The equations of the rewritten program, or of the original where that cannot be traced."""
     if rewritten is not program and not strict:
         try:
-            return compat.emitted(rewritten, arrays)
+            return compat.emit(rewritten, arrays)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rewritten = _left(program, report, f"tracing failed: {reason}", Failure("trace", reason))
             pipeline.warn(f"autopallas left a program as it was: tracing the rewritten one failed with {reason}")
-    return compat.emitted(rewritten, arrays)
+    return compat.emit(rewritten, arrays)
 
 
-def _left(program: Any, report: LiveReport, reason: str, *failures: Failure) -> Any:
+def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> Any:
     """The original, and in the report why."""
     report.leave(reason)
     report.add(*failures)

@@ -6,14 +6,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from autopallas import compat, recovery
+from autopallas import compat
 from autopallas.autotune.probe import Prober
-from autopallas.custom.check import apart
+from autopallas.compat import ClosedJaxpr
+from autopallas.custom.check import without_nested
 from autopallas.errors import AutopallasWarning, RequirementError
+from autopallas.fallback.bisect import only_allowed
+from autopallas.fallback.splice import splice_what_can_be
+from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import MEANT, collecting, in_words
 from autopallas.gc_pause import paused
 from autopallas.graph import Graph, flatten, move_heads_out, move_selections
 from autopallas.options import Options
+from autopallas.passes import Passes
 from autopallas.patterns import NearMiss, find
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
@@ -22,7 +27,7 @@ from autopallas.report import NearMiss as NearMissRecord
 from autopallas.report.describe import Describer
 from autopallas.report.late import LiveReport
 from autopallas.sharding.call_shardings import Shardings
-from autopallas.sharding.shard_sites import placed
+from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.cache import WARNED
@@ -46,8 +51,8 @@ inside = compat.trace_context(False)
 
 
 def rewrite(
-    program: Any, options: Options, probes: bool = True, shardings: Shardings | None = None
-) -> tuple[Any, Report]:
+    program: ClosedJaxpr, options: Options, probes: bool = True, shardings: Shardings | None = None
+) -> tuple[ClosedJaxpr, Report]:
     """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
 
     The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
@@ -58,46 +63,50 @@ def rewrite(
     return result, report()
 
 
-def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings | None) -> tuple[Any, LiveReport]:
+def rewritten(
+    program: ClosedJaxpr, options: Options, probes: bool, shardings: Shardings | None
+) -> tuple[ClosedJaxpr, LiveReport]:
+    """The same, and a report into which later news are entered."""
     device = Device.current()
     tuner = Tuner(device, options)
+    run = Passes(program, checked=options.strict)
     result = program
     sites: tuple[Site, ...] = ()
     misses: list[NearMiss] = []
     decisions: list[Decision] = []
     with collecting(options.strict) as failures:
-        stage = "graph"
         try:
             with paused():
-                graph = Graph(move_selections(move_heads_out(flatten(program)), options.assume_finite))
-                stage = "patterns"
-                matches, misses = find(graph, options.ops, options.assume_finite)
-            stage = "partition"
-            matches = placed(program, graph, matches, shardings, options.strict)
-            stage = "plan"
+                body = run("graph", "flatten", flatten, program)
+                body = run("graph", "move heads out of checkpoints", move_heads_out, body)
+                body = run("graph", "move row selections", move_selections, body, options.assume_finite)
+                graph = run("graph", "number values", Graph, body)
+                matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
+            matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)
             with Prober(device, options, probes) as prober:
-                matches, decisions = apart(graph, matches, plan(matches, device, options, tuner, prober))
-                decisions = recovery.narrowed(matches, decisions, device)
-            stage = "report"
+                decisions = run("plan", "choose implementations", plan, matches, device, options, tuner, prober)
+                matches, decisions = run("plan", "drop nested sites", without_nested, graph, matches, decisions)
+                decisions = run("plan", "leave out suspects", only_allowed, matches, decisions, device)
             describer = Describer()
-            decisions = describer.accountable(matches, decisions)
-            stage = "rewrite"
+            decisions = run("report", "describe sites", describer.accountable, matches, decisions)
             with paused():
-                result, decisions = recovery.spliced(program, graph, matches, decisions, options.strict)
-            sites = describer.records(matches, decisions)
+                result, decisions = run(
+                    "rewrite", "splice", splice_what_can_be, program, graph, matches, decisions, options.strict
+                )
+            sites = run("rewrite", "record sites", describer.records, matches, decisions)
             if failures:
                 WARNED.once(str(failures), in_words(failures))
             failures += [failure for failure in _failures(sites) if failure not in failures]
             for match, *failed in prober.found:
-                recovery.warn_of(match.op, match.location, *failed)
+                warn_not_used(match.op, match.location, *failed)
         except MEANT:
             raise
         except Exception as error:
             if options.strict:
                 raise
             result, sites, decisions = program, (), []
-            failures.append(Failure(stage, f"{type(error).__name__}: {error}"))
-            warn(f"autopallas left a program as it was: {stage} failed with {type(error).__name__}: {error}")
+            failures.append(Failure(run.stage, f"{type(error).__name__}: {error}"))
+            warn(f"autopallas left a program as it was: {run.stage} failed with {type(error).__name__}: {error}")
     report = Report(
         sites=sites,
         near_misses=tuple(NearMissRecord(miss.op, miss.location, miss.reason, miss.advice) for miss in misses),
@@ -106,6 +115,7 @@ def rewritten(program: Any, options: Options, probes: bool, shardings: Shardings
         platform=device.platform,
         device_kind=device.kind,
         versions={**compat.versions(), **processor.told(device)},
+        trace=tuple(run.done),
     )
     require(report, options)
     return result, LiveReport(report, [decision.entry for decision in decisions])

@@ -32,7 +32,6 @@ from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode
 from autopallas.tuning import measure
 from autopallas.tuning.table import Key, Row, table_device
-from autopallas.tuning.table_source import literal, source_with_rows
 from benchmarks import environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -294,17 +293,14 @@ def _estimate(op: str, only_print: bool) -> int:
 
 def _write_table(op: str, device: str, found: Mapping[Key, Row], only_print: bool) -> None:
     """An estimate does not take the place of anything better."""
-    tables = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes")
-    names = [bucket.name for bucket in tables.BUCKETS]
-    known = tables.TABLE.get(device, {})
+    table = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE
+    known = table.get(device, {})
     kept = {k: row for k, row in found.items() if row.evidence != "estimated" or k not in known
             or known[k].evidence == "estimated"}  # fmt: skip
     if only_print:
-        print(literal(kept, names))
+        print(table.files.text(list(kept.items())))
     elif kept:
-        path = Path(str(tables.__file__))
-        path.write_text(source_with_rows(path.read_text(), {**known, **kept}, names, device))
-        print(f"wrote {len(kept)} rows into {path}")
+        print(f"wrote {len(kept)} rows into {table.files.write(device, kept)}")
 
 
 def _error(found: Any, wanted: Any) -> float:

@@ -8,7 +8,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,7 @@ from autopallas.rewrite.sites import splice
 from autopallas.sites.device import Device
 from autopallas.tuning import Measurement, measure
 from autopallas.tuning.coverage import stated
-from autopallas.tuning.table import Key, Row, table_device
-from autopallas.tuning.table_source import literal, source_with_rows
+from autopallas.tuning.table import Key, Row
 from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
 from benchmarks.run import select
 
@@ -154,7 +152,6 @@ def main(arguments: Sequence[str]) -> int:
     operation = importlib.import_module(f"autopallas.kernels.{options.kernel}").OPERATION
     device = Device.current()
     implementation = options.implementation or operation.requested(None, device)[0]
-    known = tables.TABLE.get(table_device(device), {})
     measured: dict[Key, Row] = {}
     missing = 0
     for number, case in enumerate(cases, 1):
@@ -172,15 +169,10 @@ def main(arguments: Sequence[str]) -> int:
             missing += 1
         else:
             measured[tuned.key] = tuned.row
-    names = [bucket.name for bucket in tables.BUCKETS]
-    rows = {**known, **measured}
-    path = Path(str(tables.__file__))
-    rewritten = source_with_rows(path.read_text(), rows, names)
     if device.platform != "cpu" or options.print:
-        print(literal(measured, names))
+        print(tables.TABLE.files.text(list(measured.items())))
     else:
-        path.write_text(rewritten)
-        print(f"wrote {len(measured)} rows into {path}")
+        print(f"wrote {len(measured)} rows into {tables.TABLE.files.write('cpu', measured)}")
     return int(missing > 0)
 
 
@@ -188,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks table",
         description="Measures the candidates for block sizes, the original among them, for each row of an operation's "
-        "tuned table on this device, and writes the rows into the table's module. Rows that were not measured stay.",
+        "tuned table on this device, and writes the rows into the table's file. Rows that were not measured stay.",
     )
     parser.add_argument("kernel", metavar="OPERATION", help=f"one of: {', '.join(KERNELS)}")
     parser.add_argument("--implementation", help="what to tune (the first in the platform's order)")

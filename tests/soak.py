@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 import autopallas
-from autopallas.tuning.probe_cache import Verdict, Verdicts
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
 
 SIGNATURES = [(batch, length) for batch in (1, 2) for length in (8, 16, 24, 32)]
 VOCABULARY, WIDTH, HEADS = 64, 32, 2
@@ -87,7 +87,7 @@ def main() -> int:
             if draw.random() < 0.02:
                 optimized.clear_cache()
             if draw.random() < 0.02:  # so that there is something on disk that can vanish
-                Verdicts.current().put(Verdict({"soak": draw.random()}, "works", until=2.0**31))
+                ProbeResults.current().put(ProbeResult({"soak": draw.random()}, "works", until=2.0**31))
             if now % max(given.steps // 10, 1) == 0:
                 gc.collect()
                 with lock:

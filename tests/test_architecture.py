@@ -14,11 +14,12 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = (
-    {"compat", "places", "errors", "version", "gc_pause", "progress", "arguments", "environment", "numerics", "sites"},
+    {"compat", "jaxprs", "environment", "numerics", "sites", "places", "errors", "version"}
+    | {"arguments", "gc_pause", "progress"},
     {"report", "faults"},
     {"graph", "kernels", "tuning", "options", "compile", "autotune", "custom", "patterns", "workbench"},
-    {"plan", "rewrite", "sharding", "recovery"},
-    {"pipeline", "verification", "optimize"},
+    {"plan", "rewrite", "sharding", "fallback"},
+    {"invariants", "passes", "pipeline", "verification", "optimize"},
     {"autopallas", "cli", "__main__"},
 )
 """From the ground up.  A room imports from its own floor and from those below."""

@@ -97,7 +97,7 @@ def test_an_estimate_does_not_replace_a_measured_row(monkeypatch, capsys):
 
     measured = Row(BlockSizes(64), 1.0, 2.0, 3, 4, "measured", "2026-11-21", "jax 0.12")
     estimated = Row(BlockSizes(128), 5.0, 6.0, 7, 8, "estimated", "2026-11-21", "jax 0.12")
-    monkeypatch.setattr(tables, "TABLE", {"NVIDIA H100": {KEY: measured}})
+    monkeypatch.setattr(tables.TABLE, "rows", {"NVIDIA H100": {KEY: measured}})
     gpu._write_table("grouped_matmul", "NVIDIA H100", {KEY: estimated}, True)
     assert "estimated" not in capsys.readouterr().out
 

@@ -16,6 +16,7 @@ from autopallas.environment import VARIABLES
 from autopallas.options import OptionArguments
 
 ROOT = Path(__file__).parent.parent
+DATA = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "autopallas/tuning/data").rglob("*.csv"))
 MODULES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "autopallas").rglob("*.py"))
 
 
@@ -57,6 +58,11 @@ def test_the_wheel_says_that_the_package_is_typed(wheel_names):
 
 def test_the_wheel_has_the_style_and_script_of_reports(wheel_names):
     assert {"autopallas/report/page.css", "autopallas/report/page.js"} <= set(wheel_names)
+
+
+def test_both_archives_have_the_rows_of_the_tables(wheel_names, source_names):
+    assert "autopallas/tuning/data/cpu/attention.csv" in DATA
+    assert set(DATA) <= set(wheel_names) & set(source_names)
 
 
 def test_the_source_archive_holds_each_module_once_and_the_tests(source_names):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopallas
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.places import users_place
 from autopallas.report import Failure, NearMiss, Report, Site, at_exit
 
@@ -317,4 +317,4 @@ def test_a_site_of_nothing_but_installed_packages_has_their_line(tmp_path, monke
     f = importlib.import_module("programs_of_others").f
     with ThreadPoolExecutor(1) as pool:  # no line of this file leads there
         (equation,) = pool.submit(jax.make_jaxpr(f), 1.0).result().eqns
-    assert compat.location(equation) == f"{folder / '__init__.py'}:2 (f)"
+    assert jaxprs.location(equation) == f"{folder / '__init__.py'}:2 (f)"

@@ -21,9 +21,10 @@ from autopallas.options import Options
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.distributed import agreement
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.probe_cache import Verdict, Verdicts, verdict_key
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults, probe_key
 
 __all__ = ["Prober"]
 
@@ -50,7 +51,7 @@ class Prober:
         self.runs = runs
         self._lock = options.lock is not None
         self._alone = jax.process_count() == 1
-        self._verdicts = Verdicts.current()
+        self._verdicts = ProbeResults.current()
         self._child: Child | None = None
         self.found: list[tuple[Any, str, str, str]] = []
         """What failed just now: (match, implementation, stage, error)."""
@@ -68,7 +69,9 @@ class Prober:
         second compilation, of what fails no more often than the program around it."""
         return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
 
-    def objection(self, match: Any, name: str, block_sizes: Any, again: bool, measured: bool) -> tuple[str, str] | None:
+    def objection(
+        self, match: SiteWorkload, name: str, block_sizes: Any, again: bool, measured: bool
+    ) -> tuple[str, str] | None:
         """None where an implementation may be used for a site; else the stage that fails, and how.
 
         Args:
@@ -81,7 +84,7 @@ class Prober:
         probing = self.runs and not self._lock and self.wanted(name)
         if not probing and not self._verdicts.known():
             return None
-        key = verdict_key(match, name, block_sizes, self._device)
+        key = probe_key(match, name, block_sizes, self._device)
         if not self._alone:
             return self._agreed(match, name, block_sizes, key, probing)
         known = self._verdicts.own(key) if self._lock else self._verdicts.get(key)
@@ -91,28 +94,28 @@ class Prober:
             return None
         return self._found_out(match, name, block_sizes, key, measured)
 
-    def condemn(self, match: Any, name: str, block_sizes: Any, stage: str, error: str) -> None:
+    def record_failure(self, match: SiteWorkload, name: str, block_sizes: Any, stage: str, error: str) -> None:
         """Remembers a failure."""
         self.found.append((match, name, stage, error))
         if self._alone:
-            self._verdicts.put(Verdict.of(verdict_key(match, name, block_sizes, self._device), stage, error))
+            self._verdicts.put(ProbeResult.of(probe_key(match, name, block_sizes, self._device), stage, error))
 
     # ------------------------------------------------------------------ one probe
 
     def _found_out(
-        self, match: Any, name: str, block_sizes: Any, key: TuningKey, measured: bool
+        self, match: SiteWorkload, name: str, block_sizes: Any, key: TuningKey, measured: bool
     ) -> tuple[str, str] | None:
         with _probing:
             known = self._verdicts.get(key)  # another thread may have probed the same meanwhile
             if known is not None:
                 return None if known.outcome == "works" else (known.stage, known.error)
             fault = None if measured else self._probed(match, name, block_sizes)
-            self._verdicts.put(Verdict.of(key, *fault) if fault else Verdict.of(key))
+            self._verdicts.put(ProbeResult.of(key, *fault) if fault else ProbeResult.of(key))
             if fault:
                 self.found.append((match, name, *fault))
             return fault
 
-    def _probed(self, match: Any, name: str, block_sizes: Any) -> tuple[str, str] | None:
+    def _probed(self, match: SiteWorkload, name: str, block_sizes: Any) -> tuple[str, str] | None:
         free = free_bytes()
         needed = Trial.bytes_needed(match) + block_sizes.temporary_bytes(match.spec, match.direction)
         run = free is None or needed <= free
@@ -149,7 +152,9 @@ class Prober:
 
     # ------------------------------------------------------------------ several processes
 
-    def _agreed(self, match: Any, name: str, block_sizes: Any, key: TuningKey, probing: bool) -> tuple[str, str] | None:
+    def _agreed(
+        self, match: SiteWorkload, name: str, block_sizes: Any, key: TuningKey, probing: bool
+    ) -> tuple[str, str] | None:
         """What all processes found out: one that fails is enough for all."""
         shared = agreement()
         if not probing:
@@ -163,7 +168,7 @@ class Prober:
         return shared.unanimous(key, fault, jax.process_count())
 
 
-def _exported(match: Any, name: str, block_sizes: Any, device: Device) -> bytes:
+def _exported(match: SiteWorkload, name: str, block_sizes: Any, device: Device) -> bytes:
     """All kernels of a site as one program."""
     functions = [_kernels(part, name, block_sizes) for part in match.passes]
     counts = [len(part.original.in_avals) for part in match.passes]
@@ -180,7 +185,7 @@ def _exported(match: Any, name: str, block_sizes: Any, device: Device) -> bytes:
         return compat.exported(run, types, device.platform)
 
 
-def _kernels(part: Any, name: str, block_sizes: Any) -> Any:
+def _kernels(part: SiteWorkload, name: str, block_sizes: Any) -> Any:
     """Forward and backward of one pass; the backward also where the program does not hold it, since a transformation
     around the program may ask for it."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import statistics
 import time
@@ -16,6 +15,8 @@ import jax
 from autopallas.autotune.trial import Trial
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
@@ -75,7 +76,7 @@ class _Works:
 class _Search:
     """One search while it runs."""
 
-    match: Any
+    match: SiteWorkload
     implementation: str
     seconds: float
     clock: Callable[[], float]
@@ -294,7 +295,7 @@ def free_bytes() -> int | None:
         return None
 
 
-def candidates_of(match: Any, implementation: str, first: Any, device: Device) -> list[Any]:
+def candidates_of(match: SiteWorkload, implementation: str, first: Any, device: Device) -> list[Any]:
     """The block sizes to try, best guess first: those of the implementation, else those of the operation.
 
     Args:
@@ -304,14 +305,14 @@ def candidates_of(match: Any, implementation: str, first: Any, device: Device) -
       device: where it is to run.
     """
     module = match.site.operation.implementation(implementation)
-    kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+    kind = operation_named(match.op).part("block_sizes").BlockSizes
     own = getattr(module, "candidates", None)
     with device.targeted():
         return list(dict.fromkeys((first, *(kind.candidates(match.spec) if own is None else own(match.spec, device)))))
 
 
 def search(
-    match: Any,
+    match: SiteWorkload,
     implementation: str,
     key: TuningKey,
     first: Any,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,8 @@ from autopallas import compat
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.measure import Difference
 
 __all__ = ["Trial"]
@@ -37,13 +38,13 @@ class Trial:
     arguments: tuple[Any, ...]
 
     @staticmethod
-    def of(match: Any, seed: int = 0) -> Trial:
+    def of(match: SiteWorkload, seed: int = 0) -> Trial:
         """The trial of a match on the example inputs of its operation.
 
         Raises:
           ImportError: the operation has no example inputs.
         """
-        examples = importlib.import_module(f"autopallas.kernels.{match.op}.example")
+        examples = operation_named(match.op).part("example")
         arguments = []
         for number, part in enumerate(match.passes):
             operands = examples.operands(part.site, part.original.in_avals, seed + number)
@@ -56,7 +57,7 @@ class Trial:
         return Trial(tuple(match.passes), tuple(arguments))
 
     @staticmethod
-    def abstract(match: Any) -> Trial:
+    def abstract(match: SiteWorkload) -> Trial:
         """The trial of a match on nothing: shapes and dtypes in the place of inputs, to compile with."""
 
         def types(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
@@ -69,7 +70,7 @@ class Trial:
         return Trial(tuple(match.passes), tuple(arguments))
 
     @staticmethod
-    def bytes_needed(match: Any) -> int:
+    def bytes_needed(match: SiteWorkload) -> int:
         """What the inputs and results of all passes take."""
         types = [t for part in match.passes for t in (*part.original.in_avals, *part.original.out_avals)]
         return sum(t.size * np.dtype(t.dtype).itemsize for t in types)
@@ -79,7 +80,7 @@ class Trial:
     def original(self) -> Callable[..., Any]:
         """What the program computes as it stands: results and gradients of all passes, as one flat list."""
 
-        def one(part: Any, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def one(part: SiteWorkload, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             run = compat.jaxpr_as_fun(part.original)
             if not part.backwards:
                 return list(run(*operands))
@@ -99,7 +100,7 @@ class Trial:
     def kernel(self, implementation: str, block_sizes: Any) -> Callable[..., Any]:
         """The same by an implementation."""
 
-        def one(part: Any, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def one(part: SiteWorkload, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             results, residuals = kernel_forward(part.site, implementation, block_sizes)(*operands)
             if not part.backwards:
                 return list(results)
@@ -156,6 +157,6 @@ class Trial:
         return None
 
 
-def _active(part: Any) -> tuple[int, ...]:
+def _active(part: SiteWorkload) -> tuple[int, ...]:
     """Positions of the operands whose gradients the program computes."""
     return tuple(sorted({position for backward in part.backwards for position, _ in backward.gradients}))

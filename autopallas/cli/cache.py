@@ -16,7 +16,7 @@ from typing import Any
 from autopallas.cli import CommandError
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
-from autopallas.tuning.probe_cache import Verdict, Verdicts
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
 from autopallas.tuning.table import Row
 
 __all__ = ["add"]
@@ -46,8 +46,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("file", help="the file to read, or - for standard input")
 
 
-def _everything() -> list[Entry | Verdict]:
-    return [*Cache.current().entries(), *Verdicts.current().entries()]
+def _everything() -> list[Entry | ProbeResult]:
+    return [*Cache.current().entries(), *ProbeResults.current().entries()]
 
 
 # ---------------------------------------------------------------------- actions
@@ -73,7 +73,7 @@ def _show(options: argparse.Namespace) -> int:
     entry = _the_one(_everything(), options.key)
     if options.json:
         return _print_json({"digest": entry.digest} | entry.to_dict())
-    if isinstance(entry, Verdict):
+    if isinstance(entry, ProbeResult):
         return _print_json({"digest": entry.digest} | entry.to_dict())
     told = _summary(entry)
     lines = [(name, str(told[name])) for name in ("key", *(name for name in told if name != "key"))]
@@ -96,7 +96,7 @@ def _show(options: argparse.Namespace) -> int:
 def _clear(options: argparse.Namespace) -> int:
     cache = Cache.current()
     try:
-        removed = cache.clear() + Verdicts.current().clear()
+        removed = cache.clear() + ProbeResults.current().clear()
     except OSError as error:
         raise CommandError(f"not everything could be removed: {error}") from None
     if options.json:
@@ -171,8 +171,8 @@ def _archived(file: str) -> list[Entry]:
 # ---------------------------------------------------------------------- what is told of an entry
 
 
-def _summary(entry: Entry | Verdict) -> dict[str, Any]:
-    if isinstance(entry, Verdict):
+def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
+    if isinstance(entry, ProbeResult):
         until = datetime.datetime.fromtimestamp(entry.until).date().isoformat()
         told = f"{entry.outcome}{f' ({entry.stage}): {entry.error}' if entry.stage else ''}, until {until}"
         names = {"operation": "operation", "implementation": "implementation", "direction": "direction"}
@@ -202,7 +202,7 @@ def _result(row: Row) -> str:
     return f"{_sizes(row.block_sizes)}: {row.speedup:.2f}x the speed, {smaller:.2f}x the memory ({row.date})"
 
 
-def _the_one(entries: Sequence[Entry | Verdict], beginning: str) -> Entry | Verdict:
+def _the_one(entries: Sequence[Entry | ProbeResult], beginning: str) -> Entry | ProbeResult:
     found = [entry for entry in entries if beginning and entry.digest.startswith(beginning.lower())]
     if not found:
         raise CommandError(f"no key begins with {beginning!r}; `autopallas cache list` shows all")

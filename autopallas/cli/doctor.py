@@ -92,16 +92,15 @@ def _devices(problems: list[str]) -> tuple[list[dict[str, Any]], Any]:
 
 def _operations(device: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
     """Per operation, its site in a typical program and the answer of each implementation; the order they are asked."""
-    from autopallas.cli.samples import SAMPLES
     from autopallas.compat import make_jaxpr
     from autopallas.environment import OPERATIONS
     from autopallas.graph import Graph, flatten
     from autopallas.patterns import find
-    from autopallas.sites.operation import IMPLEMENTATIONS, Supported
+    from autopallas.sites.operation import IMPLEMENTATIONS, Supported, operation_named
 
     found: dict[str, dict[str, Any]] = {}
     for op in OPERATIONS:
-        program, shapes = SAMPLES[op]
+        program, shapes = operation_named(op).program()
         try:
             matches, _ = find(Graph(flatten(make_jaxpr(program, *shapes))), (op,), True)
         except Exception as error:

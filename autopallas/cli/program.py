@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
+from autopallas.compat import make_jaxpr
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
@@ -101,7 +100,7 @@ def sites_of(name: str, function: Callable[..., Any], arguments: Sequence[Any], 
     own = function._explicit if isinstance(function, Optimized) else {}
     try:
         with inside(True):
-            program = jax.make_jaxpr(function)(*arguments)
+            program = make_jaxpr(function, *arguments)
     except Exception as error:
         raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
     device = Device.current()

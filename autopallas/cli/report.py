@@ -27,6 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="compile it too, before and after: for a TPU that need not be here, such as tpu-v5e, or for cpu or gpu",
     )
     parser.add_argument("--details", action="store_true", help="everything about each site, not only the table")
+    parser.add_argument("--trace", action="store_true", help="the passes over the program, with the time of each")
     parser.add_argument(
         "-o", "--output", metavar="FILE", help=f"write it to a file, {', '.join(REPORT_SUFFIXES)}; - prints it"
     )
@@ -41,6 +42,7 @@ def _run(options: argparse.Namespace) -> int:
     from autopallas.errors import OptionError, RequirementError, UnsupportedError
     from autopallas.optimize import Optimized, explain
     from autopallas.report import terminal
+    from autopallas.report.text import passes
 
     suffix = os.path.splitext(options.output or "")[1]
     if options.output not in (None, "-") and suffix not in REPORT_SUFFIXES:
@@ -81,6 +83,8 @@ def _run(options: argparse.Namespace) -> int:
         print(report)
     else:
         terminal.show(entries, sys.stdout)
+    if options.trace and not options.json:
+        print(f"\n{passes(report)}")
     if compiled is not None and not options.json:
         print(f"\nCompiled for {options.target}, before and after:")
         for name, (before, after) in compiled.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import sys
@@ -12,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from autopallas.cli import CommandError
 from autopallas.cli.program import function_of, one_line, shapes_of
+from autopallas.compat import make_jaxpr
 from autopallas.compile.tpu import Compiler
 from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
@@ -24,8 +22,8 @@ from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
-from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
-from autopallas.tuning.table_source import source_with_rows
+from autopallas.sites.operation import operation_named
+from autopallas.tuning.table import Key, Row, table_device
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
@@ -172,7 +170,7 @@ def _of_program(function: Any, shapes: tuple[Any, ...], name: str) -> list[Subje
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
     try:
-        program = jax.make_jaxpr(original)(*shapes)
+        program = make_jaxpr(original, *shapes)
     except Exception as error:
         raise CommandError(f"{name} cannot be traced with these shapes: {one_line(error)}") from None
     matches = find(Graph(flatten(program)), settings.ops, settings.assume_finite)[0]
@@ -256,20 +254,15 @@ def _write(folder: Path, results: Sequence[raw.Result]) -> list[str]:
 
 
 def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> list[str]:
-    """Writes the rows into the tables' own modules, beside those that were not tuned for now."""
+    """Writes the rows into the tables' files, beside those that were not tuned for now."""
     written, found = [], _rows(outcomes)
     for op, rows in found.items():
-        tables = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes")
-        path = Path(str(tables.__file__))
-        # A key that was tuned anew and needs one row now has no second one any more.
-        kept = {k: row for k, row in tables.TABLE.get(device, {}).items() if not any(_same(k, new) for new in rows)}
-        names = [bucket.name for bucket in tables.BUCKETS]
+        files = operation_named(op).part("tuned_block_sizes").TABLE.files
         try:
-            source = source_with_rows(path.read_text(encoding="utf-8"), {**kept, **rows}, names, device)
-            path.write_text(source, encoding="utf-8")
+            files.write(device, rows, both_objectives=True)
         except OSError as error:
-            raise CommandError(f"--table: {path} cannot be written: {error.strerror or error}") from None
-        written.append(f"wrote {len(rows)} rows into {path}")
+            raise CommandError(f"--table: {files.path(device)} cannot be written: {error.strerror or error}") from None
+        written.append(f"wrote {len(rows)} rows into {files.path(device)}")
     return written
 
 
@@ -279,9 +272,3 @@ def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Ro
         if rows := outcome.rows(subject.match.op):
             found.setdefault(subject.match.op, {}).update(rows)
     return found
-
-
-def _same(key: Key, other: Key) -> bool:
-    """Whether two keys are one but for the objective that they serve."""
-    plain, new = (k[4].removesuffix(LEAST_MEMORY) for k in (key, other))
-    return key[:4] == other[:4] and plain == new

@@ -11,15 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
-from autopallas.custom.site import NoBlockSizes, OwnSite
+from autopallas.custom.site import OwnSite
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Unsupported
+from autopallas.sites.spec import NoBlockSizes
 
-__all__ = ["apart", "judged"]
+__all__ = ["check_replacement", "without_nested"]
 
 D = TypeVar("D", bound=Any)
 
@@ -44,7 +45,7 @@ class _Verdicts:
 _VERDICTS = _Verdicts()
 
 
-def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
+def check_replacement(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
     """(the implementation or None, why, its block sizes) for a site of an own pattern.
 
     Args:
@@ -60,8 +61,8 @@ def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str 
         return None, answer.reason, None
     if not runs:
         return name, "asked for by its pattern; it is compared with the reference before its first use", NoBlockSizes()
-    asked = {site.inputs[p] for backward in match.backwards for p, _ in backward.gradients}
-    active = tuple(i for i, argument in enumerate(site.inputs) if argument in asked)
+    asked = {site.uses[p] for backward in match.backwards for p, _ in backward.gradients}
+    active = tuple(i for i, argument in enumerate(site.uses) if argument in asked)
     key = (site, active, compat.numeric_setting())
     try:
         fault = _VERDICTS.get(key, lambda: _fault(match, name, active))
@@ -74,7 +75,7 @@ def judged(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str 
     return name, "asked for by its pattern, and found equal to the reference within tolerance", NoBlockSizes()
 
 
-def apart(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
+def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
     """The sites and decisions without those that lie within another site that is applied: the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
     if not any(isinstance(match.site, OwnSite) for match in matches):
@@ -117,7 +118,7 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
         """Those of the uses of one argument added up."""
         sums: dict[int, Any] = {}
         for position, gradient in zip(active, gradients, strict=True):
-            argument = site.inputs[position]
+            argument = site.uses[position]
             sums[argument] = sums[argument] + gradient if argument in sums else gradient
         return list(sums.values())
 
@@ -161,7 +162,7 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
 def _operands(match: Match) -> list[Any]:
     """Operands for the comparison; uses of one argument get the same."""
     site: OwnSite = match.site
-    first = [match.original.in_avals[site.inputs.index(i)] for i in range(len(site.spec.operands))]
+    first = [match.original.in_avals[site.uses.index(i)] for i in range(len(site.spec.operands))]
     shapes = list(map(_shape, first))
     given: Sequence[Any]
     if site.pattern.inputs is not None:
@@ -169,7 +170,7 @@ def _operands(match: Match) -> list[Any]:
     else:
         random = np.random.default_rng(0)
         given = [_random(random, s) for s in shapes]
-    return [given[i] for i in site.inputs]
+    return [given[i] for i in site.uses]
 
 
 def _random(random: Any, shape: jax.ShapeDtypeStruct) -> Any:

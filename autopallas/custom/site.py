@@ -14,18 +14,7 @@ from autopallas.custom.registry import Pattern
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Operation, Supported, Unsupported
 
-__all__ = ["NoBlockSizes", "OwnOperation", "OwnSite", "OwnSpec"]
-
-
-@dataclass(frozen=True, slots=True)
-class NoBlockSizes:
-    """An own replacement chooses its block sizes itself."""
-
-    def to_dict(self) -> dict[str, int]:
-        return {}
-
-    def fitted(self, spec: Any) -> NoBlockSizes:
-        return self
+__all__ = ["OwnOperation", "OwnSite", "OwnSpec"]
 
 
 @dataclass(frozen=True)
@@ -86,18 +75,18 @@ class OwnSite:
     Attributes:
       pattern: whose.
       spec: the types and scalars, without mapped axes.
-      inputs: for each operand of the site, which argument of the reference it is.
+      uses: for each operand of the site, which argument of the reference it is.
       maps: the axes that vmap added, innermost first: per argument of the reference (an axis or None), and their size.
     """
 
     pattern: Pattern
     spec: OwnSpec
-    inputs: tuple[int, ...]
+    uses: tuple[int, ...]
     maps: tuple[tuple[tuple[int | None, ...], int], ...] = ()
 
     @property
     def operation(self) -> OwnOperation:
-        return OwnOperation(self.pattern.name, {}, self.pattern)
+        return OwnOperation(self.pattern.name, {}, pattern=self.pattern)
 
     @property
     def has_backward(self) -> bool:
@@ -108,7 +97,7 @@ class OwnSite:
 
     def _arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Several operands are one argument where a program's backward tells the uses of a value apart."""
-        return [operands[self.inputs.index(i)] for i in range(len(self.spec.operands))]
+        return [operands[self.uses.index(i)] for i in range(len(self.spec.operands))]
 
     def _function(self, kernel: Pattern) -> Callable[..., Any]:
         def function(*arguments: jax.Array) -> Any:
@@ -135,7 +124,7 @@ class OwnSite:
     ) -> tuple[jax.Array, ...]:
         """Of several uses of one argument the first has its whole cotangent, the others zeros: they are added up."""
         arguments = self._arguments(operands)
-        wanted = list(dict.fromkeys(self.inputs[i] for i in active))
+        wanted = list(dict.fromkeys(self.uses[i] for i in active))
 
         def varied(*chosen: jax.Array) -> Any:
             filled = list(arguments)
@@ -146,11 +135,11 @@ class OwnSite:
         _, pull = jax.vjp(varied, *(arguments[i] for i in wanted))
         found = dict(zip(wanted, pull(cotangents[0]), strict=True))
         return tuple(
-            found.pop(self.inputs[i]) if self.inputs[i] in found else jnp.zeros_like(operands[i]) for i in active
+            found.pop(self.uses[i]) if self.uses[i] in found else jnp.zeros_like(operands[i]) for i in active
         )
 
     def batched(self, axes: Sequence[int | None], size: int) -> OwnSite:
-        own = tuple(axes[self.inputs.index(i)] for i in range(len(self.spec.operands)))
+        own = tuple(axes[self.uses.index(i)] for i in range(len(self.spec.operands)))
         return replace(self, maps=(*self.maps, (own, size)))
 
 

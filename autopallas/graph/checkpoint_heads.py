@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -209,7 +209,7 @@ def _rebuilt(equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: S
     operands = [a if isinstance(a, Literal) else names.get(a, a) for a in operands]
     held = {id(inner.equations[i]): children for i, children in inner.children.items()}
     outvars = list(results.values())
-    source = compat.rebuilt(inner.source, inner.constvars, inner.consts, invars, outvars, kept)
+    source = jaxprs.rebuild(inner.source, inner.constvars, inner.consts, invars, outvars, kept)
 
     def change() -> None:
         inner.replace(kept, outvars, {i: held[id(e)] for i, e in enumerate(kept) if id(e) in held})

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from autopallas.sites.elementwise import Constant, Input, Instruction, Program, Side, parameters
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
 __all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
 
@@ -40,8 +40,8 @@ class Rule:
     Only floating operands have tangents.  Inputs are numbered as side inputs are, tangents after operands.
     """
 
-    value: Program
-    tangent: Program
+    value: ElementwiseProgram
+    tangent: ElementwiseProgram
 
 
 def is_elementwise_call(equation: JaxprEqn) -> bool:
@@ -49,7 +49,7 @@ def is_elementwise_call(equation: JaxprEqn) -> bool:
     return equation.primitive.name == _CALL and called_program(equation) is not None
 
 
-def called_program(equation: JaxprEqn) -> Program | None:
+def called_program(equation: JaxprEqn) -> ElementwiseProgram | None:
     """What such an equation computes; None where it is not elementwise, or reads more than its operands."""
     if equation.params["num_consts"] or equation.params["symbolic_zeros"] or equation.effects:
         return None
@@ -107,8 +107,8 @@ def restates_casts(equation: JaxprEqn, order: int = 2) -> bool:
     """
     if equation.primitive.name not in _RULED or equation.effects:
         return False
-    held = compat.bodies(equation)
-    if len(held) != 1 or len(compat.opened(held[0][2])[0].invars) != len(equation.invars):
+    held = jaxprs.bodies(equation)
+    if len(held) != 1 or len(jaxprs.open_jaxpr(held[0][2])[0].invars) != len(equation.invars):
         return False
     return _restates_casts(_Identified(held[0][2], equation, tuple(map(id, equation.params.values()))), order)
 
@@ -121,7 +121,7 @@ def _restates_casts(call_of: _Identified, order: int) -> bool:
     if order == 0:
         return True
     inputs = [Var(atom.aval) for atom in equation.invars]
-    info = compat.debug_info("autopallas", len(inputs), len(equation.outvars))
+    info = jaxprs.debug_info("autopallas", len(inputs), len(equation.outvars))
     again = equation.replace(invars=inputs)
     call = ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), [])
     try:
@@ -135,12 +135,12 @@ _RULED = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 _CASTS = frozenset({"convert_element_type", "reduce_precision", "copy", "copy_p", "optimization_barrier"})
 
 
-def _only_casts(body: Any, order: int) -> bool:
-    jaxpr, consts = compat.opened(body)
+def _only_casts(body: JaxprLike, order: int) -> bool:
+    jaxpr, consts = jaxprs.open_jaxpr(body)
     if consts:
         return False
     for equation in jaxpr.eqns:
-        held = compat.bodies(equation)
+        held = jaxprs.bodies(equation)
         if equation.primitive.name in ("jit", "pjit") and len(held) == 1:
             if not _only_casts(held[0][2], order):
                 return False
@@ -170,15 +170,15 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
         return jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
 
     kinds = [compat.typed_like(v.aval) for v in results]
-    jaxpr, _ = compat.opened(compat.make_jaxpr(pulled, shapes, kinds))
+    jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
     known: dict[Any, Any] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 
-    def follow(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+    def follow(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
         for equation in jaxpr.eqns:
             path = None if isinstance(equation.invars[0], Literal) else known.get(equation.invars[0])
-            held = compat.bodies(equation)
+            held = jaxprs.bodies(equation)
             if equation.primitive.name in ("jit", "pjit") and len(held) == 1 or restates_casts(equation, order):
-                inner = compat.opened(held[0][2])[0]
+                inner = jaxprs.open_jaxpr(held[0][2])[0]
                 given = (None if isinstance(a, Literal) else known.get(a) for a in equation.invars)
                 found = follow(inner, {v: p for v, p in zip(inner.invars, given, strict=True) if p is not None})
                 known.update((v, p) for v, p in zip(equation.outvars, found, strict=True) if p is not None)
@@ -194,17 +194,17 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
 
 
 @lru_cache(maxsize=128)
-def _program(body: _Identified) -> Program | None:
-    jaxpr, consts = compat.opened(body.it)
+def _program(body: _Identified) -> ElementwiseProgram | None:
+    jaxpr, consts = jaxprs.open_jaxpr(body.it)
     return None if consts else _read(jaxpr)
 
 
 @lru_cache(maxsize=128)
-def _tangent(function: _Identified) -> Program | None:
+def _tangent(function: _Identified) -> ElementwiseProgram | None:
     """The derivative, traced as JAX would differentiate the equation."""
     equation: JaxprEqn = function.use
     inputs = [Var(atom.aval) for atom in equation.invars]
-    info = compat.debug_info("autopallas", len(inputs), 1)
+    info = jaxprs.debug_info("autopallas", len(inputs), 1)
     again = equation.replace(invars=inputs)
     once = compat.jaxpr_as_fun(ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), []))
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
@@ -220,13 +220,13 @@ def _tangent(function: _Identified) -> Program | None:
         return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
 
     try:
-        jaxpr, consts = compat.opened(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
+        jaxpr, consts = jaxprs.open_jaxpr(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
     except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
         return None
     return None if consts else _read(jaxpr)
 
 
-def _read(jaxpr: Any) -> Program | None:
+def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
     """An elementwise jaxpr as a program over its inputs; None where it is something else."""
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
     lines: list[tuple[Instruction, list[Any]]] = []
@@ -235,7 +235,7 @@ def _read(jaxpr: Any) -> Program | None:
         inputs.setdefault(value)
         return value
 
-    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    def inline(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """Registers are inputs, or numbers of instructions."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -249,11 +249,11 @@ def _read(jaxpr: Any) -> Program | None:
 
         for equation in jaxpr.eqns:
             name, registers = equation.primitive.name, [read(atom) for atom in equation.invars]
-            held = compat.bodies(equation)
+            held = jaxprs.bodies(equation)
             if equation.effects or len(lines) > _LONGEST:
                 raise _NotElementwise
             if name in ("jit", "pjit", _CALL) and len(held) == 1:
-                inner, consts = compat.opened(held[0][2])
+                inner, consts = jaxprs.open_jaxpr(held[0][2])
                 if consts:
                     raise _NotElementwise
                 results = inline(inner, registers)
@@ -277,7 +277,7 @@ def _read(jaxpr: Any) -> Program | None:
         def number(register: Any) -> int:
             return len(numbers) + register if isinstance(register, int) else numbers[register]
 
-        program = Program(
+        program = ElementwiseProgram(
             tuple(inputs),
             tuple(Instruction(i.primitive, i.params, tuple(map(number, a)), i.dtype) for i, a in lines),
             number(result),

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, computes
 
@@ -59,7 +59,7 @@ def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
     results = [*body.outvars, *(inner for inner, _ in edit.stacked)]
     outvars = [_renamed(a, edit.renamed) for a in results]
     invars = [*(inner for inner, _ in edit.given), *body.invars, *(inner for inner, _ in edit.read)]
-    return compat.rebuilt(body.source, body.constvars, body.consts, invars, outvars, equations)
+    return jaxprs.rebuild(body.source, body.constvars, body.consts, invars, outvars, equations)
 
 
 def _with_names(equation: JaxprEqn, names: dict[Var, Var]) -> JaxprEqn:
@@ -106,7 +106,7 @@ def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit
     found: dict[Body, Edit] = {}
     for branch in branches:
         own = edits.get(branch, Edit())
-        fillers = [(None, i) if (i, outer) in own.stacked else compat.zeros(i.aval) for i, outer in given]
+        fillers = [(None, i) if (i, outer) in own.stacked else jaxprs.zeros_equation(i.aval) for i, outer in given]
         found[branch] = replace(
             own,
             added=[*own.added, *(equation for equation, _ in fillers if equation is not None)],
@@ -158,19 +158,19 @@ def without_results(equation: JaxprEqn, results: Sequence[Var]) -> list[JaxprEqn
     return [equation.replace(outvars=[Var(v.aval) if v in results else v for v in equation.outvars])]
 
 
-def check(program: Any) -> None:
+def check(program: JaxprLike) -> None:
     """Whether every variable is defined before it is read.
 
     Raises:
       ValueError: one is not.
     """
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     known = {*jaxpr.constvars, *jaxpr.invars}
     for equation in jaxpr.eqns:
         if not known.issuperset([atom for atom in equation.invars if not isinstance(atom, Literal)]):
             raise ValueError(f"an operand of {equation.primitive.name} is not defined in the rewritten program")
         known.update(equation.outvars)
-        for _, _, inner in compat.bodies(equation):
+        for _, _, inner in jaxprs.bodies(equation):
             check(inner)
     if not all(isinstance(atom, Literal) or atom in known for atom in jaxpr.outvars):
         raise ValueError("a result of the rewritten program is not defined")
@@ -204,22 +204,22 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
                 readers = []
                 for variable in gone:
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
-                    readers += [compat.reader(equation, read, variable)] if read else []
+                    readers += [jaxprs.reader(equation, read, variable)] if read else []
                 edits[body].replaced[position] = [*without_results(equation, gone), *readers]
             elif equation.primitive.name == "scan":  # what it gives is read from elsewhere
                 places = graph.positions[body]
                 for variable in (v for v in equation.outvars if numbers[v] in given):
                     other = edits[body].renamed[variable] = Var(variable.aval)
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
-                    edits[body].added += [compat.reader(equation, read, other)] if read else []
+                    edits[body].added += [jaxprs.reader(equation, read, other)] if read else []
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
-    todo: list[Any] = [compat.without_dead_code(rebuild(graph.root, edits))]
+    todo: list[Any] = [jaxprs.without_dead_code(rebuild(graph.root, edits))]
     while todo:
-        jaxpr, _ = compat.opened(todo.pop())
+        jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
         for equation in jaxpr.eqns:
             alive.update(owner[v] for v in equation.outvars if v in owner)
-            todo += [inner for _, _, inner in compat.bodies(equation)]
+            todo += [inner for _, _, inner in jaxprs.bodies(equation)]
     return frozenset(alive)
 
 

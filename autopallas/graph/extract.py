@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.graph.numbering import Graph, Node
 
@@ -37,7 +37,7 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
     return list(ordered.values()), list(free)
 
 
-def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> Any:
+def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
     """A closed jaxpr from ``operands`` to ``results``, of which some may be literals, by way of ``nodes``.
 
     Of operands with the same number, the first is read.
@@ -66,7 +66,7 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> li
     return equations
 
 
-def closed(inputs: Sequence[Var], results: Sequence[Any], equations: Sequence[JaxprEqn]) -> Any:
+def closed(inputs: Sequence[Var], results: Sequence[Any], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
     """A closed jaxpr without constants."""
-    info = compat.debug_info("autopallas", len(inputs), len(results))
+    info = jaxprs.debug_info("autopallas", len(inputs), len(results))
     return ClosedJaxpr(Jaxpr([], list(inputs), list(results), list(equations), debug_info=info), [])

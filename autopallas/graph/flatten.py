@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import Jaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
@@ -77,7 +77,7 @@ class Body:
                 yield from child.body.walk()
 
 
-def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
+def flatten(jaxpr: JaxprLike, path: tuple[str, ...] = ()) -> Body:
     """The tree of bodies of a jaxpr, open or closed, as it would be at a ``path`` of another one.
 
     Each variable belongs to one body.
@@ -85,8 +85,8 @@ def flatten(jaxpr: Any, path: tuple[str, ...] = ()) -> Body:
     return _flatten(jaxpr, path, set())
 
 
-def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
-    inner, consts = compat.opened(jaxpr)
+def _flatten(jaxpr: JaxprLike, path: tuple[str, ...], seen: set[int], transposed: bool = False) -> Body:
+    inner, consts = jaxprs.open_jaxpr(jaxpr)
     renamed = id(inner) in seen  # one jaxpr object may be the body of two loops
     seen.add(id(inner))
     constvars, invars = list(inner.constvars), list(inner.invars)
@@ -101,7 +101,7 @@ def _flatten(jaxpr: Any, path: tuple[str, ...], seen: set[int], transposed: bool
 
 def _inline(
     body: Body,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     bound: Mapping[Var, Var | Literal],
     calls: tuple[JaxprEqn, ...],
     renamed: bool,
@@ -112,15 +112,15 @@ def _inline(
     ``bound`` gives the values of the inputs of an inlined call, whose variables are renamed: it may be called twice.
     """
     known: dict[Var, Var | Literal] = dict(bound)
-    around = compat.name_stacks(calls)
+    around = jaxprs.name_stacks(calls)
     for equation in jaxpr.eqns:
-        leaf = compat.is_leaf(equation)
+        leaf = jaxprs.is_leaf(equation)
         inputs = [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in equation.invars]
         called = None if leaf else _called(equation)
         if called is None and not leaf and (called := _outside_of_kernels(equation)) is not None:
             inputs = inputs[1:]
         if called is not None:
-            inner, consts = compat.opened(called)
+            inner, consts = jaxprs.open_jaxpr(called)
             names = [Var(v.aval) for v in inner.constvars]
             body.constvars += names
             body.consts += consts
@@ -131,15 +131,15 @@ def _inline(
         if renamed:
             outputs = [Var(v.aval) for v in equation.outvars]
             known.update(zip(equation.outvars, outputs, strict=True))
-            equation = compat.inlined_equation(equation, inputs, outputs, calls, around)
+            equation = jaxprs.inline_equation(equation, inputs, outputs, calls, around)
         elif any(map(operator.is_not, inputs, equation.invars)):
             equation = equation.replace(invars=inputs)
         body.equations.append(equation)
-        if not leaf and equation.primitive.name not in _CLOSED and not is_elementwise_call(equation):
+        if not leaf and may_hold_bodies(equation):
             transposed = body.transposed or compat.is_transposed(equation)
             children = [
                 Child(name, position, _flatten(inner, (*body.path, _label(equation, name, position)), seen, transposed))
-                for name, position, inner in compat.bodies(equation)
+                for name, position, inner in jaxprs.bodies(equation)
             ]
             if children:
                 body.children[len(body.equations) - 1] = children
@@ -150,8 +150,8 @@ def _called(equation: JaxprEqn) -> Any | None:
     """The body of a call that may be dissolved, or None."""
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
-    bodies: Sequence[tuple[str, int | None, Any]] = compat.bodies(equation)
-    if len(bodies) != 1 or len(compat.opened(bodies[0][2])[0].invars) != len(equation.invars):
+    bodies: Sequence[tuple[str, int | None, Any]] = jaxprs.bodies(equation)
+    if len(bodies) != 1 or len(jaxprs.open_jaxpr(bodies[0][2])[0].invars) != len(equation.invars):
         return None
     return bodies[0][2]
 
@@ -162,6 +162,11 @@ def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
     if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
         return None
     return equation.params["branches"][-1]
+
+
+def may_hold_bodies(equation: JaxprEqn) -> bool:
+    """Whether jaxprs among an equation's parameters are bodies of the program."""
+    return equation.primitive.name not in _CLOSED and not is_elementwise_call(equation)
 
 
 def is_contraction(equation: JaxprEqn) -> bool:

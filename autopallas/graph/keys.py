@@ -55,7 +55,9 @@ def spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable
 
 
 def literal_key(literal: Literal) -> Hashable:
-    return "literal", literal.aval.dtype, np.asarray(literal.val).tobytes(), tuple(literal.aval.shape)
+    with np.errstate(all="ignore"):  # a literal holds what was written, of which its type may hold less
+        value = np.asarray(literal.val).astype(literal.aval.dtype)
+    return "literal", literal.aval.dtype, value.tobytes(), tuple(literal.aval.shape)
 
 
 def enters_mesh(equation: JaxprEqn) -> bool:

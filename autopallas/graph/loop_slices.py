@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.numerics.casts import counts_exactly
@@ -54,7 +54,7 @@ def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int 
 
 def counting(dtype: np.dtype[Any], length: int) -> JaxprEqn:
     """The equation that gives the numbers of all steps."""
-    program, _ = compat.opened(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
     return program.eqns[-1]
 
 
@@ -65,7 +65,7 @@ def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | N
     if counter == number or counter not in graph.counters:
         return None
     steps = jax.ShapeDtypeStruct((length,), graph.dtype(counter))
-    program, _ = compat.opened(compat.make_jaxpr(lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,)), steps))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda i: lax.broadcast_in_dim(i, (length, *shape), (0,)), steps))
     return counter, program.eqns[-1]
 
 
@@ -124,7 +124,7 @@ def _gathered(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tupl
 
 def placed(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int, int] | None:
     """(counter, value, axis) where an array is zero but for the slice with the step's number, which is that value."""
-    name = compat.operation_name(equation)
+    name = jaxprs.operation_name(equation)
     if name == "dynamic_update_slice":
         whole, update, *starts = operands
         window = list(range(len(graph.shape(whole))))

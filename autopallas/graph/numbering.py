@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
@@ -60,7 +60,7 @@ class Node:
     __slots__ = ("body", "equation", "inputs", "name", "outputs")
 
     def __init__(self, equation: JaxprEqn, inputs: tuple[int, ...], outputs: tuple[int, ...], body: Body):
-        self.name = compat.operation_name(equation)
+        self.name = jaxprs.operation_name(equation)
         self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
 
     @property
@@ -243,7 +243,8 @@ class Graph:
             return None
         aval, value = equation.outvars[0].aval, self.literals[operands[0]]
         cast = value.astype(aval.dtype)
-        return self._literal(Literal(cast, aval)) if cast.astype(value.dtype) == value else None
+        kept = cast.astype(value.dtype) == value or value != value  # NaN stays NaN
+        return self._literal(Literal(cast, aval)) if kept else None
 
     # ------------------------------------------------------------------ looking up
 

@@ -16,7 +16,7 @@ from autopallas.graph.custom_rules import called_program, is_elementwise_call, s
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, Node
 
-__all__ = ["Forms"]
+__all__ = ["ProofCache"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -25,7 +25,7 @@ _MOST = 3
 """Places with which another one is compared."""
 
 
-class Forms(Generic[T]):
+class ProofCache(Generic[T]):
     """The outcomes of proofs that begin at nodes of a graph.
 
     Args:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -124,8 +124,8 @@ class _Mover:
         if not self.names:
             return
         outvars = [self._named(a) for a in self.body.outvars]
-        live = compat.live_equations(self.equations, outvars)
-        before = compat.live_equations(self.body.equations, self.body.outvars)
+        live = jaxprs.live_equations(self.equations, outvars)
+        before = jaxprs.live_equations(self.body.equations, self.body.outvars)
         if sum(map(is_contraction, live)) <= sum(map(is_contraction, before)):
             self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
             self.body.assumed |= self.assumed
@@ -180,7 +180,7 @@ class _Mover:
     def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
         """The result of a function of some atoms, computed by new equations."""
         made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
-        inner, consts = compat.opened(made)
+        inner, consts = jaxprs.open_jaxpr(made)
         assert not consts
         names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
         for equation in inner.eqns:

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
 from autopallas.sites.operation import Unsupported
 
@@ -88,7 +88,7 @@ _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 
 
 
 def reason_against(
-    device: Device, dtypes: Iterable[Any] = (), programs: Iterable[Program] = (), held: Iterable[Any] = ()
+    device: Device, dtypes: Iterable[Any] = (), programs: Iterable[ElementwiseProgram] = (), held: Iterable[Any] = ()
 ) -> Unsupported | None:
     """What stops a Hopper kernel, from rules alone; None where nothing is known to.
 
@@ -112,7 +112,7 @@ def reason_against(
     return reason_against_programs(programs, held)
 
 
-def reason_against_programs(programs: Iterable[Program], held: Iterable[Any] = ()) -> Unsupported | None:
+def reason_against_programs(programs: Iterable[ElementwiseProgram], held: Iterable[Any] = ()) -> Unsupported | None:
     """What the programs, or dtypes of other operands and results, have that Mosaic GPU has not."""
     programs = tuple(programs)
     # Programs evaluate add_any, which adds cotangents, as an addition.

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopallas.kernels.tpu_schedule_tracing import in_main_memory, limit_of, part_of, tables_of
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
 from autopallas.sites.operation import Unsupported
 
@@ -158,7 +158,7 @@ PROGRAM_PRIMITIVES = frozenset(
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float32".split())
 
 
-def reason_against(device: Device, programs: Iterable[Program], dtypes: Iterable[Any]) -> Unsupported | None:
+def reason_against(device: Device, programs: Iterable[ElementwiseProgram], dtypes: Iterable[Any]) -> Unsupported | None:
     """What stops a TPU kernel of these programs and operands, from rules alone; None where nothing is known to.
 
     Args:

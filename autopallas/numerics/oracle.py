@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal
 from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
 
 __all__ = ["Oracle"]
@@ -60,7 +60,7 @@ class Oracle:
       [1.0]
     """
 
-    def __init__(self, program: Any):
+    def __init__(self, program: ClosedJaxpr):
         self._program = program
         self._compiled: Callable[..., Any] | None = None
         self._notes: set[str] = set()
@@ -80,7 +80,7 @@ class Oracle:
             with _device(arguments):
                 if self._compiled is None:
                     # What no decision reads is not computed twice.
-                    twice = compat.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
+                    twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
                     self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
                 results = self._compiled(*arguments)
             return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
@@ -90,8 +90,8 @@ class Oracle:
 
     # ------------------------------------------------------------------ bodies
 
-    def _run(self, body: Any, values: Sequence[Value]) -> list[Value]:
-        jaxpr, consts = compat.opened(body)
+    def _run(self, body: JaxprLike, values: Sequence[Value]) -> list[Value]:
+        jaxpr, consts = jaxprs.open_jaxpr(body)
         known = dict(zip(jaxpr.invars, values, strict=True))
         known.update(zip(jaxpr.constvars, (decided(jnp.asarray(c)) for c in consts), strict=True))
 
@@ -112,7 +112,7 @@ class Oracle:
         if name in _SILENT and not equation.outvars:
             return []
         if name in _CALLS:
-            ((_, _, body),) = compat.bodies(equation)
+            ((_, _, body),) = jaxprs.bodies(equation)
             return self._run(body, values)
         rule = _STRUCTURES.get(name)
         if rule is not None:
@@ -148,7 +148,7 @@ class Oracle:
         return _unpacked(lax.while_loop(goes_on, step, _packed(values[second:])))
 
     def _cond(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
-        def branch(body: Any, operands: Any) -> Any:
+        def branch(body: JaxprLike, operands: Any) -> Any:
             return _packed(self._run(body, _unpacked(operands)))
 
         branches = [functools.partial(branch, body) for body in equation.params["branches"]]

@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprEqn, JaxprLike
 
 __all__ = ["Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
 
@@ -109,7 +109,7 @@ def equation_twice(equation: JaxprEqn, values: Sequence[Value], run: Body, notes
                 raise TypeError(f"in float64 it gives the shape {y.shape}, not {x.shape}")
     except Exception as error:
         reason = "" if name in _OPAQUE else f" ({type(error).__name__})"
-        notes.add(f"{name} has no float64 form{reason}; its own result was taken: {compat.location(equation)}")
+        notes.add(f"{name} has no float64 form{reason}; its own result was taken: {jaxprs.location(equation)}")
         return [decided(x) for x in own]
     return [
         Value(x, lax.convert_element_type(y, promoted_dtype(x.dtype)) if is_float(x.dtype) else x)
@@ -142,8 +142,8 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], r
         wide = np.result_type(*(x.dtype for x in operands if is_float(x.dtype)), np.float64)
         count = 2  # What follows are group sizes.
         operands = [lax.convert_element_type(x, wide) for x in operands[:count]] + operands[count:]
-    for key, position, body in compat.bodies(equation):
-        types: list[Any] = [v.aval for v in compat.opened(body)[0].invars]
+    for key, position, body in jaxprs.bodies(equation):
+        types: list[Any] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
         if position is not None or not all(is_float(t.dtype) for t in types):
             raise NotImplementedError
         params[key] = _promoted_body(body, run)
@@ -163,16 +163,16 @@ def _promoted_param(name: str, value: Any) -> Any:
     return value
 
 
-def _promoted_body(body: Any, run: Body) -> Any:
+def _promoted_body(body: JaxprLike, run: Body) -> Any:
     """A combiner of scalars, in float64."""
-    types: list[Any] = [v.aval for v in compat.opened(body)[0].invars]
+    types: list[Any] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
 
     def combine(*scalars: Any) -> list[Any]:
         values = [Value(lax.convert_element_type(x, t.dtype), x) for x, t in zip(scalars, types, strict=True)]
         return [v.high for v in run(body, values)]
 
     new = compat.make_jaxpr(combine, *(jax.ShapeDtypeStruct(t.shape, promoted_dtype(t.dtype)) for t in types))
-    return new if hasattr(body, "consts") else compat.opened(new)[0]
+    return new if hasattr(body, "consts") else jaxprs.open_jaxpr(new)[0]
 
 
 def _keeps_width(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal
 
 __all__ = ["NOTHING", "Source", "coarsest", "flow", "gradient_function", "joined", "less_precise", "rounded"]
 
@@ -51,15 +51,15 @@ _EXACT_PRIMITIVES = frozenset(
 """What moves, chooses or negates numbers, and rounds none."""
 
 
-def rounded(program: Any, site: Site | None = None) -> list[Source]:
+def rounded(program: ClosedJaxpr, site: Site | None = None) -> list[Source]:
     """A source for each result of a closed jaxpr whose arguments are all exact, and followed."""
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     return flow(program, [EXACT] * len(jaxpr.invars), site)
 
 
-def flow(program: Any, given: Sequence[Source], site: Site | None = None) -> list[Source]:
+def flow(program: JaxprLike, given: Sequence[Source], site: Site | None = None) -> list[Source]:
     """A source for each result of a jaxpr, from those of its arguments; constants are not followed."""
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     known: dict[Any, Source] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Source:
@@ -90,21 +90,21 @@ def less_precise(a: Any | None, b: Any | None) -> Any | None:
     return a if jnp.finfo(a).eps >= jnp.finfo(b).eps else b
 
 
-def coarsest(program: Any) -> Any | None:
+def coarsest(program: JaxprLike) -> Any | None:
     """The least precise floating-point dtype in a program, its arguments included; None if it has no floats."""
     found = None
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     for variable in [*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)]:
         dtype = getattr(variable.aval, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, np.inexact):
             found = less_precise(found, dtype)
     for equation in jaxpr.eqns:
-        for _, _, body in compat.bodies(equation):
+        for _, _, body in jaxprs.bodies(equation):
             found = less_precise(found, coarsest(body))
     return found
 
 
-def gradient_function(original: Any, active: Sequence[int]) -> Callable[..., list[Any]]:
+def gradient_function(original: ClosedJaxpr, active: Sequence[int]) -> Callable[..., list[Any]]:
     """The cotangents of the arguments of a closed jaxpr at the positions ``active``, as a function whose first
     arguments are the jaxpr's, and whose last ones are the cotangents of its results."""
     function: Callable[..., Any] = compat.jaxpr_as_fun(original)
@@ -127,7 +127,7 @@ def gradient_function(original: Any, active: Sequence[int]) -> Callable[..., lis
 
 
 def _through(equation: JaxprEqn, before: Sequence[Source], site: Site | None) -> list[Source]:
-    bodies = [body for _, _, body in compat.bodies(equation)]
+    bodies = [body for _, _, body in jaxprs.bodies(equation)]
     if bodies:
         return _through_bodies(equation, bodies, before, site)
     everything = joined(before)
@@ -162,7 +162,7 @@ def _through_bodies(
         carry = len(before) - sum(fixed)
         return _loop(params["body_jaxpr"], before[fixed[0] :], fixed[1], carry, site)
     given = before[1:] if name == "cond" else before
-    types = [compat.opened(body)[0] for body in bodies]
+    types = [jaxprs.open_jaxpr(body)[0] for body in bodies]
     if all(len(t.invars) == len(given) and len(t.outvars) == len(equation.outvars) for t in types):
         branches = [flow(body, given, site) for body in bodies]
         chosen = before[:1] if name == "cond" else ()
@@ -176,7 +176,7 @@ def _through_bodies(
     return [joined([everything, *narrow, Source(_own(equation, v), followed=True)]) for v in equation.outvars]
 
 
-def _loop(body: Any, before: Sequence[Source], fixed: int, carry: int, site: Site | None) -> list[Source]:
+def _loop(body: JaxprLike, before: Sequence[Source], fixed: int, carry: int, site: Site | None) -> list[Source]:
     """Arguments are what is fixed, the carry, and slices; results the carry, and slices.
 
     What a step makes of the carry is what the next one begins with; each round adds to it, and there are few dtypes to
@@ -191,10 +191,10 @@ def _loop(body: Any, before: Sequence[Source], fixed: int, carry: int, site: Sit
         given[fixed : fixed + carry] = after
 
 
-def _every_site(program: Any, site: Site | None) -> Iterable[Source]:
+def _every_site(program: JaxprLike, site: Site | None) -> Iterable[Source]:
     """The sites in a jaxpr, as if their operands were exact."""
-    for equation in compat.opened(program)[0].eqns:
+    for equation in jaxprs.open_jaxpr(program)[0].eqns:
         found = None if site is None else site(equation, [NOTHING] * len(equation.invars))
         yield from found or ()
-        for _, _, body in compat.bodies(equation):
+        for _, _, body in jaxprs.bodies(equation):
             yield from _every_site(body, site)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable
 
 from autopallas.custom.registry import declared
+from autopallas.environment import OPERATIONS
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
@@ -14,8 +15,6 @@ from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
 
 __all__ = ["Match", "NearMiss", "find"]
-
-_PATTERNS = ("attention", "cross_entropy", "grouped_matmul")
 
 
 def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
@@ -27,7 +26,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     """
     matches: list[Match] = []
     misses: list[NearMiss] = []
-    for name in _PATTERNS:
+    for name in OPERATIONS:
         if ops is None or name in ops:
             graph.steps.begin()
             with contained(op=name, stage="recognition"):

@@ -91,6 +91,11 @@ LOGITS_APART = (
     "Compute what else needs the logits (samples, metrics, histograms) in a separate function, called only where its "
     "result is needed. Accuracy by argmax may stay: the kernel computes it."
 )
+LOGITS_RETURNED = (
+    "Return the logits from a separate function. If the array is the gradient of soft labels, put "
+    "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "
+    "one kernel gives both."
+)
 LOGITS_ONCE = (
     "Read the logits for a log-softmax, labels and an argmax alone; compute what else is wanted of them in a separate "
     "function."
@@ -102,6 +107,10 @@ LOSS_PER_ROW = (
 NO_LOOP = "Write the loss without the loop, as one product and one log-softmax: the kernel works piece by piece itself."
 ONE_LABEL = (
     "Pick one logit per row, with jnp.take_along_axis(logits, labels[..., None], -1), or with a one_hot and a sum."
+)
+SAME_HEADS = (
+    "Give all heads the same rows and the same vocabulary, in the same order, before the loss reads their logits "
+    "together; or compute the loss of each head by itself."
 )
 WHOLE_COLUMNS = (
     "Normalise logits along whole rows and along whole columns, not along a part of them. Or write two products, a @ "

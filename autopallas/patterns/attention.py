@@ -14,13 +14,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprLike
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Dimension, is_product
-from autopallas.graph.proof_cache import Forms
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import (
     BETWEEN_PRODUCTS,
@@ -35,7 +36,7 @@ from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
 from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, told
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.row_factor import RowFactor, row_factor
 from autopallas.patterns.score_terms import Product
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Softmax, Term
@@ -79,11 +80,12 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         draft = outcome.draft or proofs.anew(graph, node, side, settled).draft
                         assert draft is not None
                         drafts.setdefault(proved.score, draft)
-                        missed(proved.score, node, compat.location(node.equation), escape.reason, escape.advice)
+                        missed(proved.score, node, jaxprs.location(node.equation), escape.reason, escape.advice)
                     except Mismatch as mismatch:
                         reason, operand, advice = mismatch.reason, mismatch.operand, mismatch.advice
                 if reason is not None and outcome.score is not None and not _in_backward(node):
-                    missed(outcome.score, node, compat.location(node.equation), told(graph, reason, operand), advice)
+                    reason = describe_reason(graph, reason, operand)
+                    missed(outcome.score, node, jaxprs.location(node.equation), reason, advice)
     waiting = {score: draft for score, draft in drafts.items() if score not in matches}
     with contained():
         _with_backward(graph, waiting, matches, misses)
@@ -116,7 +118,7 @@ def _with_backward(
                 try:
                     matches[score] = drafts[score].match_with(search)
                 except Mismatch as mismatch:
-                    reason = told(graph, mismatch.reason, mismatch.operand)
+                    reason = describe_reason(graph, mismatch.reason, mismatch.operand)
                     misses[score] = replace(miss, reason=reason, advice=mismatch.advice)
         elif search.found:
             misses[score] = replace(miss, reason=f"only a part of its backward was recognised; {miss.reason}")
@@ -156,14 +158,14 @@ def _holds_softmax(node: Node) -> bool:
     """Whether a custom rule's body could compute a softmax."""
     if node.name not in _CUSTOM_RULES:
         return False
-    names = {inner.primitive.name for body in compat.bodies(node.equation) for inner in _equations(body[2])}
+    names = {inner.primitive.name for body in jaxprs.bodies(node.equation) for inner in _equations(body[2])}
     return "exp" in names and "reduce_sum" in names
 
 
-def _equations(body: Any) -> Iterator[Any]:
-    for equation in compat.opened(body)[0].eqns:
+def _equations(body: JaxprLike) -> Iterator[Any]:
+    for equation in jaxprs.open_jaxpr(body)[0].eqns:
         yield equation
-        for inner in compat.bodies(equation):
+        for inner in jaxprs.bodies(equation):
             yield from _equations(inner[2])
 
 
@@ -212,7 +214,7 @@ class _Proofs:
 
     def __init__(self, graph: Graph, reach: list[tuple[bool, bool]], assume_finite: bool):
         self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
-        self._known: Forms[tuple[_Outcome, bool]] = Forms(graph, reach)
+        self._known: ProofCache[tuple[_Outcome, bool]] = ProofCache(graph, reach)
 
     def at(self, node: Node, side: int, settled: Set[int]) -> _Outcome:
         for (outcome, was_settled), image in self._known.like(node, side):

@@ -28,7 +28,7 @@ from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import LogSumExp, SeveralBlocks, Softmax, Term
-from autopallas.sites.elementwise import Constant, Index, Input, Instruction, Program, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions
 
 __all__ = ["Block", "BlockDraft", "blocks", "sum_with"]
@@ -464,11 +464,11 @@ def _named(part: AttentionDraft, expression: Expression) -> Any:
 def _combined(
     graph: Graph,
     operands: Sequence[int],
-    programs: Sequence[Program],
+    programs: Sequence[ElementwiseProgram],
     sides: Sequence[Sequence[Operand | Positions]],
     keys: Sequence[Sequence[Atom]],
     lengths: Sequence[int],
-) -> tuple[Program, list[Operand | Positions | Joined]]:
+) -> tuple[ElementwiseProgram, list[Operand | Positions | Joined]]:
     """A program of positions in the concatenated keys, and its side inputs."""
     count = len(programs)
     joined: list[list[Operand | Positions | None]] = []
@@ -519,7 +519,7 @@ def _moved(given: Input, numbers: Sequence[int], start: int) -> Input:
     return given
 
 
-def _selected(programs: Sequence[Program], lengths: Sequence[int]) -> Program:
+def _selected(programs: Sequence[ElementwiseProgram], lengths: Sequence[int]) -> ElementwiseProgram:
     """The program of the block in which a key is."""
     if all(program == programs[0] for program in programs):
         return programs[0]
@@ -549,4 +549,4 @@ def _selected(programs: Sequence[Program], lengths: Sequence[int]) -> Program:
         return int(position if where == "input" else len(inputs) + position)
 
     instructions = tuple(Instruction(p, params, tuple(map(number, a)), d) for p, params, a, d in lines)
-    return Program(tuple(inputs), instructions, number(chosen))
+    return ElementwiseProgram(tuple(inputs), instructions, number(chosen))

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
-from autopallas.compat import Literal, Var
+from autopallas import jaxprs
+from autopallas.compat import ClosedJaxpr, Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
@@ -18,7 +18,7 @@ from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
 from autopallas.patterns.attention_site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
-from autopallas.patterns.carry import Carrier, at_hand, leanest
+from autopallas.patterns.carry import Carrier, fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
 from autopallas.patterns.score_terms import Product
@@ -103,7 +103,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
         equations=tuple(nodes),
         original=jaxpr_of(graph, nodes, operands, [root]),
         body=body,
-        location=compat.location(second.equation),
+        location=jaxprs.location(second.equation),
         assumptions=proved.assumptions,
     )
 
@@ -127,7 +127,7 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
             users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
             other = next((u for u in users if id(u) not in inside), None)
             if other is not None:
-                where = compat.location(other.equation)
+                where = jaxprs.location(other.equation)
                 raise Escape(f"the {what} are also used by {other.name} at {where}", advice=advice)
 
 
@@ -262,7 +262,7 @@ class AttentionDraft(ProvedAttention):
           Mismatch: what the site reads cannot be had where its backward stands.
         """
         tile = math.prod(self.graph.shape(self.score.value)[-2:])
-        return leanest(self.graph, lambda across: self._joined(search, across), tile)
+        return fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
 
     def _joined(self, search: Search, across: bool) -> Match:
         """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
@@ -345,7 +345,7 @@ class AttentionDraft(ProvedAttention):
         """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
         computed = self.graph.positions[body].get(level.cotangent, (-1,))[0] >= 0
         read = level.operand in self.graph.positions[self.body]
-        return computed and read and at_hand(self.graph, level.operand, self.homes, body, across)
+        return computed and read and is_available(self.graph, level.operand, self.homes, body, across)
 
     def _role_uses(self, forward: Forward) -> list[list[int]]:
         """Per role, the positions among the uses of the forward that read its operand."""
@@ -353,7 +353,7 @@ class AttentionDraft(ProvedAttention):
         assert roles is not None
         return [[use] for use in roles]
 
-    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> Any:
+    def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> ClosedJaxpr:
         """The forward's equations from the site's operands, each of which is one input, to the result."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
         every = [use for uses in roles for use in uses]

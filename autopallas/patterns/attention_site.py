@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
@@ -35,7 +35,7 @@ from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_factor import RowFactor
 from autopallas.patterns.score_terms import Product, added
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, SeveralBlocks, Softmax, Term
-from autopallas.sites.elementwise import Constant, Program
+from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Operand, Positions, View
 
 __all__ = ["ProvedAttention"]
@@ -103,7 +103,7 @@ class ProvedAttention:
 
     @property
     def location(self) -> str:
-        return compat.location(self.second.equation)
+        return jaxprs.location(self.second.equation)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -266,7 +266,7 @@ class ProvedAttention:
         rows = None if self.row is None else self.row.program(carrier, lambda w: self._weight(carrier, w))
         live = self._live(argument)
         live_program = None
-        if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, Program))):
+        if live and (rows is None or all(s == score for s in rows.statistics if isinstance(s, ElementwiseProgram))):
             with carrier.optional():
                 live_program = ProgramBuilder(carrier).conjunction(live)
         finished = [self._weight(carrier, w) for w in weights]

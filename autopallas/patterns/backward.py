@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
@@ -109,10 +109,14 @@ class Forward:
         self.root = graph.positions[body][root][1]
         wanted: dict[tuple[int, int], JaxprEqn] = {}
         todo = [self.root]
+        hoisted: dict[Var, list[JaxprEqn]] = {}
         self.complete = True
         while todo:
             variable = todo.pop()
             position = self._defined.get(variable)
+            if position is None and (made := self._made_of_literals(variable)):
+                hoisted[variable] = made
+                continue
             called = position is not None and body.equations[position].primitive.name in calls
             if position is None or (position in body.children and not called):
                 self.complete = False  # part of the site lies in another body
@@ -123,11 +127,11 @@ class Forward:
                 equation = equation.replace(invars=[equation.invars[part]], outvars=[variable])
             if (position, part) in wanted:
                 continue
-            wanted[position, part] = equation
+            equation = wanted[position, part] = self._with_literals(equation)
             for atom in equation.invars:
                 if isinstance(atom, Var) and inside(numbers[atom]):
                     todo.append(atom)
-        self.equations = [wanted[place] for place in sorted(wanted)]
+        self.equations = [e for made in hoisted.values() for e in made] + [wanted[place] for place in sorted(wanted)]
         self.positions = [position for position, _ in sorted(wanted)]
         own = {v for e in self.equations for v in e.outvars}
         self.uses = [
@@ -136,7 +140,48 @@ class Forward:
             for k, atom in enumerate(e.invars)
             if isinstance(atom, Var) and atom not in own
         ]
-        self.own = {numbers[v] for v in own}
+        self.own = {numbers[v] for v in own} - self._constants(numbers)
+
+    def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
+        """The equations of a value that is given to the body and made of literals alone; none where it is not."""
+        node = self.graph.definitions.get(self.graph.numbers[self.body][variable])
+        if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
+            return []
+        found: list[JaxprEqn] = []
+        atoms: list[Any] = []
+        for number in node.inputs:
+            aval = self.graph.avals[number]
+            if number in self.graph.literals and not aval.shape:
+                atoms.append(Literal(self.graph.literals[number][()], aval))
+                continue
+            inner = Var(aval)
+            self.graph.numbers[self.body].setdefault(inner, number)
+            if not (made := self._made_of_literals(inner)):
+                return []
+            found += made
+            atoms.append(inner)
+        return [*found, node.equation.replace(invars=atoms, outvars=[variable])]
+
+    def _constants(self, numbers: dict[Var, int]) -> set[int]:
+        """The values that are made of literals alone: where they are needed elsewhere too, they are made again."""
+        found: set[int] = set()
+        for equation in self.equations:
+            if all(isinstance(atom, Literal) or numbers[atom] in found for atom in equation.invars):
+                found.update(numbers[v] for v in equation.outvars)
+        return found
+
+    def _with_literals(self, equation: JaxprEqn) -> JaxprEqn:
+        """An equation with the numbers that are known as literals: of a value that is no operand there is no use."""
+        known, numbers = self.graph.literals, self.graph.numbers[self.body]
+        if not any(isinstance(atom, Var) and numbers[atom] in known for atom in equation.invars):
+            return equation
+        atoms = [
+            Literal(known[numbers[atom]][()], atom.aval)
+            if isinstance(atom, Var) and numbers[atom] in known and not atom.aval.shape
+            else atom
+            for atom in equation.invars
+        ]
+        return equation.replace(invars=atoms)
 
     def shape(self) -> Hashable:
         """Equal for forwards that do the same to other values: what their derivatives depend on."""
@@ -153,7 +198,7 @@ class Forward:
             places.update({v: len(places) + k for k, v in enumerate(equation.outvars)})
         return tuple(lines)
 
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> ClosedJaxpr:
         """From the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
         return closed(inputs, [self.root], self.over(inputs))
@@ -220,7 +265,7 @@ class _Rules:
         if self.complete:
             before = self.equations
             self.equations = [_rectified(e) for e in before]
-            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if compat.bodies(a))
+            within = any(a is not b for a, b in zip(before, self.equations, strict=True) if jaxprs.bodies(a))
             self.differs = within or any(is_elementwise_call(e) for e in self.equations)
 
 
@@ -261,12 +306,12 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     name = equation.primitive.name
     if name in _RECTIFIED_WITHIN:
         params = dict(equation.params)
-        for parameter, position, body in compat.bodies(equation):
-            jaxpr, constants = compat.opened(body)
+        for parameter, position, body in jaxprs.bodies(equation):
+            jaxpr, constants = jaxprs.open_jaxpr(body)
             equations = [_rectified(e) for e in jaxpr.eqns]
             if position is None and any(a is not b for a, b in zip(jaxpr.eqns, equations, strict=True)):
                 given = jaxpr.constvars, constants, jaxpr.invars, jaxpr.outvars
-                params[parameter] = compat.rebuilt(body, *given, equations)
+                params[parameter] = jaxprs.rebuild(body, *given, equations)
         changed = any(params[name] is not value for name, value in equation.params.items())
         return equation.replace(params=params) if changed else equation
     if equation.primitive.name != "max" or len(equation.invars) != 2:
@@ -274,7 +319,7 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
     x, zero = equation.invars
     if not isinstance(x, Var) or not isinstance(zero, Literal) or zero.val != 0 or x.aval != equation.outvars[0].aval:
         return equation
-    program, _ = compat.opened(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
+    program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(jax.nn.relu, compat.typed_like(x.aval)))
     calls = [e for e in program.eqns if is_elementwise_call(e)]
     return calls[0].replace(invars=[x], outvars=equation.outvars) if len(program.eqns) == len(calls) == 1 else equation
 
@@ -336,20 +381,26 @@ class Lookup:
         cotangent, *inputs = pattern.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
         found: dict[int, Backward] = {}
+        tied: set[int] = set()  # cotangents that meet values of the site: a sum of one may be that of any other site
+        root = graph.numbers[forward.body][forward.root]
+        inner = forward.own - {root}  # one factor is not the other's cotangent
         for i, result in zip(wanted, pattern.outvars, strict=True):
             if not isinstance(result, Var):
                 continue
             equations = _leading_to(pattern.equations, result)
+            of_site = any(atom in known for e in equations for atom in e.invars if isinstance(atom, Var))
             candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
-            for candidate in dict.fromkeys(candidates):
+            for candidate in dict.fromkeys(c for c in candidates if c not in inner):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
-                if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed:
+                if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed | {root}:
                     backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
+                    if of_site:
+                        tied.add(candidate)
         for backward in found.values():
             for i, levels in backward.levels.items():
                 self._extend(forward, forward.uses[i], levels, frame, mapped)
-        return [found[c] for c in found if graph.shape(c) == tuple(cotangent.aval.shape)]
+        return [found[c] for c in found if c in tied and graph.shape(c) == tuple(cotangent.aval.shape)]
 
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
         """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
@@ -358,7 +409,7 @@ class Lookup:
         if key not in self._derivatives:
             program = forward.jaxpr()
             if any(position in forward.body.children for position in forward.positions):
-                program = compat.without_dead_code(program)  # of loops, what they stack for their own derivative
+                program = jaxprs.without_dead_code(program)  # of loops, what they stack for their own derivative
 
             def pulled(cotangent: Any, *inputs: Any) -> Any:
                 def function(*chosen: Any) -> Any:
@@ -647,9 +698,9 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def _without_rules(program: Any) -> Callable[..., Any]:
+def _without_rules(program: ClosedJaxpr) -> Callable[..., Any]:
     """What a program computes, without the derivatives of their own that some elementwise functions have."""
-    jaxpr, constants = compat.opened(program)
+    jaxpr, constants = jaxprs.open_jaxpr(program)
 
     def run(*args: Any) -> Any:
         values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))

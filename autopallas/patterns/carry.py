@@ -20,10 +20,10 @@ from autopallas.patterns.expressions import Apply, Expression, Scope, operation
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.elementwise import (
     Constant,
+    ElementwiseProgram,
     Index,
     Input,
     Instruction,
-    Program,
     Score,
     Side,
     conversion_params,
@@ -31,20 +31,20 @@ from autopallas.sites.elementwise import (
 )
 from autopallas.sites.index_notation import Operand, Positions
 
-__all__ = ["Carrier", "ProgramBuilder", "at_hand", "leanest"]
+__all__ = ["Carrier", "ProgramBuilder", "fewest_side_elements", "is_available"]
 
 _DEEPEST = 128
 """Operations on one path of a program for a kernel: a longer one is for the compiler alone."""
 
 
-def at_hand(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
+def is_available(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
     """Whether a body has a variable for a value or, ``across`` bodies, can be given that of one of ``homes``."""
     if value in graph.positions[body]:
         return True
     return across and any(value in graph.positions[home] and linked(graph, home, body) for home in homes)
 
 
-def leanest(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:
+def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:
     """Of a site with what its bodies have, and one with what they can be given from ``across`` bodies, the one whose
     side inputs hold fewer numbers: instead of a mask that is at hand, what it is computed from.
 
@@ -105,7 +105,7 @@ class Carrier:
 
     def available(self, value: int) -> bool:
         """Whether every body in which a part of the site will stand has a variable for this value, or is given one."""
-        return all(at_hand(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
+        return all(is_available(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
 
     def further(self, value: int) -> None:
         """One more operand, which no program reads but the original equations do."""
@@ -271,21 +271,21 @@ class ProgramBuilder:
         self._applied: dict[int, tuple[Apply, Any]] = {}
         self._depth = 0
 
-    def build(self, expression: Expression) -> Program:
+    def build(self, expression: Expression) -> ElementwiseProgram:
         result = self._register(expression)
         return self._program(result)
 
-    def build_not(self, expression: Expression) -> Program:
+    def build_not(self, expression: Expression) -> ElementwiseProgram:
         """The negation of a boolean expression."""
         inner = self._register(expression)
         return self._program(self._emit(lax.not_p, (), (inner,), np.dtype(bool)))
 
-    def build_reciprocal(self, expression: Ref) -> Program:
+    def build_reciprocal(self, expression: Ref) -> ElementwiseProgram:
         dtype = self.scope.graph.dtype(expression.value)
         one = self._input(Constant(1.0, dtype))
         return self._program(self._emit(lax.div_p, (), (one, self._register(expression)), dtype))
 
-    def conjunction(self, terms: Sequence[tuple[Ref, bool]]) -> Program:
+    def conjunction(self, terms: Sequence[tuple[Ref, bool]]) -> ElementwiseProgram:
         """The conjunction of boolean values, each as it is (True) or negated (False)."""
         boolean = np.dtype(bool)
         result: Any = None
@@ -298,7 +298,7 @@ class ProgramBuilder:
 
     # Registers are ("input", i) or ("instruction", i) until the number of inputs is known.
 
-    def _program(self, result: Any) -> Program:
+    def _program(self, result: Any) -> ElementwiseProgram:
         def number(register: Any) -> int:
             kind, position = register
             return int(position if kind == "input" else len(self._inputs) + position)
@@ -307,7 +307,7 @@ class ProgramBuilder:
             Instruction(i.primitive, i.params, tuple(number(a) for a in arguments), i.dtype)
             for i, arguments in self._instructions
         )
-        return Program(tuple(self._inputs), instructions, number(result))
+        return ElementwiseProgram(tuple(self._inputs), instructions, number(result))
 
     def _input(self, value: Input) -> Any:
         return "input", self._inputs.setdefault(value, len(self._inputs))

@@ -12,24 +12,28 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
-from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART
+from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy_flows import Flows
 from autopallas.patterns.cross_entropy_passes import passes
 from autopallas.patterns.cross_entropy_region import Region
-from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
+from autopallas.patterns.order import circle
 
 __all__ = ["find"]
 
@@ -41,6 +45,10 @@ _LAYOUT = frozenset(
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
 """Equations that only restate a value, through which it is followed."""
+_MOST_HEADS = 4
+"""Products whose results are read together as logits: each is computed tile by tile, and a tile of each is held."""
+_READINGS = 4
+"""How often, on average, a value may be followed that products without exponents flow into."""
 _LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
 """What is assumed where zeros among which a gradient was put are multiplied."""
 
@@ -53,30 +61,35 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     alive = surviving(graph)
     scatters = _Scatters(graph, alive)
     flows = Flows(graph)
-    candidates: list[_Candidate] = []
+    every: list[_Candidate] = []
+    others: list[Node] = []
     for node in graph.nodes:
-        if node.name != "dot_general" or node.outputs[0] not in exponents or node.outputs[0] not in alive:
+        if node.name != "dot_general" or node.outputs[0] not in alive:
             continue
         with contained(node):
             if not _may_give_logits(graph, node):
                 continue
+            if node.outputs[0] not in exponents:
+                others.append(node)
+                continue
             inside, ends = _flow(graph, [node.outputs[0]], alive)
-            if not any(graph.name(number) in ("exp", "exp2") for number in inside):
-                continue
-            if _weighs_something_else(graph, node, inside, ends.values()):
-                continue
-            candidates.append(_Candidate(node, inside, ends))
+            if any(graph.name(number) in ("exp", "exp2") for number in inside):
+                every.append(_Candidate(node, inside, ends))
+    candidates = [one for one in every if not _weighs_something_else(graph, [one.dot], one.inside, one.ends.values())]
+    joint = _joint(graph, [*every, *_beside(graph, others, every, alive)])
+    scatters.join([*joint, *_lone(candidates, joint)])
     scatters.join(candidates)
     regions: list[Region] = []
-    for candidate in candidates:
+    for candidate in (*joint, *candidates):
         with contained(candidate.dot):
-            ends = candidate.ends
-            read = sorted(ends.values(), key=lambda n: n.outputs or (-1,))
-            region = Region(graph, candidate.dot, candidate.inside, read, flows, shared=candidate.shared)
-            if region.anchored:
+            region = _region(graph, candidate, flows)
+            if region is not None:
                 regions.append(region)
+    matched: list[Region] = []
     taken: set[int] = set()
     given: set[int] = set()
+    together: dict[int, Mismatch] = {}
+    """Why some logits are no site together with others."""
     for region in regions:
         node = region.dot
         with contained(node):
@@ -85,15 +98,116 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             try:
                 with bounded(graph):
                     matches.append(_match(graph, region, assume_finite, given))
+                matched.append(region)
                 taken |= region.inside
                 given.update(matches[-1].replaced)
             except Mismatch as mismatch:
-                if region.labelled:
-                    where = compat.location(node.equation)
+                if region.others:
+                    if region.understood:
+                        together |= dict.fromkeys(region.every, mismatch)
+                elif region.labelled:
+                    mismatch = together.get(node.outputs[0], mismatch)
+                    where = jaxprs.location(node.equation)
                     misses.append(
                         NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice)
                     )
+    _part(graph, matches, matched, assume_finite)
     return matches, misses
+
+
+def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_finite: bool) -> None:
+    """Makes several passes of sites that wait for each other: each gives its statistics before it reads the other's, as
+    where the labels of two heads are compared."""
+    left = set(range(len(matches)))
+    while len(left) > 1 and (around := circle(graph, matches)):
+        position = next((i for i in sorted(left) if matches[i] in around and not matches[i].then), None)
+        if position is None:
+            return
+        left.remove(position)
+        before = {number for match in matches[:position] for number in match.replaced}
+        others = frozenset(number for match in around if match is not matches[position] for number in match.replaced)
+        with contained(regions[position].dot), suppress(Mismatch), bounded(graph):
+            matches[position] = _match(graph, regions[position], assume_finite, before, others)
+
+
+def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
+    """The values around some logits; None where no sum of their exponentials tells the vocabulary."""
+    ends = sorted(candidate.ends.values(), key=lambda n: n.outputs or (-1,))
+    every = [(candidate.dot, candidate.own), *candidate.others]
+    for position, (dot, own) in enumerate(every):
+        others = every[:position] + every[position + 1 :]
+        region = Region(
+            graph, dot, candidate.inside, ends, flows, shared=candidate.shared, others=others, own=frozenset(own)
+        )
+        if region.anchored:
+            return region
+    return None
+
+
+def _beside(
+    graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]
+) -> list[_Candidate]:
+    """Products that give no exponents, but perhaps what is read together with logits: as many numbers.
+
+    None, where to follow them all would take longer than to read the program a few times.
+    """
+    sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in candidates}
+    shapes = {graph.shape(number) for candidate in candidates for number in candidate.inside}
+    found: list[_Candidate] = []
+    left = _READINGS * len(graph.avals)
+    for node in nodes:
+        if math.prod(graph.shape(node.outputs[0])) in sizes and graph.shape(node.outputs[0]) in shapes:
+            found.append(_Candidate(node, *_flow(graph, [node.outputs[0]], alive), plain=True))
+            left -= len(found[-1].inside)
+            if left < 0:
+                return []
+    return found
+
+
+def _lone(candidates: Sequence[_Candidate], joint: Sequence[_Candidate]) -> list[_Candidate]:
+    """Copies of the candidates that are in none of the joint ones."""
+    taken = {number for one in joint for number in (*one.dot.outputs, *(n for d, _ in one.others for n in d.outputs))}
+    left = (one for one in candidates if one.dot.outputs[0] not in taken)
+    return [replace(one, inside=one.inside.copy(), ends=one.ends.copy(), shared=set()) for one in left]
+
+
+def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Candidates whose logits are read together, as those of two heads whose probabilities a divergence compares."""
+    group = list(range(len(candidates)))
+
+    def root(number: int) -> int:
+        while group[number] != number:
+            group[number] = number = group[group[number]]
+        return number
+
+    first: dict[Any, int] = {}
+    for number, candidate in enumerate(candidates):
+        for read in (*candidate.inside, *(("end", key) for key, end in candidate.ends.items() if _adds_up(end))):
+            group[root(number)] = root(first.setdefault(read, number))
+    members: dict[int, list[_Candidate]] = {}
+    for number, candidate in enumerate(candidates):
+        members.setdefault(root(number), []).append(candidate)
+    found: list[_Candidate] = []
+    for several in members.values():
+        sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in several}
+        if not 1 < len(several) <= _MOST_HEADS or len(sizes) > 1 or all(one.plain for one in several):
+            continue
+        inside = set().union(*(one.inside for one in several))
+        ends = {key: end for one in several for key, end in one.ends.items()}
+        if _weighs_something_else(graph, [one.dot for one in several], inside, ends.values()):
+            continue
+        first_one, *others = several
+        own = [(one.dot, one.inside.copy()) for one in others]
+        found.append(_Candidate(first_one.dot, inside, ends, own=first_one.inside.copy(), others=own))
+    return found
+
+
+def _adds_up(end: Node) -> bool:
+    """Whether an end is a contraction that leaves nothing of one of its operands but what both have."""
+    if end.name != "dot_general":
+        return False
+    contracting, batch = end.params["dimension_numbers"]
+    return any(len(end.equation.invars[s].aval.shape) == len((*contracting[s], *batch[s])) for s in (0, 1))
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:
@@ -101,12 +215,12 @@ def _may_give_logits(graph: Graph, node: Node) -> bool:
     return not is_product(node) and bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
 
 
-def _weighs_something_else(graph: Graph, node: Node, inside: Set[int], ends: Iterable[Node]) -> bool:
-    """Whether what flows from a product with batch axes is multiplied with something that this product does not read,
+def _weighs_something_else(graph: Graph, nodes: Sequence[Node], inside: Set[int], ends: Iterable[Node]) -> bool:
+    """Whether what flows from products with batch axes is multiplied with something that these products do not read,
     as probabilities are with the values of an attention."""
-    if not node.params["dimension_numbers"][1][0]:
+    if not any(node.params["dimension_numbers"][1][0] for node in nodes):
         return False
-    own = {_origin(graph, number) for number in node.inputs}
+    own = {_origin(graph, number) for node in nodes for number in node.inputs}
     for end in ends:
         if end.name == "dot_general" and not is_product(end):
             contracting, batch = end.params["dimension_numbers"]
@@ -176,6 +290,12 @@ class _Candidate:
     ends: dict[int, Node]
     shared: set[int] = field(default_factory=set)
     """The values inside that other logits flow together with, too."""
+    plain: bool = False
+    """Whether no exponential is taken of it."""
+    own: set[int] = field(default_factory=set)
+    """Where there are others, those into which these logits flow."""
+    others: list[tuple[Node, set[int]]] = field(default_factory=list)
+    """Products that give logits too, which are read together with these, and the values into which they flow."""
 
 
 class _Scatters:
@@ -221,21 +341,35 @@ class _Scatters:
         return self._flows[value]
 
 
-def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) -> Match:
-    """The site of some logits; ``before``: values that other sites give already."""
-    region.read()
+def _match(
+    graph: Graph, region: Region, assume_finite: bool, before: Set[int], others: frozenset[int] = frozenset()
+) -> Match:
+    """The site of some logits.
+
+    Args:
+      graph, region: the program, and the logits in it.
+      assume_finite: whether it may be assumed that what is left out is finite.
+      before: values that other sites give already.
+      others: results of sites that read results of this one: what is computed from both is for a pass after the one
+        that gives this site's.
+
+    Raises:
+      Mismatch: there is none.
+    """
+    region.parted = others
+    (first, *then), left = _passes(graph, region, before)
+    if returned := left & graph.returned:
+        region.asked = frozenset(returned)
+        (first, *then), left = _passes(graph, region, before)
     assumptions = tuple(region.algebra.assumptions)
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE)
-    first, *then = passes(region, before)
     nodes = (node for part in (first, *then) for node in part.equations)
     if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
         assumptions = (*assumptions, _LEFT_OUT)
-    given = {number for p in (first, *then) for number in p.results}
-    given |= {number for number in before if not region.scope.depends(number)}
-    left = (region.inside - region.shared) & surviving(graph, given)
     if left:
-        raise Mismatch(_escape(graph, region, left), advice=LOGITS_APART)
+        advice = LOGITS_APART if left.isdisjoint(graph.returned) else LOGITS_RETURNED
+        raise Mismatch(_escape(graph, region, left), advice=advice)
     return Match(
         op=first.op,
         site=first.site,
@@ -251,13 +385,22 @@ def _match(graph: Graph, region: Region, assume_finite: bool, before: Set[int]) 
     )
 
 
+def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match], Set[int]]:
+    """The passes over some logits, and the values of their size that are needed all the same."""
+    region.read()
+    found = passes(region, before)
+    given = {number for part in found for number in part.results}
+    given |= {number for number in before if not region.scope.depends(number)}
+    return found, (region.inside - region.shared) & surviving(graph, given)
+
+
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
     """Where values of the logits' size are still needed."""
-    if left & graph.returned:
-        return "the logits, or values of their size, are also returned"
+    if returned := left & graph.returned:
+        return describe_reason(graph, "the logits, or values of their size, are also returned", min(returned))
     ends = {id(t.node) for t in region.terminals}
     for number in sorted(left):
         for user in graph.users[number]:
             if id(user) not in ends and not set(user.outputs) & region.inside:
-                return f"the logits are also used by {user.name} at {compat.location(user.equation)}"
+                return f"the logits are also used by {user.name} at {jaxprs.location(user.equation)}"
     return "the logits are needed elsewhere"

@@ -32,8 +32,8 @@ class Flows:
         self._logits: dict[int, int] = {}
         """Per flow, the bit of the logits."""
 
-    def add(self, logits: int, inside: Collection[int], ends: Sequence[Node]) -> Flow:
-        """The flow of some ``logits`` through the values ``inside``, which the nodes ``ends`` read."""
+    def add(self, logits: Sequence[int], inside: Collection[int], ends: Sequence[Node]) -> Flow:
+        """The flow of some ``logits``, of one head or several, through the values ``inside``, which ``ends`` read."""
         results = [end.outputs[0] for end in ends if end.outputs]
         self._flows.append(Flow(self, len(self._flows), logits, inside, results))
         return self._flows[-1]
@@ -66,7 +66,8 @@ class Flows:
         for flow in flows:
             self._own[flow.position] = 0
             self._logits[flow.position] = 1 << len(self._meanings)
-            within[flow.logits] = within.get(flow.logits, 0) | self._logits[flow.position]
+            for number in flow.logits:
+                within[number] = within.get(number, 0) | self._logits[flow.position]
             self._meanings.append(None)
             own = self._new_bit(flow, None)
             for number in flow.inside:
@@ -107,7 +108,9 @@ class Flow:
 
     __slots__ = ("_flows", "ends", "inside", "logits", "position")
 
-    def __init__(self, flows: Flows, position: int, logits: int, inside: Collection[int], ends: Sequence[int]):
+    def __init__(
+        self, flows: Flows, position: int, logits: Sequence[int], inside: Collection[int], ends: Sequence[int]
+    ):
         self._flows, self.position, self.logits, self.inside, self.ends = flows, position, logits, inside, ends
 
     def follows(self, value: int) -> bool:

@@ -15,30 +15,32 @@ from jax import lax
 from autopallas.graph import Body, Ref
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom, View
-from autopallas.kernels.cross_entropy.site import CrossEntropySite, Result
+from autopallas.kernels.cross_entropy.site import CrossEntropySite, HeadSource, Result
 from autopallas.kernels.cross_entropy.spec import Product, Statistic
 from autopallas.patterns.advice import (
     LOGITS_APART,
     LOGITS_ONCE,
     LOSS_PER_ROW,
+    SAME_HEADS,
     SIDE_DTYPES,
     SIDE_EFFECTS,
     WHOLE_COLUMNS,
     WHOLE_GRADIENT,
 )
 from autopallas.patterns.attention_site import Labels
-from autopallas.patterns.carry import Carrier, ProgramBuilder, leanest
+from autopallas.patterns.carry import Carrier, ProgramBuilder, fewest_side_elements
 from autopallas.patterns.cross_entropy_region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.sites.elementwise import Constant, Index, Program, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Side
 from autopallas.sites.index_notation import Operand
 
 __all__ = ["passes"]
 
+_HEADS = 2**19
 _FROM_HERE = 2**20
-"""Until the number of side inputs is known, statistic k (in a product: finished number k) is side input
-``_FROM_HERE + k``."""
+"""Until the number of side inputs is known, the logits of further head h are side input ``_HEADS + h``, and statistic k
+(in a product: finished number k) is side input ``_FROM_HERE + k``."""
 
 
 def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
@@ -47,7 +49,8 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
     What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is
     left to that.
 
-    Where everything between statistics and products is computed row by row, one pass does it all.
+    Where everything between statistics and products is computed row by row, one pass does it all, but for regions that
+    are ``parted`` by other sites.
 
     Raises:
       Mismatch: an operand is not at hand where a pass would stand.
@@ -80,14 +83,14 @@ def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
 def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
     """One of several passes: from what its body has, or else also from what that of the logits can give it."""
     size = math.prod(region.graph.shape(region.logits))
-    return leanest(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
+    return fewest_side_elements(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
 
 
 def _in_one(region: Region) -> bool:
     """Whether statistics and products are computed in the same body, once."""
     held = {body for t in region.terminals for body, _ in region.graph.occurrences(t.result)}
     before = all(t.level == 1 for other in region.regions[1:] for t in other.terminals)
-    return len(held) == 1 and bool(region.products) and before
+    return len(held) == 1 and bool(region.products) and before and not region.parted
 
 
 def _place(region: Region, terminal: Terminal) -> int:
@@ -100,7 +103,7 @@ class _Pass:
 
     def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False, across: bool = False):
         self.one = one
-        self.finish: list[Program] = []
+        self.finish: list[ElementwiseProgram] = []
         self.region, self.graph, self.space = region, region.graph, region.space
         self.terminals = terminals
         self.results = tuple(dict.fromkeys(t.result for t in terminals))
@@ -117,7 +120,7 @@ class _Pass:
         axes = self.rows, region.resolved(region.vocabulary)
         self.homes = tuple(dict.fromkeys(b for b, _ in self.graph.occurrences(region.logits))) if across else ()
         self.carrier = Carrier(region.scope, self._bodies(), axes, region.score, across=across, homes=self.homes)
-        self.carrier.roles = 2
+        self.carrier.roles = 2 * len(region.heads)
 
     def _bodies(self) -> tuple[Body, ...]:
         held = (body for number in self.results for body, _ in self.graph.occurrences(number))
@@ -125,12 +128,13 @@ class _Pass:
 
     def match(self) -> Match:
         region, carrier = self.region, self.carrier
-        x, w = carrier.role(region.x), carrier.role(region.w)
-        sources: list[tuple[Program | int, View, Any]] = []
+        heads = [(carrier.role(head.x), carrier.role(head.w)) for head in region.heads]
+        (x, w), *further = heads
+        sources: list[tuple[ElementwiseProgram | int, View, Any]] = []
         for terminal in self.terminals:
             dtype = self.graph.dtype(terminal.result)
             sources.append((self._source(terminal), terminal.view, dtype))
-        shift = len(carrier.sides) - _FROM_HERE
+        counts = len(carrier.sides), len(further)
         labels = Labels(self.space)
         site = CrossEntropySite(
             sizes=(),
@@ -138,18 +142,33 @@ class _Pass:
             weight=labels.operand(w),
             row_labels=labels.atoms(self.rows),
             vocabulary_labels=labels.atoms(region.resolved(region.vocabulary)),
-            hidden_labels=labels.atoms(self._hidden(w)),
+            hidden_labels=labels.atoms(self._hidden(w, region.hidden)),
             results=tuple(
-                Result(_shifted(s, shift) if isinstance(s, Program) else s, labels.view(self.space.view(view)), dtype)
+                Result(
+                    _placed(s, *counts) if isinstance(s, ElementwiseProgram) else s,
+                    labels.view(self.space.view(view)),
+                    dtype,
+                )
                 for s, view, dtype in sources
             ),
             residual=tuple((0, labels.atoms((a,))) for a in (*self.batch, *self.rows)),
             types=(),
             logit_dtype=self.graph.dtype(region.logits),
-            statistics=tuple(self.statistics),
-            finish=tuple(_shifted(p, shift) for p in self.finish),
-            products=tuple(replace(p, program=_shifted(p.program, shift)) for p in self.products),
-            sides=tuple(labels.source(s) for s in carrier.sides),
+            statistics=tuple(replace(s, program=_placed(s.program, *counts)) for s in self.statistics),
+            finish=tuple(_placed(p, *counts) for p in self.finish),
+            products=tuple(replace(p, program=_placed(p.program, *counts)) for p in self.products),
+            sides=(
+                *(labels.source(s) for s in carrier.sides),
+                *(
+                    HeadSource(
+                        labels.operand(rows),
+                        labels.operand(weight),
+                        labels.atoms(self._hidden(weight, head.hidden)),
+                        self.graph.dtype(head.score.value),
+                    )
+                    for (rows, weight), head in zip(further, region.further, strict=True)
+                ),
+            ),
             clipped=tuple(self.clipped),
             batch_labels=labels.atoms(self.batch),
             precision=precision_of(self.graph, region.dot),
@@ -171,7 +190,7 @@ class _Pass:
             site,
             sizes=labels.sizes(),
             types=tuple(self.graph.dtype(number) for number in operands),
-            own_rule=any(number in self.graph.inner for n in nodes for number in n.outputs),
+            has_custom_rule=any(number in self.graph.inner for n in nodes for number in n.outputs),
         )
         return Match(
             op="cross_entropy",
@@ -198,20 +217,20 @@ class _Pass:
                     "head outside of the checkpoint.",
                 )
 
-    def _hidden(self, w: Operand) -> tuple[Atom, ...]:
-        """The labels of D, in the order in which the weight has them."""
-        hidden = set(self.region.resolved(self.region.hidden))
+    def _hidden(self, w: Operand, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        """The labels of a head's D, in the order in which its weight has them."""
+        hidden = set(self.region.resolved(atoms))
         return tuple(a for a in w.labels if a in hidden)
 
     # ------------------------------------------------------------------ programs
 
-    def _source(self, terminal: Terminal) -> Program | int:
+    def _source(self, terminal: Terminal) -> ElementwiseProgram | int:
         if terminal.kind == "statistics":
             expression = terminal.expression
             return _RowBuilder(self).build(self.region.expressed(expression) if self.one else expression)
         program = _TileBuilder(self.region, self.carrier, self).build(terminal.expression)
         dtype = self.graph.dtype(terminal.result)
-        product = Product(terminal.kind, program, dtype)
+        product = Product(terminal.kind, program, dtype, terminal.head)
         if product not in self.products:
             self.products.append(product)
         return self.products.index(product)
@@ -276,6 +295,8 @@ class _TileBuilder(ProgramBuilder):
                 return self._input(Index(expression.axis, expression.dtype))
             case Ref():
                 ref = self.scope.space.canonical(expression)
+                if ref.value in self.scope.further:
+                    return self._logits(ref)
                 if ref.value != self.scope.score and self.region.touches(ref.value):
                     if not self.region.algebra.carries_axis(ref) or self.region.algebra.of_column(ref):
                         return self._side(expression)
@@ -286,6 +307,13 @@ class _TileBuilder(ProgramBuilder):
                         return self._greatest(ref, compared)
                     return self._elementwise(ref, self.scope.graph.dtype(ref.value))
         return super()._written(expression)
+
+    def _logits(self, ref: Ref) -> Any:
+        """The logits of a further head."""
+        for number, head in enumerate(self.region.further):
+            if head.score.value == ref.value and self.scope.space.same(ref, self.scope.space.canonical(head.score)):
+                return self._input(Side(_HEADS + number, self.scope.graph.dtype(ref.value)))
+        raise Mismatch("the logits of a head enter the program in two layouts", advice=SAME_HEADS)
 
     def _greatest(self, ref: Ref, compared: Ref) -> Any:
         """Where a row is greatest.  Computed anew, a value may differ by a rounding from the maximum that it was: the
@@ -341,11 +369,16 @@ class _RowBuilder(_TileBuilder):
         return super()._written(expression)
 
 
-def _shifted(program: Program, shift: int) -> Program:
-    """The program with its statistics behind the side inputs."""
+def _placed(program: ElementwiseProgram, sides: int, heads: int) -> ElementwiseProgram:
+    """The program with the logits of further heads behind the other side inputs, and statistics behind both."""
 
     def moved() -> Iterator[Any]:
         for i in program.inputs:
-            yield replace(i, position=i.position + shift) if isinstance(i, Side) and i.position >= _FROM_HERE else i
+            if not isinstance(i, Side) or i.position < _HEADS:
+                yield i
+            elif i.position < _FROM_HERE:
+                yield replace(i, position=i.position - _HEADS + sides)
+            else:
+                yield replace(i, position=i.position - _FROM_HERE + sides + heads)
 
     return replace(program, inputs=tuple(moved()))

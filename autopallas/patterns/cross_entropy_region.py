@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from jax import lax
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
@@ -25,6 +25,7 @@ from autopallas.patterns.advice import (
     ONE_LABEL,
     OWN_DERIVATIVE,
     PRECISION,
+    SAME_HEADS,
     WHOLE_COLUMNS,
     WHOLE_ROWS,
 )
@@ -35,6 +36,7 @@ from autopallas.patterns.expressions import (
     Dtype,
     Expression,
     Scope,
+    computed_from,
     operation,
     parts_of,
     precision_of,
@@ -43,7 +45,7 @@ from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.row_statistics import RowStatistics
 
-__all__ = ["Region", "Terminal"]
+__all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
 """Operations on one path from statistics to a number per row."""
@@ -60,23 +62,39 @@ class Terminal:
       kind: "rows" for a function of statistics, or the kind of a product.
       expression: of statistics and numbers per row; or the tile values of the product.
       batch: labels of rows over which a product is not summed: one for each example.
+      head: of a product, whose weight or activations it is with.
       level: in which pass over the logits it can be computed, the first being 1.
     """
 
     node: Node
     result: int
     view: View
-    kind: Literal["statistics", "rows", "columns", "column_sum"]
+    kind: Literal["statistics", "rows", "columns", "column_sum", "values"]
     expression: Expression
     batch: frozenset[Atom] = frozenset()
     level: int = 1
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLogits:
+    """The logits of one head: the values that are multiplied, and the labels over which."""
+
+    score: Ref
+    x: Ref
+    w: Ref
+    hidden: list[Atom]
 
 
 class Region:
-    """The values of the logits' size around one contraction.
+    """The values of the logits' size around one contraction, or around several whose results are read together.
 
     Attributes:
       inside: numbers of these values.
+      others: further contractions of which the results are logits, each with the values into which they flow.
+      asked: values inside that the program returns, and a pass may write.
+      parted: results of other sites, which wait for results of this one: no pass gives these that waits for those.
+      further: their logits, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
       shared: those of them that flow together with other logits too: gradients of picked elements.
       other: of a region in which rows and columns have changed places, the one that has them as they were.  Where a
@@ -93,21 +111,31 @@ class Region:
         flows: Flows,
         other: Region | None = None,
         shared: Set[int] = frozenset(),
+        others: Sequence[tuple[Node, Set[int]]] = (),
+        own: Set[int] = frozenset(),
     ):
         self.graph, self.dot, self.inside, self.ends, self._flows = graph, dot, inside, ends, flows
         self.logits = dot.outputs[0]
+        self.others, self._alone = others, own
+        self.further: list[HeadLogits] = []
+        self.asked: frozenset[int] = frozenset()
+        self.parted: frozenset[int] = frozenset()
+        self._waiting: dict[int, bool] = {}
         self.other, self.shared = other, shared
         self.terminals: list[Terminal] = []
         self._levels: dict[int, int] = {} if other is None else other._levels
         self.side = 0
         self.anchored = any(self._anchor(node) for node in ends)
         if self.anchored:
-            self._flow: Flow = flows.add(self.logits, inside, ends) if other is None else other._flow
+            self._flow: Flow = flows.add(self.every, inside, ends) if other is None else other._flow
             self.scope.follows = self._flow.follows
+            self.scope.further = frozenset(self.every[1:])
 
     @cached_property
     def turned(self) -> Region | None:
         """The region in which rows and columns have changed places; None where no column's exponentials are summed."""
+        if self.others:
+            return None
         found = Region(self.graph, self.dot, self.inside, self.ends, self._flows, self)
         return found if found.anchored else None
 
@@ -129,7 +157,22 @@ class Region:
 
     @property
     def location(self) -> str:
-        return compat.location(self.dot.equation)
+        return jaxprs.location(self.dot.equation)
+
+    @property
+    def every(self) -> tuple[int, ...]:
+        """The numbers of the logits of all contractions."""
+        return (self.logits, *(node.outputs[0] for node, _ in self.others))
+
+    @property
+    def understood(self) -> bool:
+        """Whether it was found how the logits of the other contractions are read together with the first one's."""
+        return len(self.further) == len(self.others)
+
+    @property
+    def heads(self) -> list[HeadLogits]:
+        """The logits of the first contraction, and of the others."""
+        return [HeadLogits(self.score, self.x, self.w, self.hidden), *self.further]
 
     @property
     def products(self) -> list[Terminal]:
@@ -208,6 +251,72 @@ class Region:
                 self._apart = tuple(a for a in self.rows if a in own)
                 return True
         return False
+
+    def _join(self) -> None:
+        """Finds the logits of the other contractions under the labels of the first one's.
+
+        Raises:
+          Mismatch: they are not the same rows and the same vocabulary.
+        """
+        reached, left = set(self._alone), list(self.others)
+        self.further = []
+        while left:
+            seen = ((n, self._beside(dot.outputs[0], reached, inside)) for n, (dot, inside) in enumerate(left))
+            position, at = next(((n, at) for n, at in seen if at is not None), (0, None))
+            if at is None:
+                raise Mismatch(
+                    "the logits of several products are read together in a way that is not understood",
+                    advice=SAME_HEADS,
+                )
+            self.further.append(self._head(at))
+            self._known[at.value] = at
+            reached |= left.pop(position)[1]
+
+    def _beside(self, logits: int, reached: Set[int], inside: Set[int]) -> Ref | None:
+        """Other logits, seen from where they are first read together with what is aligned already."""
+        both = reached & inside
+        if both:
+            return _seen_from(self.space, self._aligned(min(both)), {logits})
+        for node in self.ends:
+            if node.name != "dot_general":
+                continue
+            for side, number in enumerate(node.inputs):
+                if number in reached and node.inputs[1 - side] in inside:
+                    with contextlib.suppress(Mismatch, KeyError):
+                        _, read = self._factors(node, self._aligned(number), side)
+                        return _seen_from(self.space, read, {logits})
+        return None
+
+    def _head(self, at: Ref) -> HeadLogits:
+        space, shape = self.space, self.graph.shape(at.value)
+        rows, vocabulary = set(self.resolved(self.rows)), set(self.resolved(self.vocabulary))
+        labels = [a for _, atoms in at.view for a in space.resolve(atoms)]
+        whole = all(offset == 0 and space.extent(a) == n for (offset, a), n in zip(at.view, shape, strict=True))
+        if not whole or len(set(labels)) != len(labels) or set(labels) != rows | vocabulary:
+            raise Mismatch(
+                "the loss reads logits of several products, of which each has other rows or columns", advice=SAME_HEADS
+            )
+        contraction = space.contraction(at)
+        if contraction is not None:
+            left, right, contracted = contraction
+            hidden = [a for _, atoms in contracted for a in atoms]
+            apart = set(self.apart)
+            for x, w in ((left, right), (right, left)):
+                own = [space.atoms(operand) - set(space.resolve(hidden)) for operand in (x, w)]
+                if own[0] == rows and own[1] == vocabulary | apart:
+                    kinds = {self.graph.dtype(n) for n in (at.value, self.logits)}
+                    if np.float64 in kinds and len(kinds) > 1:
+                        raise Mismatch(
+                            "the products that give the logits are computed in different precisions", advice=PRECISION
+                        )
+                    if precision_of(self.graph, self.graph.definitions[at.value]) != precision_of(self.graph, self.dot):
+                        raise Mismatch(
+                            "the products that give the logits ask for different precisions", advice=PRECISION
+                        )
+                    return HeadLogits(at, x, w, hidden)
+        raise Mismatch(
+            "the loss reads logits of several products, of which each has other rows or columns", advice=SAME_HEADS
+        )
 
     def _sums_exponentials(self, value: int) -> bool:
         """Whether a value is an exponential of logits, but for casts, masks and factors."""
@@ -292,8 +401,9 @@ class Region:
         """
         if 0 in (*self.graph.shape(self.dot.inputs[0]), *self.graph.shape(self.dot.inputs[1])):
             raise Mismatch("an axis of the contraction has no elements", advice=EMPTY)
+        self._join()
         around = loops(self.graph.definitions[self.logits].body)
-        if self._is_piece(self.w) and not self._varies(self.x, around):
+        if any(self._is_piece(head.w) and not self._varies(head.x, around) for head in self.heads):
             raise Mismatch("the program computes its logits in pieces of the vocabulary already", advice=NO_LOOP)
         if any(loops(node.body) > around for node in self.ends):
             raise Mismatch("the logits are computed once and read inside a loop", advice=NO_LOOP)
@@ -312,6 +422,7 @@ class Region:
                 self._levels[terminal.result] = terminal.level
             for region in self.regions:
                 region._out_of_rules()
+            self._written_out()
         terminals = [t for region in self.regions for t in region.terminals if t.kind == "statistics"]
         if not any(_computes(t.expression, "exp_sum") for t in terminals):
             raise Mismatch("nothing sums the exponentials of the logits", advice=LOSS_PER_ROW)
@@ -388,6 +499,23 @@ class Region:
                     self._levels[number] = level
             self.terminals = [t for t in self.terminals if t not in within]
 
+    def _written_out(self) -> None:
+        """Reads the values of the logits' size that are asked for, as the gradient of soft labels may be.
+
+        A pass that forms the logits' gradient writes them too, and neither that gradient nor the logits are stored.
+        Without products there is nothing to be gained, nor where the logits themselves are asked for, or what is
+        computed from them before any statistic.
+        """
+        if not any(t.kind in ("rows", "columns") for t in self.terminals):
+            return
+        for number in sorted(self.asked):
+            with contextlib.suppress(Mismatch):
+                at = self._aligned(number)
+                found = Terminal(self.graph.definitions[number], number, at.view, "values", at)
+                found.level = self._level(found)
+                if found.level > 1:
+                    self.terminals.append(found)
+
     def _result_of(self, ref: Ref) -> Expression | None:
         ref = self.space.canonical(ref)
         if not set(self.resolved(self.rows)) <= self.space.atoms(ref):
@@ -413,7 +541,7 @@ class Region:
             return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
             raise Mismatch(
-                f"the logits are also used by {node.name} at {compat.location(node.equation)}", advice=LOGITS_APART
+                f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
             )
         return inside[0]
 
@@ -427,20 +555,20 @@ class Region:
             if node.name == "reduce_sum" and reduced and reduced <= rows - self.apart:
                 return Terminal(node, node.outputs[0], kept, "column_sum", at, frozenset(rows - reduced))
             if reduced and reduced <= rows:
-                where = compat.location(node.equation)
+                where = jaxprs.location(node.equation)
                 raise Mismatch(
                     f"the same logits are normalised along another axis too, by {node.name} at {where}",
                     advice=WHOLE_COLUMNS,
                 )
             if not vocabulary <= reduced:
                 raise Mismatch(
-                    f"{node.name} runs over a part of the logits at {compat.location(node.equation)}", advice=WHOLE_ROWS
+                    f"{node.name} runs over a part of the logits at {jaxprs.location(node.equation)}", advice=WHOLE_ROWS
                 )
             if node.name == "reduce_sum":
                 return Terminal(node, node.outputs[0], kept, "statistics", self.algebra.total(at))
             if reduced != vocabulary:
                 raise Mismatch(
-                    f"{node.name} runs over rows too at {compat.location(node.equation)}",
+                    f"{node.name} runs over rows too at {jaxprs.location(node.equation)}",
                     advice="Reduce the logits over the vocabulary alone, and combine what that gives for several rows "
                     "afterwards.",
                 )
@@ -461,12 +589,11 @@ class Region:
         if node.name == "dot_general":
             return self._product(node, at)
         raise Mismatch(
-            f"the logits are also used by {node.name} at {compat.location(node.equation)}", advice=LOGITS_APART
+            f"the logits are also used by {node.name} at {jaxprs.location(node.equation)}", advice=LOGITS_APART
         )
 
     def _product(self, node: Node, at: Ref) -> Terminal:
         """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
-        space = self.space
         contracting, batch = node.params["dimension_numbers"]
         side = 0 if node.inputs[0] == at.value else 1
         reduced = {a for d in contracting[side] for a in self.resolved(at.view[d][1])}
@@ -477,32 +604,23 @@ class Region:
         ):
             return self._sum_of_products(node, at, side)
         if reduced == vocabulary:
-            kind, partner = "rows", self.w
+            kind = "rows"
         elif reduced and reduced <= rows - self.apart:
-            kind, partner = "columns", self.x
+            kind = "columns"
         else:
             raise Mismatch(
-                f"the logits are contracted over another axis at {compat.location(node.equation)}",
+                f"the logits are contracted over another axis at {jaxprs.location(node.equation)}",
                 advice="Contract the logits, or their gradient, over the whole vocabulary or over whole rows.",
             )
-        other = node.inputs[1 - side]
-        shape = self.graph.shape(other)
-        free = [d for d in range(len(shape)) if d not in (*contracting[1 - side], *batch[1 - side])]
-        if other == partner.value:
-            hidden = {d: partner.view[d] for d in free}
-        else:
-            groups = space.cut(self.hidden, [shape[d] for d in free if shape[d] != 1])
-            if groups is None:
-                raise Mismatch(
-                    "the logits' gradient is multiplied by something else than the weight or the activations",
-                    advice=LOSS_PER_ROW,
-                )
-            left = iter(groups)
-            hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
-        read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
-        if not space.same(space.canonical(read), space.canonical(partner)):
+        partners = [head.w if kind == "rows" else head.x for head in self.heads]
+        read = (
+            self._hidden_of(node.inputs[1 - side], shared, partner, head.hidden)
+            for partner, head in zip(partners, self.heads, strict=True)
+        )
+        number, hidden = next(((n, hidden) for n, hidden in enumerate(read) if hidden is not None), (0, None))
+        if hidden is None:
             raise Mismatch(
                 "the logits' gradient is multiplied by something else than the weight or the activations",
                 advice=LOSS_PER_ROW,
@@ -511,13 +629,37 @@ class Region:
             raise Mismatch("the products of the backward ask for another precision than the forward", advice=PRECISION)
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
-        others = [hidden[d] for d in free]
+        others = list(hidden)
         view = (*first, *own, *others) if side == 0 else (*first, *others, *own)
-        return Terminal(node, node.outputs[0], view, kind, at, frozenset(rows - reduced if kind == "columns" else ()))
+        apart = frozenset(rows - reduced if kind == "columns" else ())
+        return Terminal(node, node.outputs[0], view, kind, at, apart, head=number)
+
+    def _hidden_of(
+        self, other: int, shared: Mapping[int, Dimension], partner: Ref, labels: Sequence[Atom]
+    ) -> list[Dimension] | None:
+        """The dimensions of a factor beside those that it shares with the logits' gradient; None where it is not a
+        head's ``partner`` of these."""
+        space, shape = self.space, self.graph.shape(other)
+        free = [d for d in range(len(shape)) if d not in shared]
+        if other == partner.value:
+            hidden = {d: partner.view[d] for d in free}
+        else:
+            groups = space.cut(labels, [shape[d] for d in free if shape[d] != 1])
+            if groups is None:
+                return None
+            left = iter(groups)
+            hidden = {d: (0, ()) if shape[d] == 1 else next(left) for d in free}
+        read = Ref(other, tuple({**hidden, **shared}[d] for d in range(len(shape))))
+        return list(hidden.values()) if space.same(space.canonical(read), space.canonical(partner)) else None
 
     def _sum_of_products(self, node: Node, at: Ref, side: int) -> Terminal:
         """A contraction over the vocabulary with something that has no axis of its own, such as labels as one-hot rows
         or probabilities: what the sum of an elementwise product is."""
+        view, read = self._factors(node, at, side)
+        return Terminal(node, node.outputs[0], view, "statistics", self.algebra.total_of_products(at, read))
+
+    def _factors(self, node: Node, at: Ref, side: int) -> tuple[View, Ref]:
+        """Of a contraction of ``at`` with something that has no axis of its own: the result's dimensions, and that."""
         contracting, batch = node.params["dimension_numbers"]
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
@@ -525,7 +667,7 @@ class Region:
         read = Ref(other, tuple(shared[o] for o in range(len(self.graph.shape(other)))))
         first = [at.view[d] for d in batch[side]]
         own = [dimension for d, dimension in enumerate(at.view) if d not in (*contracting[side], *batch[side])]
-        return Terminal(node, node.outputs[0], (*first, *own), "statistics", self.algebra.total_of_products(at, read))
+        return (*first, *own), read
 
     # ------------------------------------------------------------------ passes
 
@@ -562,13 +704,21 @@ class Region:
                 for ref in self.algebra.leaves(part):
                     level = max(level, 1 + self.level_of(ref.value))
         outer = self.outer(terminal.expression)
-        level = max([level, *(self.level_of(ref.value) for ref in outer)])
+        level = max([level, *(self.level_of(ref.value) + self._waits(ref.value) for ref in outer)])
         terminal.level = level
         try:
             terminal.expression = self._substituted(terminal.expression, level)
         except Mismatch:
             level += 1
         return level
+
+    def _waits(self, value: int) -> bool:
+        """Whether a value is computed from results of a site that waits for this one's."""
+        if not self.parted:
+            return False
+        if not self._waiting:
+            self._waiting = dict.fromkeys(self.parted, True)
+        return computed_from(self.graph, value, self._waiting, min(self.parted))
 
     def outer(self, expression: Expression) -> list[Ref]:
         """The numbers per row that a function of statistics reads beside them."""

@@ -15,7 +15,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, nodes_between
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.sites.elementwise import Constant, Instruction, Program, Score, parameters
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Instruction, Score, parameters
 
 __all__ = ["with_epilogue"]
 
@@ -96,7 +96,7 @@ def _encloses(graph: Graph, nodes: list[Node], readers: list[Node], alive: froze
     return True
 
 
-def _program(graph: Graph, product: int, steps: list[Node]) -> Program:
+def _program(graph: Graph, product: int, steps: list[Node]) -> ElementwiseProgram:
     scope = Scope(graph)
     inputs: dict[Any, None] = {Score(graph.dtype(product)): None}
     registers: dict[int, Any] = {product: Score(graph.dtype(product))}
@@ -117,4 +117,4 @@ def _program(graph: Graph, product: int, steps: list[Node]) -> Program:
         arguments = tuple(numbers[i] for i in step.inputs)
         instructions.append(Instruction(primitive, parameters(params), arguments, np.dtype(graph.dtype(number))))
         numbers[number] = len(inputs) + len(instructions) - 1
-    return Program(tuple(inputs), tuple(instructions), numbers[steps[-1].outputs[0]])
+    return ElementwiseProgram(tuple(inputs), tuple(instructions), numbers[steps[-1].outputs[0]])

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
-from autopallas.graph.proof_cache import Forms
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.backward import (
     Backward,
@@ -40,7 +40,7 @@ from autopallas.patterns.backward import (
     differentiable,
     settle,
 )
-from autopallas.patterns.carry import at_hand
+from autopallas.patterns.carry import is_available
 from autopallas.patterns.experts_axes import choice_axes, passed_on
 from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
 from autopallas.patterns.experts_picks import GATHERED, PICKED
@@ -75,13 +75,13 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
     covered: set[int] = set()
-    others: Forms[_Found | _Refusal | None] = Forms(graph, choice_axes(graph))
+    others: ProofCache[_Found | _Refusal | None] = ProofCache(graph, choice_axes(graph))
     sites = Sites(graph)
     within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
     for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
         with contained(node):
-            root, location = _result(graph, node, alive), compat.location(node.equation)
+            root, location = _result(graph, node, alive), jaxprs.location(node.equation)
             if root in covered or node.name == "select_n" and root in within:
                 continue
             if node.name == "add":
@@ -174,7 +174,7 @@ def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
     return floating[0] if floating else next(iter(node.outputs), -1)
 
 
-def _found(graph: Graph, node: Node, root: int, others: Forms[_Found | _Refusal | None]) -> _Found | None:
+def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Refusal | None]) -> _Found | None:
     """A sum over experts, or None of another sum."""
     loop = loop_at(graph, root)
     if loop is not None:
@@ -475,7 +475,7 @@ class Draft:
                 users = (u for u in graph.users[number] if not alive.isdisjoint(u.outputs) or u.equation.effects)
                 other = next((u for u in users if not belongs(u)), None)
                 if other is not None:
-                    where = compat.location(other.equation)
+                    where = jaxprs.location(other.equation)
                     self.escaped = f"{self.what}, and what they compute is also used by {other.name} at {where}"
                     return
 
@@ -497,7 +497,7 @@ class Draft:
     def _match(
         self,
         operands: Sequence[int],
-        original: Any,
+        original: ClosedJaxpr,
         readable: Any,
         nodes: Sequence[Node] = (),
         backwards: tuple[BackwardMatch, ...] = (),
@@ -511,7 +511,7 @@ class Draft:
             equations=tuple(nodes),
             original=original,
             body=self.body,
-            location=compat.location(self.root.equation),
+            location=jaxprs.location(self.root.equation),
             backwards=backwards,
         )
 
@@ -544,7 +544,7 @@ class Draft:
         backwards = []
         for backward in search.found:
             body = self._home(backward)
-            if not all(at_hand(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
+            if not all(is_available(graph, forward.uses[i].number, (self.body,), body, across=True) for i in places):
                 raise Mismatch("the backward lacks an operand where it stands", advice=WHOLE_GRADIENT)
             gradients = tuple((places[use], levels[0].cotangent) for use, levels in backward.levels.items())
             backwards.append(BackwardMatch(body, backward.cotangent, gradients, backward.mapped))

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
@@ -343,7 +343,7 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     equation = node.equation
     consts, carried = compat.scan_parts(equation)
     place = node.outputs.index(value)
-    body, _ = compat.opened(equation.params["jaxpr"])
+    body, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
     carries = body.invars[consts : consts + carried]
     stacked, length = place >= carried, equation.params["length"]
     counters = [i for i in range(carried) if _counts(graph, node, body, consts, i)]
@@ -403,7 +403,7 @@ def _positions(count: int, dtype: Any, _: Sequence[jax.Array]) -> jax.Array:
     return jnp.arange(count, dtype=dtype)
 
 
-def _counts(graph: Graph, node: Node, body: Any, consts: int, place: int) -> bool:
+def _counts(graph: Graph, node: Node, body: Jaxpr, consts: int, place: int) -> bool:
     """Whether a scan counts its steps, from zero on, in what it carries at a place."""
     carry, after = body.invars[consts + place], body.outvars[place]
     if _literal(graph, node.inputs[consts + place]) != 0 or carry.aval.shape or carry.aval.dtype.kind not in "iu":
@@ -424,7 +424,7 @@ def _slices(graph: Graph, node: Node, first: int) -> list[int]:
     return [numbers[v] for v in child.body.invars[first:] if v.aval.size == 1 and v.aval.dtype.kind in "iu"]
 
 
-def _accumulates(body: Any, consts: int, place: int) -> bool:
+def _accumulates(body: Jaxpr, consts: int, place: int) -> bool:
     """Whether a loop's body adds something to what it carries at a place, and does nothing else with it."""
     carry = body.invars[consts + place]
     readers = [e for e in body.eqns if any(a is carry for a in e.invars)]
@@ -563,7 +563,7 @@ class _Walk:
         if node.name == "custom_jvp_call":
             rule = rule_of(node.equation)
             return id(node) if rule is None else (node.name, rule)
-        if compat.bodies(node.equation):
+        if jaxprs.bodies(node.equation):
             return id(node)
         key = self.graph.key(node.equation, (), ())
         return id(node) if key is None else key
@@ -616,7 +616,7 @@ class _Walk:
         return self.inputs[-1]
 
 
-def rolled(graph: Graph, root: int, loop: Loop) -> Any:
+def rolled(graph: Graph, root: int, loop: Loop) -> ClosedJaxpr:
     """The program of a graph, with a map over experts in the place of the loop."""
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     wanted = list(dict.fromkeys(number for leaf in loop.leaves for number in leaf.numbers))

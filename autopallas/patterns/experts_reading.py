@@ -40,7 +40,7 @@ from autopallas.patterns.experts_slots import DISPATCHED, SCATTERED, Slots, Unpr
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.ragged_dot import precision
-from autopallas.sites.elementwise import Constant, Instruction, Program, Side, conversion_params, parameters
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Instruction, Side, conversion_params, parameters
 from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["PickedRows", "Reading", "SlotRows", "read"]
@@ -601,7 +601,7 @@ class _Reader:
             ) from None
         sides = tuple(Side(i, np.dtype(self._dtype(argument))) for i, argument in enumerate(arguments))
         instruction = Instruction(primitive, given, tuple(range(len(sides))), np.dtype(dtype))
-        return self._add(Pointwise(Program(sides, (instruction,), len(sides)), arguments, tuple(labels)))
+        return self._add(Pointwise(ElementwiseProgram(sides, (instruction,), len(sides)), arguments, tuple(labels)))
 
     def _emit(
         self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Any

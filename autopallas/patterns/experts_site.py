@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.faults import one_line
 from autopallas.graph import Graph, Space, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
@@ -47,7 +47,7 @@ class Sites:
         self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite, Any]]] = {}
         """With the programs, so that what a form names by its identity stays."""
 
-    def of(self, program: Any, loops: bool, operands: Sequence[int]) -> ExpertsSite:
+    def of(self, program: ClosedJaxpr, loops: bool, operands: Sequence[int]) -> ExpertsSite:
         """The site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
         outside = Outside(self._graph, operands)
         known = self._known.setdefault((loops, self._form(program)), [])
@@ -59,9 +59,9 @@ class Sites:
         known.append((outside.answers, site, program))
         return site
 
-    def _form(self, program: Any) -> Hashable:
+    def _form(self, program: JaxprLike) -> Hashable:
         """Equal for programs that do the same, in the same order."""
-        jaxpr, constants = compat.opened(program)
+        jaxpr, constants = jaxprs.open_jaxpr(program)
         self._graph.steps.spend(len(jaxpr.eqns))
         if constants:
             return id(program)
@@ -79,14 +79,14 @@ class Sites:
         """Equal for equations that do the same to other operands."""
         if is_elementwise_call(equation):
             return self._graph.key(equation, (), ()), rule_of(equation)
-        bodies = compat.bodies(equation)
+        bodies = jaxprs.bodies(equation)
         held = {parameter for parameter, _, _ in bodies}
         others = {name: value for name, value in equation.params.items() if name not in held}
         key = self._graph.key(equation.replace(params=others), (), ()) if bodies else self._graph.key(equation, (), ())
         return id(equation) if key is None else (key, tuple(self._form(body) for _, _, body in bodies))
 
 
-def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
+def _site_of(program: ClosedJaxpr, loops: bool, outside: Outside) -> ExpertsSite:
     graph, root = _opened(program, outside)
     if loops:
         loop = loop_at(graph, root)
@@ -161,7 +161,7 @@ def _site_of(program: Any, loops: bool, outside: Outside) -> ExpertsSite:
     )
 
 
-def _part(program: Any, outside: Outside) -> Graph:
+def _part(program: ClosedJaxpr, outside: Outside) -> Graph:
     """The graph of a program whose inputs are values of another one."""
     graph = Graph(flatten(program))
     graph.steps = outside.graph.steps
@@ -169,7 +169,7 @@ def _part(program: Any, outside: Outside) -> Graph:
     return graph
 
 
-def _opened(program: Any, outside: Outside) -> tuple[Graph, int]:
+def _opened(program: ClosedJaxpr, outside: Outside) -> tuple[Graph, int]:
     """The graph of such a program with one result, and the number of that."""
     graph = _part(program, outside)
     (result,) = graph.root.outvars

@@ -62,6 +62,7 @@ class Scope:
     Attributes:
       graph, space: the program, and the site's axis labels.
       score: the number of the value that holds the scores, once known.
+      further: numbers of values that count as scores too: other products that are read together with them.
       follows: says whether a value is computed from the scores, if that is known already; None if not.
     """
 
@@ -69,6 +70,7 @@ class Scope:
         self.graph = graph
         self.space = Space(graph, through) if space is None else space
         self.score: int | None = None
+        self.further: frozenset[int] = frozenset()
         self.follows: Callable[[int], bool] | None = None
         self._depends: dict[int, bool] = {}
         self._keys: dict[int, tuple[Apply, int, Any]] = {}
@@ -91,12 +93,20 @@ class Scope:
 
     def depends(self, value: int) -> bool:
         """Whether a value is computed from the scores."""
-        if self.score is None or value < self.score:
+        if self.score is None:
+            return False
+        scores = (self.score, *self.further)
+        first = min(scores)
+        if value < first:
             return False
         if self.follows is not None:
             return self.follows(value)
-        self._depends[self.score] = True
-        return computed_from(self.graph, value, self._depends, self.score)
+        self._depends |= dict.fromkeys(scores, True)
+        return computed_from(self.graph, value, self._depends, first)
+
+    def is_score(self, value: int) -> bool:
+        """Whether a value holds scores themselves."""
+        return value == self.score or value in self.further
 
     def mentions_score(self, expression: Expression) -> bool:
         return any(
@@ -120,7 +130,7 @@ class Scope:
             if key in seen or not self.depends(at.value):
                 continue
             seen.add(key)
-            operands = None if at.value == self.score else self.space.operands(at)
+            operands = None if self.is_score(at.value) else self.space.operands(at)
             if operands is None:
                 return True
             todo += operands
@@ -278,6 +288,12 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "mul": lambda _, a, b: a * b,
     "div": lambda _, a, b: _divided(a, b),
     "neg": lambda _, a: -a,
+    "gt": lambda _, a, b: a > b,
+    "ge": lambda _, a, b: a >= b,
+    "lt": lambda _, a, b: a < b,
+    "le": lambda _, a, b: a <= b,
+    "eq": lambda _, a, b: a == b,
+    "ne": lambda _, a, b: a != b,
     "max": lambda _, a, b: np.maximum(a, b),
     "min": lambda _, a, b: np.minimum(a, b),
     "sqrt": lambda _, a: np.sqrt(a),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
@@ -46,7 +46,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     if match.spec.use != "drhs":
                         match = with_epilogue(graph, match, alive)
             except Mismatch as mismatch:
-                location = compat.location(node.equation)
+                location = jaxprs.location(node.equation)
                 miss = NearMiss("grouped_matmul", location, mismatch.reason, node.outputs[0], mismatch.advice)
                 misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
                 continue
@@ -75,11 +75,11 @@ class _Origins:
         }
 
     def of(self, node: Node) -> Origin:
-        stack = compat.name_stack(node.equation)
+        stack = jaxprs.name_stack(node.equation)
         body: Body = node.body
         while body in self._holders:
             body, position = self._holders[body]
-            stack = f"{compat.name_stack(body.equations[position])}/{stack}"
+            stack = f"{jaxprs.name_stack(body.equations[position])}/{stack}"
         _, again, after = stack.rpartition("rematted_computation")
         if "transpose(" in after:
             return "backward"

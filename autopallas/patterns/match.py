@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autopallas import compat
+from autopallas import jaxprs
+from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
 
-__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "told"]
+__all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "describe_reason"]
 
 
 class Mismatch(Exception):
@@ -28,7 +29,7 @@ class Mismatch(Exception):
         self.reason, self.operand, self.advice = reason, operand, advice
 
 
-def told(graph: Graph, reason: str, operand: int | None) -> str:
+def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
     """A reason that names the value that it is about: type, primitive and line."""
     if operand is None:
         return reason
@@ -36,7 +37,7 @@ def told(graph: Graph, reason: str, operand: int | None) -> str:
     kind = f"{graph.dtype(operand)}[{','.join(map(str, graph.shape(operand)))}]"
     if node is None:
         return f"{reason}: {kind}, an input"
-    return f"{reason}: {kind} of {node.name} at {compat.location(node.equation)}"
+    return f"{reason}: {kind} of {node.name} at {jaxprs.location(node.equation)}"
 
 
 @contextmanager
@@ -93,7 +94,7 @@ class Match:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     equations: tuple[Node, ...]
-    original: Any
+    original: ClosedJaxpr
     body: Body
     location: str
     backwards: tuple[BackwardMatch, ...] = ()

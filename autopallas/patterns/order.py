@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match, NearMiss
 
-__all__ = ["in_some_order"]
+__all__ = ["circle", "in_some_order"]
 
 _EACH_OTHER = (
     "it waits for what another site computes, and that one for what it computes",
@@ -29,10 +29,10 @@ def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], 
     circle the one that reads the least is left out.
     """
     kept, left_out = list(matches), []
-    while kept and (circle := _circle(graph, kept)):
-        least = min(circle, key=lambda match: _size(graph, match.operands))
+    while kept and (around := circle(graph, kept)):
+        least = min(around, key=lambda match: _size(graph, match.operands))
         kept.remove(least)
-        reason, advice = _EACH_OTHER if len(circle) > 1 else _ITSELF
+        reason, advice = _EACH_OTHER if len(around) > 1 else _ITSELF
         left_out.append(NearMiss(least.op, least.location, reason, min(least.replaced), advice))
     return kept, left_out
 
@@ -41,7 +41,7 @@ def _size(graph: Graph, numbers: Iterable[int]) -> int:
     return sum(math.prod(graph.shape(number)) for number in numbers)
 
 
-def _circle(graph: Graph, matches: Sequence[Match]) -> list[Match]:
+def circle(graph: Graph, matches: Sequence[Match]) -> list[Match]:
     """The matches in one circle, if there is any."""
     reads = {number: read for match in matches for number, read in match.reads.items()}
     done: set[int] = set()

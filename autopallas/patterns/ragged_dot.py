@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.extract import closed
@@ -38,7 +38,7 @@ def ragged_dot(graph: Graph, node: Node, assume_finite: bool) -> Match:
         equations=(node,),
         original=closed(inputs, outputs, [node.equation.replace(invars=inputs, outvars=outputs)]),
         body=node.body,
-        location=compat.location(node.equation),
+        location=jaxprs.location(node.equation),
     )
 
 

@@ -26,7 +26,7 @@ from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
-from autopallas.sites.elementwise import Constant, Program, Side, conversion_params
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Side, conversion_params
 from autopallas.sites.index_notation import Operand, Positions
 
 __all__ = ["RowFactor", "row_factor"]
@@ -279,7 +279,7 @@ class _RowBuilder(ProgramBuilder):
     def __init__(self, carrier: Carrier, sums: Sequence[tuple[Weight, ...]]):
         super().__init__(carrier)
         self.inputs: list[Operand | Positions | RowStatistic] = []
-        self.statistics: list[Program | tuple[Weight, ...]] = list(sums)
+        self.statistics: list[ElementwiseProgram | tuple[Weight, ...]] = list(sums)
 
     def _written(self, expression: Expression) -> Any:
         source: Operand | Positions | RowStatistic

@@ -560,7 +560,7 @@ class RowStatistics(Softmax):
                 case Ref():
                     ref = self.space.canonical(expression)
                     key = self.scope.key(ref)
-                    if key in seen or ref.value == self.scope.score:
+                    if key in seen or self.scope.is_score(ref.value):
                         continue
                     seen.add(key)
                     node = self.scope.node(ref)

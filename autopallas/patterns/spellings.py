@@ -8,36 +8,29 @@ its equations are looked up, with all their parameters.  Nothing is compared loo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprLike, Literal, Var
 from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
 from autopallas.faults import contained
-from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph import Graph, Node, flatten
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
-from autopallas.patterns.backward import Backward, Forward, Lookup, Search, settle
-from autopallas.patterns.match import BackwardMatch, Match, NearMiss
+from autopallas.patterns.escapes import CALLS, complete
+from autopallas.patterns.match import Match, NearMiss
 
 __all__ = ["check", "find"]
 
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
-_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
 _MARK = 0.618033
 """Scalars are given values near this to be told from other numbers, each its own."""
-_APART = (
-    "Compute what else needs the value in a separate function, called only where its result is needed; or declare a "
-    "pattern that ends at the value."
-)
 
 
 class Reference:
@@ -65,14 +58,14 @@ class Reference:
         return found
 
 
-def _dissolved(program: Any, operands: Sequence[Any]) -> Any:
+def _dissolved(program: JaxprLike, operands: Sequence[Any]) -> Any:
     """Evaluates a closed jaxpr without its custom rules."""
-    jaxpr, consts = compat.opened(program)
+    jaxpr, consts = jaxprs.open_jaxpr(program)
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for equation in jaxpr.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
-        bodies = compat.bodies(equation)
-        if equation.primitive.name in _CALLS or compat.is_plain_jit(equation):
+        bodies = jaxprs.bodies(equation)
+        if equation.primitive.name in CALLS or compat.is_plain_jit(equation):
             results = _dissolved(bodies[0][2], inputs)
         else:
             read = list(dict.fromkeys(atom for atom in equation.invars if isinstance(atom, Var)))
@@ -132,7 +125,7 @@ def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[N
             if finders[0].calls:
                 finders.append(_Finder(graph, pattern, alive, dissolved=True))
             sites = [site for finder in finders for site in finder.sites()]
-            found, missed = _settled(graph, sites)
+            found, missed = complete(graph, sites)
             matches += found
             misses += missed
     return matches, misses
@@ -153,7 +146,7 @@ class _Finder:
         self.graph, self.pattern, self.alive, self.dissolved = graph, pattern, alive, dissolved
         self.marks = _marks(pattern)
         self.shape = Reference(pattern, pattern.shapes, self.marks, dissolved)
-        self.calls = any(node.name in _CALLS for node in self.shape.graph.nodes)
+        self.calls = any(node.name in CALLS for node in self.shape.graph.nodes)
         self._exact: dict[Any, Reference] = {}
 
     def sites(self) -> Iterator[tuple[Match, Node]]:
@@ -260,7 +253,7 @@ class _Finder:
             equations=tuple(nodes),
             original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
             body=node.body,
-            location=compat.location(node.equation),
+            location=jaxprs.location(node.equation),
         )
 
 
@@ -284,7 +277,7 @@ def _looked_up(
                 return None
             inputs.append(value)
         found: Sequence[int] | None = graph.find(node.equation, inputs, frame)
-        if found is None and node.name in _CALLS:
+        if found is None and node.name in CALLS:
             found = _call(graph, node, inputs)
         if found is None:
             return None
@@ -294,153 +287,9 @@ def _looked_up(
 
 def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
     """The results of a call of a custom rule with the same primal, which no key can tell."""
-    wanted = [str(body) for _, _, body in compat.bodies(node.equation)]
+    wanted = [str(body) for _, _, body in jaxprs.bodies(node.equation)]
     for user in graph.users.get(inputs[0], ()) if inputs else ():
         if user.name == node.name and list(user.inputs) == list(inputs):
-            if [str(body) for _, _, body in compat.bodies(user.equation)] == wanted:
+            if [str(body) for _, _, body in jaxprs.bodies(user.equation)] == wanted:
                 return user.outputs
     return None
-
-
-# ---------------------------------------------------------------------- the backward
-
-
-def _settled(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Match], list[NearMiss]]:
-    """The sites of one pattern that can be replaced, with their backwards, and near misses for the others."""
-    alone, leaks = list(sites), []
-    while True:  # sites may share values in the middle, such as the mean of the same squares
-        still = surviving(graph, {number for match, _ in alone for number in match.results})
-        leaking = [pair for pair in alone if _inner(pair[0]) & still]
-        if not leaking:
-            break
-        leaks += leaking
-        alone = [pair for pair in alone if pair not in leaking]
-    matches = [match for match, _ in alone]
-    waiting: list[tuple[Match, Node, Search | None]] = []
-    for match, node in leaks:
-        search = None
-        with contained(match.location):
-            search = _search(graph, match)
-        waiting.append((match, node, search))
-    searches = [search for *_, search in waiting if search is not None]
-    given = {number for match in matches for number in match.results}
-    complete: list[Search] = []
-    with contained():
-        complete = settle(graph, Lookup(graph), searches, given) if searches else []
-    misses: list[NearMiss] = []
-    for match, node, search in waiting:
-        whole = None
-        with contained(match.location):
-            whole = _with_backward(graph, match, search) if search is not None and search in complete else None
-        if whole is not None:
-            matches.append(whole)
-        else:
-            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART))
-    return matches, misses
-
-
-def _inner(match: Match) -> set[int]:
-    """The values between operands and result."""
-    return {number for node in match.equations for number in node.outputs} - set(match.results)
-
-
-def _escape(graph: Graph, match: Match) -> str:
-    """Which of the values between is needed elsewhere, and where."""
-    own = {id(e) for e in match.equations}
-    still = surviving(graph, match.results)
-    for equation in match.equations:
-        for number in set(equation.outputs) & still - set(match.results):
-            for user in graph.users[number]:
-                if id(user) not in own:
-                    return (
-                        f"a value in the middle of it is also used by {user.name} at {compat.location(user.equation)}"
-                    )
-    return "a value in the middle of it is used elsewhere"
-
-
-def _search(graph: Graph, match: Match) -> Search | None:
-    inside = {n for e in match.equations for n in e.outputs}
-    forward = Forward(graph, match.body, match.results[0], inside.__contains__, calls=_CALLS)
-    if not forward.complete or any(use.number not in match.operands for use in forward.uses):
-        return None
-    wanted = [i for i, u in enumerate(forward.uses) if jnp.issubdtype(u.variable.aval.dtype, jnp.floating)]
-    return Search(forward, wanted, ())
-
-
-def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
-    """The match with the backwards that were found, each use of an operand one operand."""
-    forward = search.forward
-    numbers = [use.number for use in forward.uses]
-    backwards = []
-    for backward in search.found:
-        cotangents = _gradients(graph, backward, numbers)
-        body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
-        if body is None:
-            return None
-        backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents)))
-    if not backwards:
-        return None
-    return replace(
-        match,
-        site=replace(match.site, inputs=tuple(match.operands.index(number) for number in numbers)),
-        direction="forward+backward",
-        operands=tuple(numbers),
-        original=forward.jaxpr(),
-        backwards=tuple(backwards),
-    )
-
-
-def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None:
-    for body, positions in graph.positions.items():
-        if cotangent in positions and all(positions.get(number, (-1,))[0] >= 0 for number in gradients):
-            return body
-    return None
-
-
-def _gradients(graph: Graph, backward: Backward, numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(use, number of its cotangent), each number once, and of the uses of one value first the one that is to have the
-    cotangent of them all; nothing where that cannot be.
-
-    The cotangents of the uses of one value have to do nothing but add up: then only their sum counts, wherever else it
-    goes.
-    """
-    of_value: dict[int, list[tuple[int, int]]] = {}
-    for use, levels in backward.levels.items():
-        of_value.setdefault(numbers[use], []).append((use, levels[0].cotangent))
-    gradients: list[tuple[int, int]] = []
-    for uses in of_value.values():
-        found = [cotangent for _, cotangent in uses]
-        for use, cotangent in uses:
-            others = {number for number in found if number != cotangent}
-            if found.count(cotangent) == 1 and _meet(graph, cotangent, others):
-                rest = {number: other for other, number in uses if number != cotangent}
-                gradients += [(use, cotangent), *((other, number) for number, other in rest.items())]
-                break
-        else:
-            return []
-    return gradients
-
-
-def _meet(graph: Graph, number: int, others: set[int]) -> bool:
-    """Whether values go into one sum, and into nothing else before, and ``number`` does so once."""
-    chain = [number]
-    while len(users := graph.users[chain[-1]]) == 1 and users[0].name == "add_any":
-        chain.append(users[0].outputs[0])
-    return not others or any(
-        _times(graph, number, total) == 1 and all(_times(graph, other, total) for other in others) for total in chain
-    )
-
-
-def _times(graph: Graph, number: int, total: int) -> int:
-    """How many times a value is added into ``total``; 0 where it, or a sum with it, goes anywhere else."""
-    if number == total:
-        return 1
-    if number > total or number in graph.returned:
-        return 0
-    times = 0
-    for user in graph.users[number]:
-        further = _times(graph, user.outputs[0], total) if user.name == "add_any" else 0
-        if not further:
-            return 0
-        times += user.inputs.count(number) * further
-    return times

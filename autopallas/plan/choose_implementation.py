@@ -19,18 +19,18 @@ from autopallas.options import Options
 from autopallas.patterns.match import Match
 from autopallas.plan.decision import Decision
 from autopallas.report.late import Entry
-from autopallas.sharding.local import alone
+from autopallas.sharding.local import local_match
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
 from autopallas.sites.operation import HOME, Operation, Unsupported
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.coverage import REMEDY
 from autopallas.tuning.evidence import Evidence, in_words, ranked
 
-__all__ = ["judged", "plan"]
+__all__ = ["evaluate_candidates", "plan"]
 
 
 def plan(
@@ -59,7 +59,7 @@ def plan(
         try:
             key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
             if key not in known:
-                known[key] = _planned(match, device, options, tuner, prober, lock)
+                known[key] = _decide(match, device, options, tuner, prober, lock)
             decision = known[key]
         except MEANT:
             raise
@@ -81,20 +81,20 @@ def plan(
     return decisions
 
 
-def _planned(
+def _decide(
     match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober, lock: lockfile.Lock | None
 ) -> Decision:
     if match.obstacle:
-        return _hindered(match, device, options)
+        return _decide_obstructed(match, device, options)
     if isinstance(match.site, OwnSite):
-        return _own(match, device, options, prober)
+        return _decide_custom(match, device, options, prober)
     if lock is not None and options.implementation_for(match.op) is None:
-        return _locked(match, device, options, lock, prober)
-    return _decide(match, device, options, tuner, prober)
+        return _decide_by_lockfile(match, device, options, lock, prober)
+    return _decide_by_evidence(match, device, options, tuner, prober)
 
 
-def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
-    """The best implementation, by evidence, that supports the site and works for it, judged."""
+def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
+    """The best implementation, by evidence, that supports the site and works for it."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
     # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
@@ -102,7 +102,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     if isinstance(wanted, str) and foreign:
         device = Device(HOME[wanted], "")
     foreign = foreign or not device.here
-    measured = alone(match)
+    measured = local_match(match)
     attempts: list[tuple[str, str, str]] = []
 
     def choices(names: Sequence[str]) -> Mapping[str, Choice]:
@@ -110,7 +110,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
             return {name: of_table(match, name, device, options.objective) for name in names}
         return tuner.choices(measured, names)
 
-    for decision in judged(operation, match.spec, device, options, choices, attempts):
+    for decision in evaluate_candidates(operation, match.spec, device, options, choices, attempts):
         if decision.verdict == "kept":
             return decision
         name, sizes = decision.implementation or "", decision.block_sizes
@@ -128,7 +128,7 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
                 if options.strict or isinstance(wanted, str):
                     raise
                 objection = "trace", f"{type(error).__name__}: {error}"
-                prober.condemn(measured, name, sizes, *objection)
+                prober.record_failure(measured, name, sizes, *objection)
         attempts.append((name, *objection))
     why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
     if isinstance(wanted, str):
@@ -136,16 +136,16 @@ def _decide(match: Match, device: Device, options: Options, tuner: Tuner, prober
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
 
 
-def _hindered(match: Match, device: Device, options: Options) -> Decision:
+def _decide_obstructed(match: Match, device: Device, options: Options) -> Decision:
     wanted = options.implementation_for(match.op)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{match.op} was to run on {wanted} only: {match.obstacle}. The site: {match.spec}")
     return Decision("kept", match.obstacle, device.platform)
 
 
-def _own(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
+def _decide_custom(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
     """An own pattern asks for its replacement: the evidence is the comparison with the reference."""
-    name, reason, sizes = check.judged(match, device, options.strict, prober.runs)
+    name, reason, sizes = check.check_replacement(match, device, options.strict, prober.runs)
     if name is None:
         return Decision("kept", reason, device.platform)
     return Decision(
@@ -153,7 +153,9 @@ def _own(match: Match, device: Device, options: Options, prober: Prober) -> Deci
     )
 
 
-def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober) -> Decision:
+def _decide_by_lockfile(
+    match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober
+) -> Decision:
     """What the lockfile says; where it says nothing, the original stays, so that every process runs the same."""
 
     def kept(reason: str, *attempt: str) -> Decision:
@@ -183,9 +185,9 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
             sizes,
             "explicit",
             site.row(given),
-            must=options.strict,
+            raise_on_failure=options.strict,
         )
-        objection = prober.objection(alone(match), site.implementation, sizes, again=False, measured=False)
+        objection = prober.objection(local_match(match), site.implementation, sizes, again=False, measured=False)
         if objection is not None:
             return kept(f"{site.implementation} failed", site.implementation, *objection)
         with compat.on_mesh_of(match.original.in_avals):
@@ -203,7 +205,7 @@ def _locked(match: Match, device: Device, options: Options, lock: lockfile.Lock,
 def _check_types(match: Match, decision: Decision) -> None:
     """Traces the kernels: they must give what the original and its derivative give."""
     name, sizes = decision.implementation or "", decision.block_sizes
-    original, of = match.original, compat.shape_of if isinstance(match.site, PlacedSite) else _shape
+    original, of = match.original, compat.shape_of if isinstance(match.site, ShardedSite) else _shape
     operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
     results, residuals = jax.eval_shape(kernel_forward(match.site, name, sizes), *operands)
     _same((*results, *residuals), (*cotangents, *match.site.residual_types()))
@@ -225,7 +227,7 @@ def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def judged(
+def evaluate_candidates(
     operation: Operation,
     spec: Any,
     device: Device,
@@ -252,7 +254,7 @@ def judged(
         attempts.extend((name, "tune", choice.failure) for name, choice in found.items() if choice.failure is not None)
         order = ranked({name: choice for name, choice in found.items() if choice.failure is None}, options.objective)
         for position, (name, choice) in enumerate(order):
-            decision = _judge(operation, name, choice, device, options, tuple(attempts))
+            decision = _go_or_no_go(operation, name, choice, device, options, tuple(attempts))
             yield replace(decision, reason=decision.reason + in_words(order[position:], options.objective))
 
     able: list[str] = []
@@ -267,7 +269,7 @@ def judged(
         yield from among(able)
 
 
-def _judge(
+def _go_or_no_go(
     operation: Operation,
     name: str,
     choice: Choice,
@@ -281,7 +283,7 @@ def _judge(
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:
         must = options.strict or isinstance(options.implementation_for(operation.name), str)
         sizes, source = choice.block_sizes, choice.source
-        return Decision(verdict, reason, device.platform, name, sizes, source, row, attempts, must=must)
+        return Decision(verdict, reason, device.platform, name, sizes, source, row, attempts, raise_on_failure=must)
 
     if options.implementation_for(operation.name) is not None:
         return decision("applied", "the implementation was asked for by name")

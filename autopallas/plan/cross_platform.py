@@ -9,33 +9,57 @@ from typing import Any, Literal
 
 import jax
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.errors import UnsupportedError
-from autopallas.plan.choose_implementation import judged
+from autopallas.plan.choose_implementation import evaluate_candidates
 from autopallas.plan.decision import Decision
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
 from autopallas.sites.operation import Operation
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.choose import Choice, of_table
+from autopallas.tuning.coverage import products
 
-__all__ = ["elsewhere"]
+__all__ = ["replan_for"]
 
 Types = tuple[tuple[tuple[int, ...], Any], ...]
 """(shape, dtype) of each operand."""
 
 
-@dataclass(frozen=True, slots=True)
+class _Original:
+    """A site's original, known by its products: that is what rows of a table depend on."""
+
+    def __init__(self, jaxpr: ClosedJaxpr):
+        self.jaxpr, self.products = jaxpr, products(jaxpr)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Original) and self.products == other.products
+
+    def __hash__(self) -> int:
+        return hash(self.products)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Subject:
     """As much of a match as a table has to know."""
 
     op: str
     spec: Any
     direction: Literal["forward", "forward+backward"]
+    original: ClosedJaxpr
+
+    @property
+    def passes(self) -> tuple[_Subject, ...]:
+        return (self,)
 
 
-def elsewhere(
-    decision: Decision, device: Device, site: SiteDescription, original: Any, active: Sequence[int] | None = None
+def replan_for(
+    decision: Decision,
+    device: Device,
+    site: SiteDescription,
+    original: ClosedJaxpr,
+    active: Sequence[int] | None = None,
 ) -> Decision:
     """The decision for a device that is not the one of ``decision``, as tables and rules alone give it.
 
@@ -51,11 +75,11 @@ def elsewhere(
       UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
     """
     given, found = original.in_avals, original.out_avals
-    if isinstance(site, PlacedSite):  # its parts are lowered: the devices are not known here
+    if isinstance(site, ShardedSite):  # its parts are lowered: the devices are not known here
         active = None if active is None else site.moved(active, site.given_types(given))
-        given, found, site = site.local(given), site.local(found, results=True), site.alone
+        given, found, site = site.local(given), site.local(found, results=True), site.standalone
     operands = tuple((a.shape, a.dtype) for a in given)
-    forward = _decided(decision, device, site, operands)
+    forward = _decided(decision, device, site, operands, _Original(original))
     if active is None or forward.verdict == "kept" or not site.has_backward:
         return forward
     results = tuple((a.shape, a.dtype) for a in found)
@@ -64,18 +88,20 @@ def elsewhere(
 
 
 @lru_cache(maxsize=1024)
-def _decided(decision: Decision, device: Device, site: SiteDescription, operands: Types) -> Decision:
+def _decided(
+    decision: Decision, device: Device, site: SiteDescription, operands: Types, original: _Original
+) -> Decision:
     options, operation = decision.options, site.operation
     if options is None:
         return Decision("kept", f"nothing was decided for {device.platform}", device.platform)
     wanted = options.implementation_for(operation.name)
-    subject = _Subject(operation.name, site.spec, decision.direction)
+    subject = _Subject(operation.name, site.spec, decision.direction, original.jaxpr)
     attempts: list[tuple[str, str, str]] = []
 
     def choices(names: Sequence[str]) -> dict[str, Choice]:
         return {name: of_table(subject, name, device, options.objective) for name in names}
 
-    for found in judged(operation, site.spec, device, options, choices, attempts):
+    for found in evaluate_candidates(operation, site.spec, device, options, choices, attempts):
         if found.verdict == "kept":
             return found
 

@@ -30,9 +30,9 @@ class Decision:
     direction: Literal["forward", "forward+backward"] = "forward"
     options: Options | None = field(default=None, repr=False)
     """What was asked for, should the program be lowered for another platform; None: there the original runs."""
-    must: bool = False
+    raise_on_failure: bool = False
     """Whether a failure of it is raised, in place of a fallback."""
     entry: Entry | None = field(default=None, repr=False, compare=False)
     """Where in the report it is entered if the original runs after all; every replaced site has its own."""
-    survey: int | None = None
+    mark: int | None = None
     """A number under which the original is lowered with marks, to find out how a program is divided among devices."""

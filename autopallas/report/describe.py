@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopallas.faults import contained
 from autopallas.report.records import Site
 from autopallas.sites.encoding import encoded
+
+if TYPE_CHECKING:
+    from autopallas.patterns.match import Match
+    from autopallas.plan.decision import Decision
 
 __all__ = ["Describer"]
 
@@ -19,7 +23,7 @@ class Describer:
     def __init__(self) -> None:
         self._known: dict[Any, Site] = {}
 
-    def accountable(self, matches: Sequence[Any], decisions: Sequence[Any]) -> list[Any]:
+    def accountable(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
         """The decisions, but that a site is kept of which the report could not say what it is."""
         result = []
         for match, decision in zip(matches, decisions, strict=True):
@@ -32,23 +36,23 @@ class Describer:
             result.append(decision)
         return result
 
-    def records(self, matches: Sequence[Any], decisions: Sequence[Any]) -> tuple[Site, ...]:
+    def records(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> tuple[Site, ...]:
         """The records of all sites; of one that cannot be described, its place and what became of it."""
         return tuple(map(self._record_or_less, matches, decisions))
 
-    def _record_or_less(self, match: Any, decision: Any) -> Site:
+    def _record_or_less(self, match: Match, decision: Decision) -> Site:
         with contained(match.location, match.op, "report"):
             return self._record(match, decision)
         return _outcome(match, decision)
 
-    def _record(self, match: Any, decision: Any) -> Site:
+    def _record(self, match: Match, decision: Decision) -> Site:
         key = (match.site, match.direction, match.assumptions, decision)
         if key not in self._known:
             self._known[key] = _describe(match, decision)
         return replace(self._known[key], location=match.location, path=" > ".join(match.body.path))
 
 
-def _outcome(match: Any, decision: Any) -> Site:
+def _outcome(match: Match, decision: Decision) -> Site:
     """Where a site is and what became of it: what can be said of every site."""
     return Site(
         op=match.op,
@@ -63,7 +67,7 @@ def _outcome(match: Any, decision: Any) -> Site:
     )
 
 
-def _describe(match: Any, decision: Any) -> Site:
+def _describe(match: Match, decision: Decision) -> Site:
     spec = match.spec
     sizes = decision.block_sizes
     return replace(
@@ -88,7 +92,7 @@ def _spec(spec: Any, sizes: Any, implementation: str | None) -> dict[str, Any]:
     return fields
 
 
-def _checks(spec: Any, decision: Any) -> tuple[str, ...]:
+def _checks(spec: Any, decision: Decision) -> tuple[str, ...]:
     """What a replacement finds out when it runs, where its operation says so."""
     said: tuple[str, ...] = spec.checks(decision.implementation) if hasattr(spec, "checks") else ()
     return said if decision.verdict == "applied" else ()
@@ -106,7 +110,7 @@ def _row(row: Any) -> dict[str, Any]:
     }
 
 
-def _replacement(match: Any, decision: Any) -> str:
+def _replacement(match: Match, decision: Decision) -> str:
     """The call that stands in the program instead, and the program that the kernel evaluates on its tiles."""
     operands = ", ".join(a.str_short() for a in match.original.in_avals)
     results = ", ".join(a.str_short() for a in match.original.out_avals)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Report", "Site", "plain"]
+__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "plain"]
 
 SCHEMA_VERSION = 3
 """Rises whenever the fields of the records, or their meaning, change."""
@@ -92,6 +92,20 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass of the pipeline over the program, and what it left."""
+
+    name: str
+    stage: str
+    """The stage that it belongs to, as in a failure."""
+    seconds: float
+    equations: int
+    """The equations of the program and its bodies, calls inlined."""
+    sites: int
+    """The sites that are to be replaced, as far as is known by then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What happened to one traced signature of one function.
 
@@ -111,6 +125,8 @@ class Report:
     device_kind: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    trace: tuple[Pass, ...] = field(default=(), compare=False)
+    """The passes of the pipeline, in order; their times differ from run to run, so that they are not compared."""
 
     def counts(self) -> Counter[str]:
         """The number of applied sites per operation; an operation without any counts 0."""
@@ -123,7 +139,7 @@ class Report:
         return result
 
     def to_json(self) -> str:
-        """The report as a JSON object; equal reports give equal text."""
+        """The report as a JSON object; equal reports give equal text, but for the times of passes."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     @classmethod
@@ -187,7 +203,7 @@ def plain(value: object) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
-    if isinstance(value, (Report, Site, NearMiss, Failure)):
+    if isinstance(value, (Report, Site, NearMiss, Failure, Pass)):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return plain(value.item())
@@ -221,7 +237,7 @@ def _parsed(kind: Any, data: object, where: str) -> Any:
         if not isinstance(data, dict):
             raise wrong("an object")
         return {str(key): _parsed(arguments[1], item, f"{where}[{key!r}]") for key, item in data.items()}
-    if origin is None and kind in (Report, Site, NearMiss, Failure):
+    if origin is None and kind in (Report, Site, NearMiss, Failure, Pass):
         if not isinstance(data, dict):
             raise wrong("an object")
         hints = get_type_hints(kind)
@@ -231,8 +247,10 @@ def _parsed(kind: Any, data: object, where: str) -> Any:
         if unknown := data.keys() - hints.keys():
             raise ValueError(f"{where} has the unknown {', '.join(sorted(map(repr, unknown)))}")
         return kind(**{name: _parsed(hints[name], data[name], f"{where}.{name}") for name in hints if name in data})
+    if kind is float and type(data) is int:
+        return float(data)
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise wrong({str: "a string", int: "a whole number"}[kind])
+        raise wrong({str: "a string", int: "a whole number", float: "a number"}[kind])
     return data
 
 

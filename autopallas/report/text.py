@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autopallas.report.records import Failure, NearMiss, Report, Site
 
-__all__ = ["gains", "headline", "nothing_found", "ranges", "render", "site_rows", "tuning", "where"]
+__all__ = ["gains", "headline", "nothing_found", "passes", "ranges", "render", "site_rows", "tuning", "where"]
 
 WIDTH = 80
 _LABEL = 16
@@ -70,6 +70,14 @@ def tuning(report: Report) -> str:
     parts = [f"{searches} search{'es' * (searches > 1)} for block sizes"] if searches else []
     parts += [f"{hits} answer{'s' * (hits > 1)} from the cache on disk"] if hits else []
     return ", ".join(parts)
+
+
+def passes(report: Report) -> str:
+    """The passes of the pipeline: how long each took, and the equations and sites that it left."""
+    lines = ["Passes (equations and sites after each):"]
+    for one in report.trace:
+        lines.append(f"  {one.name:30} {one.seconds * 1e3:10.1f} ms {one.equations:8} {one.sites:6}")
+    return "\n".join(lines)
 
 
 def nothing_found(report: Report) -> str:

@@ -22,16 +22,16 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from autopallas import compat
-from autopallas.compat import ad, batching, mlir
+from autopallas.compat import ClosedJaxpr, ad, batching, mlir
 from autopallas.faults import one_line
-from autopallas.plan.cross_platform import elsewhere
+from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import Decision
 from autopallas.report.late import Entry
 from autopallas.sites.calls import SiteDescription, kernel_backward, kernel_forward, with_residuals
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
 from autopallas.sites.operation import NOT_EXPORTED
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.cache import WARNED
 
 
@@ -47,7 +47,7 @@ def enter(name: str, decision: Decision, platform: str, stage: str, error: Excep
         WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
 
 
-def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
+def _vary(original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
     """The original as a function of the operands at the positions ``chosen``, the others fixed."""
 
     def function(*varied: Any) -> Any:
@@ -62,7 +62,9 @@ def _vary(original: Any, chosen: Sequence[int], operands: Sequence[Any]) -> Call
 # ---------------------------------------------------------------------- what each primitive computes
 
 
-def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: Any, residuals: bool) -> Any:
+def _site(
+    runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: ClosedJaxpr, residuals: bool
+) -> Any:
     if runs:
         results, extra = kernel_forward(site, decision.implementation or "", decision.block_sizes)(*operands)
     else:
@@ -72,23 +74,23 @@ def _site(runs: bool, *operands: Any, site: SiteDescription, decision: Decision,
     return _typed(results, extra, site, original, residuals)
 
 
-def _site_for_backward(*operands: Any, site: SiteDescription, original: Any, **_: Any) -> Any:
+def _site_for_backward(*operands: Any, site: SiteDescription, original: ClosedJaxpr, **_: Any) -> Any:
     """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
     those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
-    whole: Any = site.site if isinstance(site, PlacedSite) else site
+    whole: Any = site.site if isinstance(site, ShardedSite) else site
     _, extra = whole.forward(site.operation.implementation("reference"), None, operands)
     return _typed(results, extra, site, original, True)
 
 
-def _typed(results: Any, extra: Any, site: SiteDescription, original: Any, residuals: bool) -> list[Any]:
+def _typed(results: Any, extra: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool) -> list[Any]:
     types = [*original.out_avals, *site.residual_types()]
     outputs = [*results, *extra] if residuals else list(results)
     return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
 
 
 def _tangent(
-    runs: bool, *arguments: Any, site: SiteDescription, original: Any, active: tuple[int, ...], **_: Any
+    runs: bool, *arguments: Any, site: SiteDescription, original: ClosedJaxpr, active: tuple[int, ...], **_: Any
 ) -> Any:
     operands, _results, _residuals, tangents = _split(arguments, site, original)
     function = _vary(original, active, operands)
@@ -100,7 +102,7 @@ def _backward(
     *arguments: Any,
     site: SiteDescription,
     decision: Decision,
-    original: Any,
+    original: ClosedJaxpr,
     active: tuple[int, ...],
 ) -> Any:
     operands, results, residuals, cotangents = _split(arguments, site, original)
@@ -112,7 +114,7 @@ def _backward(
     return list(pull(list(cotangents)))
 
 
-def _split(arguments: Sequence[Any], site: SiteDescription, original: Any) -> tuple[Any, Any, Any, Any]:
+def _split(arguments: Sequence[Any], site: SiteDescription, original: ClosedJaxpr) -> tuple[Any, Any, Any, Any]:
     """(operands, results, residuals, tangents or cotangents)."""
     operands = len(original.in_avals)
     results = operands + len(original.out_avals)
@@ -133,7 +135,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
         if same_kind and decision.platform == device.platform:
             return decision
-        found = elsewhere(decision, device, params["site"], params["original"], params.get("active"))
+        found = replan_for(decision, device, params["site"], params["original"], params.get("active"))
         if found.verdict == "kept":
             errors = [(stage, error) for _, stage, error in found.attempts if stage not in ("supports", "tune")]
             entry_of(decision).keeps(device.platform, found.reason, *errors)
@@ -149,7 +151,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             try:
                 results = compute(True, *operands, decision=decision, **params)
             except Exception as error:
-                if decision.must:
+                if decision.raise_on_failure:
                     raise
                 enter(name, decision, platform, "lowering", error)
                 if params.get("residuals"):
@@ -179,16 +181,16 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and know of no mesh.
-            typed = isinstance(params["site"], PlacedSite) or decision.survey is not None
+            typed = isinstance(params["site"], ShardedSite) or decision.mark is not None
             plain = compat.invariant_type if typed else compat.whole_type
             context = context.replace(avals_in=[plain(a) for a in context.avals_in])
-            if decision.survey is not None:
-                return surveyed(context, *operands, number=decision.survey, decision=decision, **params)
+            if decision.mark is not None:
+                return with_marks(context, *operands, number=decision.mark, decision=decision, **params)
             decision = decided(decision, device, params)
             if decision.implementation in NOT_EXPORTED and compat.exporting(context):
                 decision = replace(decision, implementation=NOT_EXPORTED[decision.implementation or ""])
             runs = decision.verdict == "applied" and decision.platform == ours
-            if runs and compat.is_partitioned(context) and not isinstance(params["site"], PlacedSite):
+            if runs and compat.is_partitioned(context) and not isinstance(params["site"], ShardedSite):
                 runs = False  # the compiler would gather everything on each device
                 entry_of(decision).keeps(ours, _UNPLACED.partition(": ")[2])
                 WARNED.once(_UNPLACED + params["site"].operation.name, _UNPLACED)
@@ -217,7 +219,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             results = found[:count]  # such sites have no residuals
         return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
 
-    surveyed: Any = mlir.lower_fun(marked, multiple_results=True)
+    with_marks: Any = mlir.lower_fun(marked, multiple_results=True)
     return primitive
 
 
@@ -231,20 +233,20 @@ _UNPLACED = (
 )
 
 
-def _results(operands: Sequence[Any], original: Any) -> list[Any]:
+def _results(operands: Sequence[Any], original: ClosedJaxpr) -> list[Any]:
     return [compat.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
 
 
-def _site_types(*operands: Any, site: SiteDescription, original: Any, residuals: bool, **_: Any) -> list[Any]:
+def _site_types(*operands: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool, **_: Any) -> list[Any]:
     extra = [compat.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
     return _results(operands, original) + extra
 
 
-def _tangent_types(*arguments: Any, original: Any, **_: Any) -> list[Any]:
+def _tangent_types(*arguments: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
     return _results(arguments, original)
 
 
-def _backward_types(*arguments: Any, original: Any, active: tuple[int, ...], **_: Any) -> list[Any]:
+def _backward_types(*arguments: Any, original: ClosedJaxpr, active: tuple[int, ...], **_: Any) -> list[Any]:
     return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
 
 
@@ -265,7 +267,7 @@ def _site_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
         return _site_and_tangent(primals, tangents, **params)
     except Exception as error:
         decision, original = params["decision"], params["original"]
-        if decision.must or decision.verdict == "kept" or params["residuals"]:
+        if decision.raise_on_failure or decision.verdict == "kept" or params["residuals"]:
             raise
         enter(site_p.name, decision, decision.platform, "differentiation", error)
     active = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -291,7 +293,7 @@ def _site_and_tangent(
     return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
 
 
-def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: Any, **_: Any) -> list[Any]:
+def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
     """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [compat.shape_of(operands[i].aval) for i in linear]
@@ -367,7 +369,7 @@ def _batched_params(
     original, site, decision = params["original"], params["site"].batched(axes, size), params["decision"]
     divided = next((named for t in types if (named := _first_axes(t))), ())
     if divided:
-        further = site.divided_further(divided) if isinstance(site, PlacedSite) else None
+        further = site.divided_further(divided) if isinstance(site, ShardedSite) else None
         if further is None and decision.verdict == "applied":
             WARNED.once(_MAPPED + site.operation.name, _MAPPED)
             entry_of(decision).keeps(decision.platform, _MAPPED.partition(": ")[2])
@@ -403,7 +405,7 @@ def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | 
     try:
         outputs = primitive.bind(*moved, **_batched_params(params, in_front[:count], size, types))
     except Exception as error:
-        if decision.must or decision.verdict == "kept":
+        if decision.raise_on_failure or decision.verdict == "kept":
             raise
         enter(primitive.name, decision, decision.platform, "batching", error)
         compute = functools.partial(_COMPUTED[primitive], False, **params)

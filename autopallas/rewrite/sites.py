@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
-from autopallas.patterns.carry import at_hand
+from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match
 from autopallas.plan.decision import Decision
 from autopallas.rewrite.primitive import backward_p, site_p
@@ -20,7 +20,7 @@ from autopallas.rewrite.primitive import backward_p, site_p
 __all__ = ["splice"]
 
 
-def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> Any:
+def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> ClosedJaxpr:
     """The program with the applied sites replaced, as a closed jaxpr; what is no longer needed is dropped.
 
     A site is replaced at every occurrence where its operands are at hand: a checkpoint's recomputation as well as the
@@ -31,7 +31,7 @@ def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]
         if decision.verdict == "applied":
             for part in match.passes:
                 splicer.replace(part, decision)
-    program = compat.without_dead_code(rebuild(graph.root, splicer.edits))
+    program = jaxprs.without_dead_code(rebuild(graph.root, splicer.edits))
     check(program)
     return program
 
@@ -128,7 +128,7 @@ class _Splicer:
         them."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
         for body in bodies:
-            if not all(at_hand(self.graph, number, match.sources, body, across=True) for number in match.operands):
+            if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
             held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
@@ -209,11 +209,11 @@ class _Splicer:
                 stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
             case "shard_map":
                 if not aval.shape:  # has no axis along which the devices' parts could lie side by side
-                    line = compat.reshaped(variable, (1,))
+                    line = jaxprs.reshape_equation(variable, (1,))
                     edits[0].added.append(line)
                     (variable,) = line.outvars
                     whole, inner = inner, Var(variable.aval)
-                    back = compat.reshaped(inner, ())
+                    back = jaxprs.reshape_equation(inner, ())
                     edits[1].added.append(back.replace(outvars=[whole]))
                 spec, type_ = compat.spread(holder.params, variable.aval)
                 stacked = Var(type_)

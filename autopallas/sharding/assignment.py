@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopallas.sharding.propagation import Divided, Found
-from autopallas.sites.division import Division, Parts
+from autopallas.sites.division import Division, ShardableAxes
 from autopallas.sites.index_notation import Label, View
 
 __all__ = ["Indivisible", "assign"]
@@ -30,7 +30,7 @@ class _Use:
 
 
 def assign(
-    parts: Parts,
+    parts: ShardableAxes,
     sizes: Sequence[int],
     shapes: Sequence[Sequence[int]],
     found: Found,
@@ -134,7 +134,7 @@ def _by_label(
     return found
 
 
-def _chosen(parts: Parts, uses: Sequence[_Use], exact: bool) -> dict[Label, tuple[str, ...]]:
+def _chosen(parts: ShardableAxes, uses: Sequence[_Use], exact: bool) -> dict[Label, tuple[str, ...]]:
     """The axes of each label that may be divided; those that results have come first, and where results are divided as
     ``exact``ly as they are computed, count alone."""
     chosen: dict[Label, tuple[str, ...]] = {}
@@ -172,7 +172,7 @@ def _chosen(parts: Parts, uses: Sequence[_Use], exact: bool) -> dict[Label, tupl
     return chosen
 
 
-def _check(parts: Parts, division: Division, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
+def _check(parts: ShardableAxes, division: Division, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
     """Each device's part of every array has to be one block of it, the same for all uses of an operand."""
     specs: dict[int, object] = {}
     views = [(o.view, o.position) for o in parts.operands]

@@ -1,8 +1,8 @@
 """The shardings of a call's arguments, which a trace does not see.
 
 A function under ``jit`` sees of an array only over which mesh it is spread, not how.  So the trace of a program over
-several devices is broken off by :class:`Wanted`, and done again in a context that holds the shardings.  They are a part
-of the key of every trace, so that a call with other shardings is traced anew.
+several devices is broken off by :class:`ShardingsNeeded`, and done again in a context that holds the shardings.  They
+are a part of the key of every trace, so that a call with other shardings is traced anew.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from autopallas import compat
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprLike
 
-__all__ = ["Shardings", "Wanted", "known", "spread", "tell", "told", "wanted_for"]
+__all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shardings", "recording_shardings", "spread"]
 
 
-class Wanted(Exception):
+class ShardingsNeeded(Exception):
     """Breaks off the trace of a program over several devices."""
 
 
@@ -40,7 +41,7 @@ class Shardings:
 
 
 _UNKNOWN = "unknown"
-_told = compat.trace_context(None)
+_recorded = compat.trace_context(None)
 """None: nobody asked; "unknown": there are no arrays, since something outside is being traced; else (per leaf of the
 call's arguments, the sharding or None; the mesh in force)."""
 
@@ -50,24 +51,24 @@ def _of_leaf(leaf: Any) -> Any:
     return sharding if isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1 else None
 
 
-def tell(args: Any, kwargs: Any) -> AbstractContextManager[None]:
+def recording_shardings(args: Any, kwargs: Any) -> AbstractContextManager[None]:
     """A context in which the shardings of a call's arguments are known, as far as there are any."""
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
-        context: AbstractContextManager[None] = _told(_UNKNOWN)
+        context: AbstractContextManager[None] = _recorded(_UNKNOWN)
     else:
-        context = _told((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
+        context = _recorded((tuple(map(_of_leaf, leaves)), compat.mesh_in_force()))
     return context
 
 
-def told() -> bool:
-    """Whether this is inside of :func:`tell`."""
-    return _told.value is not None
+def is_recording() -> bool:
+    """Whether this is inside of :func:`recording_shardings`."""
+    return _recorded.value is not None
 
 
-def wanted_for(program: Any, settings: dict[str, Any] | None) -> bool:
-    """Whether a program is spread over several devices, and nobody has told how."""
-    if _told.value is not None:
+def needs_shardings(program: ClosedJaxpr, settings: dict[str, Any] | None) -> bool:
+    """Whether a program is spread over several devices, and nothing has recorded how."""
+    if _recorded.value is not None:
         return False
     given = jax.tree.leaves([(settings or {}).get(name) for name in ("in_shardings", "out_shardings")])
     return any(_of_leaf(_Holder(s)) is not None for s in given) or spread(program)
@@ -78,18 +79,18 @@ class _Holder:
     sharding: Any
 
 
-def spread(program: Any) -> bool:
+def spread(program: JaxprLike) -> bool:
     """Whether the types or constraints in a program name a mesh of several devices that the compiler divides for."""
     divided: dict[int, bool] = {}  # per mesh: a program has few, and many values
     todo, seen = [program], set()
     while todo:
-        jaxpr, _ = compat.opened(todo.pop())
+        jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
         if id(jaxpr) in seen:
             continue
         seen.add(id(jaxpr))
         values = [*jaxpr.invars, *jaxpr.constvars]
         for equation in jaxpr.eqns:
-            bodies = compat.bodies(equation)
+            bodies = jaxprs.bodies(equation)
             if bodies:
                 todo += [body for _, _, body in bodies]
             else:
@@ -125,11 +126,11 @@ def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
     return sharding.mesh if sharding.mesh.size > 1 else None
 
 
-def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
+def _named_mesh(program: JaxprLike) -> jax.sharding.Mesh | None:
     """The first mesh that a constraint in a program names."""
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     for equation in jaxpr.eqns:
-        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in compat.bodies(equation))]
+        meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in jaxprs.bodies(equation))]
         found = next((mesh for mesh in meshes if mesh is not None), None)
         if found is not None:
             return found
@@ -137,7 +138,7 @@ def _named_mesh(program: Any) -> jax.sharding.Mesh | None:
 
 
 def known(
-    program: Any, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
+    program: ClosedJaxpr, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
 ) -> Any:
     """The shardings of the program that is being traced, or None where they are not known.
 
@@ -148,9 +149,9 @@ def known(
       results: the structure of its results.
       settings: of its ``jit``.
     """
-    if _told.value is None or _told.value == _UNKNOWN:
+    if _recorded.value is None or _recorded.value == _UNKNOWN:
         return None
-    given, mesh = _told.value
+    given, mesh = _recorded.value
     settings = settings or {}
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if len(leaves) != len(given):

@@ -1,4 +1,4 @@
-"""What the compiler sends for a site, in the original and in parts: where no rule tells how it divides the original."""
+"""Compares collective traffic of the original and the sharded site by compiling both, where no rule tells it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopallas import compat
 from autopallas.compile.outside_trace import isolated
+from autopallas.patterns.match import Match
 from autopallas.sharding.propagation import Divided, Found
 from autopallas.sites.calls import with_residuals
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
 
-__all__ = ["sends_no_more"]
+__all__ = ["communicates_no_more"]
 
 _SENDS = re.compile(r"= (.*) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 
-def sends_no_more(part: Any, site: PlacedSite, found: Found) -> bool:
+def communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
     """Whether a site in parts sends nothing that the original would not; both are compiled by themselves.
 
     Args:
@@ -58,7 +59,7 @@ class _Program:
         return hash(self.key)
 
 
-def _in_parts(site: PlacedSite) -> Callable[..., Any]:
+def _in_parts(site: ShardedSite) -> Callable[..., Any]:
     """What the site computes, with its own derivative, by the reference: what is sent is the same for all kernels."""
     kernel, saving = site.operation.implementation("reference"), with_residuals(site)
 

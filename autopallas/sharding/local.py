@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
-
+from autopallas import compat
 from autopallas.sites.encoding import SavedSite
-from autopallas.sites.sharded_site import PlacedSite
+from autopallas.sites.sharded_site import ShardedSite
+from autopallas.sites.workload import SiteWorkload
 
-__all__ = ["alone"]
+__all__ = ["local_match"]
 
 
-def alone(match: Any) -> Any:
-    """A match, or of a placed one the part of one device, as much like a match as searches and probes need."""
-    if not isinstance(match.site, PlacedSite):
+def local_match(match: SiteWorkload) -> SiteWorkload:
+    """A match, or of a sharded one the part of one device, as much like a match as searches and probes need."""
+    if not isinstance(match.site, ShardedSite):
         return match
     first, *then = map(_part, match.passes)
     return SavedSite(
@@ -23,15 +23,15 @@ def alone(match: Any) -> Any:
     )
 
 
-def _part(part: Any) -> SavedSite:
-    site: Any = part.site.alone
+def _part(part: SiteWorkload) -> SavedSite:
+    site: Any = part.site.standalone
     reference = site.operation.implementation("reference")
     types = part.site.local(part.original.in_avals)
-    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*types)
-    backwards = part.backwards
+    original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *types)
+    backwards: list[Any] = list(part.backwards)
     if part.site.prelude is not None:
         given = part.site.given_types(part.original.in_avals)
         moved = [part.site.moved([i for i, _ in backward.gradients], given) for backward in backwards]
         pairs = zip(backwards, moved, strict=True)
-        backwards = tuple(replace(backward, gradients=tuple((i, -1) for i in own)) for backward, own in pairs)
-    return SavedSite(part.op, site, part.direction, original, backwards, part.location)
+        backwards = [replace(backward, gradients=tuple((i, -1) for i in own)) for backward, own in pairs]
+    return SavedSite(part.op, site, part.direction, original, tuple(backwards), part.location)

@@ -12,31 +12,34 @@ from typing import Any
 import jax
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.sharding.call_shardings import Shardings
 from autopallas.tuning.distributed import agreement
 
-__all__ = ["hurried", "objection"]
+__all__ = ["disagreement", "inspection_only"]
 
 LOOK_SECONDS = 60.0
 """How long the other processes are waited for where nothing is to be run yet.  They may not lower it at all."""
 
-_hurried = contextvars.ContextVar("hurried", default=False)
+_inspecting = contextvars.ContextVar("inspection_only", default=False)
 
 _SET = re.compile(r"\{([^{}:=]*)\}")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 @contextlib.contextmanager
-def hurried() -> Iterator[None]:
+def inspection_only() -> Iterator[None]:
     """A context in which a program is only looked at: lowered, not called.  The others are not waited for as long."""
-    token = _hurried.set(True)
+    token = _inspecting.set(True)
     try:
         yield
     finally:
-        _hurried.reset(token)
+        _inspecting.reset(token)
 
 
-def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Shardings | None) -> str | None:
+def disagreement(
+    program: ClosedJaxpr, rewritten: ClosedJaxpr, arrays: Sequence[Any], shardings: Shardings | None
+) -> str | None:
     """Why the original has to stay in all processes; None where each has rewritten it alike, or only one runs it.
 
     All processes over which the program's mesh spreads are waited for.  What one of them cannot do, or does in another
@@ -55,12 +58,12 @@ def objection(program: Any, rewritten: Any, arrays: Sequence[Any], shardings: Sh
     if shared is None:
         return "it is run by several processes that cannot compare what they run"
     try:  # whether it can be traced belongs to what they compare
-        text = str(jax.make_jaxpr(lambda *arrays: compat.emitted(rewritten, list(arrays)))(*arrays))
+        text = str(jax.make_jaxpr(lambda *arrays: compat.emit(rewritten, list(arrays)))(*arrays))
         own = hashlib.sha256(_same_everywhere(text).encode()).hexdigest()
     except Exception as error:
         own = f"fails with {type(error).__name__}"
     types = ", ".join(str(aval) for aval in (*program.in_avals, *program.out_avals))
-    patience = LOOK_SECONDS if _hurried.get() else None
+    patience = LOOK_SECONDS if _inspecting.get() else None
     return shared.same(hashlib.sha256(types.encode()).hexdigest(), own, processes, patience)
 
 

@@ -1,15 +1,16 @@
-"""How the compiler would divide a program's values, found out before it is compiled: Shardy's propagation is run on the
+"""Reads how Shardy would divide a program's values, before it is compiled: its propagation is run on the
 lowered original, with marks where the sites read and give something."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.compile.outside_trace import isolated
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
@@ -17,7 +18,7 @@ from autopallas.plan.decision import Decision
 from autopallas.rewrite.sites import splice
 from autopallas.sharding.call_shardings import Shardings
 
-__all__ = ["Divided", "Found", "survey"]
+__all__ = ["Divided", "Found", "propagated"]
 
 Divided: TypeAlias = tuple[tuple[str, ...], ...]
 """The mesh axes over which each dimension of an array is divided."""
@@ -37,7 +38,7 @@ class Found:
     exact: bool = False
 
 
-def survey(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
+def propagated(program: ClosedJaxpr, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
     """What was found out about each part, in order.
 
     Args:
@@ -70,4 +71,4 @@ def survey(program: Any, graph: Graph, parts: Sequence[Match], shardings: Shardi
 
 
 def _numbered(number: int) -> Decision:
-    return Decision("applied", "", "", survey=number)
+    return Decision("applied", "", "", mark=number)

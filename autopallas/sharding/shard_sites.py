@@ -11,17 +11,18 @@ import jax
 from jax.sharding import AxisType
 
 from autopallas import compat
+from autopallas.compat import ClosedJaxpr
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
 from autopallas.sharding.assignment import Indivisible, assign
 from autopallas.sharding.call_shardings import Shardings, spread
-from autopallas.sharding.communication import sends_no_more
-from autopallas.sharding.propagation import Divided, Found, survey
+from autopallas.sharding.communication import communicates_no_more
+from autopallas.sharding.propagation import Divided, Found, propagated
 from autopallas.sites.division import Division
-from autopallas.sites.sharded_site import PlacedSite, divisible
+from autopallas.sites.sharded_site import ShardedSite, divisible
 
-__all__ = ["placed"]
+__all__ = ["shard_sites"]
 
 _UNKNOWN = (
     "the program is divided among several devices, and how is not known here: that is seen where optimize is the "
@@ -29,10 +30,10 @@ _UNKNOWN = (
 )
 
 
-def placed(
-    program: Any, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
+def shard_sites(
+    program: ClosedJaxpr, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
 ) -> list[Match]:
-    """The matches with placed sites where the compiler divides them; with an obstacle where that is not possible.
+    """The matches with sharded sites where the compiler divides them; with an obstacle where that is not possible.
 
     Args:
       program: the original, as a closed jaxpr.
@@ -45,7 +46,7 @@ def placed(
 
     def typed(match: Match) -> Match:
         if reason := _unsupported(match, outside):
-            return _hindered(match, reason)
+            return _with_obstacle(match, reason)
         return _typed(match, graph, shardings) if _is_explicit(match) else match
 
     matches = _each(matches, typed)
@@ -54,16 +55,16 @@ def placed(
         return list(matches)
     if shardings is None:
         left = [_is_concerned(m) and _divisible_axes(m, None) is not None for m in matches]
-        return [_hindered(m, _UNKNOWN) if own else m for m, own in zip(matches, left, strict=True)]
+        return [_with_obstacle(m, _UNKNOWN) if own else m for m, own in zip(matches, left, strict=True)]
     known = shardings
 
-    def surveyed(some: Sequence[Match]) -> dict[Match, list[Found]]:
-        found = iter(survey(program, graph, [part for match in some for part in match.passes], known))
+    def looked_up(some: Sequence[Match]) -> dict[Match, list[Found]]:
+        found = iter(propagated(program, graph, [part for match in some for part in match.passes], known))
         return {match: [next(found) for _ in match.passes] for match in some}
 
     found: dict[Match, list[Found]] = {}
     try:
-        found = surveyed(concerned)
+        found = looked_up(concerned)
     except Exception:
         if strict:
             raise  # else each by itself, so that the one at fault is told
@@ -71,7 +72,7 @@ def placed(
     def divided(match: Match) -> Match:
         if match not in concerned:
             return match
-        own = found[match] if match in found else surveyed([match])[match]
+        own = found[match] if match in found else looked_up([match])[match]
         mesh = _mesh(match)
         # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where the
         # arguments name it.
@@ -90,12 +91,12 @@ def _each(matches: Sequence[Match], work: Callable[[Match], Match]) -> list[Matc
         with contained(match.location, match.op, "partition") as attempt:
             match = work(match)
         if attempt.error:
-            match = _hindered(match, f"how it is divided among devices could not be found out: {attempt.error}")
+            match = _with_obstacle(match, f"how it is divided among devices could not be found out: {attempt.error}")
         result.append(match)
     return result
 
 
-def _hindered(match: Match, reason: str) -> Match:
+def _with_obstacle(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
 
 
@@ -150,18 +151,18 @@ def _kinds(mesh: Any) -> set[AxisType]:
 
 
 def _is_concerned(match: Match) -> bool:
-    return not match.obstacle and not isinstance(match.site, PlacedSite)
+    return not match.obstacle and not isinstance(match.site, ShardedSite)
 
 
 def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
-    """A match whose operands' types say how they are divided, placed; with an obstacle where that is not possible."""
+    """A match whose operands' types say how they are divided, sharded; with an obstacle where that is not possible."""
     mesh = _mesh(match)
     found = [_by_types(part) for part in match.passes]
     if not _over(mesh):  # nothing is divided, and the kernel need not know of the mesh; as it is, it could do without
         alone = _divided(match, found, mesh)
         return match if alone.obstacle else alone
     if shardings is None and jax.process_count() > 1:
-        return _hindered(match, _UNKNOWN)
+        return _with_obstacle(match, _UNKNOWN)
     return _divided(_with_typed_gradients(match, graph), found, mesh)
 
 
@@ -171,7 +172,7 @@ def _with_typed_gradients(match: Match, graph: Graph) -> Match:
         for backward in part.backwards:
             types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
             if any(compat.explicit_sharding(a) != compat.explicit_sharding(b) for a, b in types):
-                return _hindered(match, "a gradient is divided in another way than what it is the gradient of")
+                return _with_obstacle(match, "a gradient is divided in another way than what it is the gradient of")
     return match
 
 
@@ -181,7 +182,7 @@ def _as_typed(match: Match, graph: Graph) -> Match:
     for part in match.passes if not match.obstacle else ():
         types = [compat.explicit_sharding(a) for a in part.original.out_avals]
         if list(part.site.result_shardings()) != types:
-            return _hindered(match, "its results are divided over explicit axes in another way than it is")
+            return _with_obstacle(match, "its results are divided over explicit axes in another way than it is")
     return match
 
 
@@ -211,41 +212,42 @@ def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
     if match.obstacle:
         return match
     try:
-        first, *then = (_placed(part, f, mesh) for part, f in zip(match.passes, found, strict=True))
+        first, *then = (_sharded(part, f, mesh) for part, f in zip(match.passes, found, strict=True))
         return replace(first, then=tuple(then))
     except Indivisible as reason:
-        return _hindered(match, f"divided among devices as it is, no kernel can compute it: {reason}")
+        return _with_obstacle(match, f"divided among devices as it is, no kernel can compute it: {reason}")
 
 
-def _placed(part: Match, found: Found, mesh: Any) -> Match:
-    if not hasattr(part.site, "divided"):
+def _sharded(part: Match, found: Found, mesh: Any) -> Match:
+    if not hasattr(part.site, "per_device"):
         raise Indivisible(f"{part.op} has no rule for it")
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in divisible(mesh)}
-    whole = PlacedSite(part.site, Division(tuple(sizes.items()), ()), mesh)
+    whole = ShardedSite(part.site, Division(tuple(sizes.items()), ()), mesh)
     shapes = [a.shape for a in whole.given_types(part.original.in_avals)]
 
-    def divided(site: Any, gathers: bool = False) -> PlacedSite:
-        return replace(whole, site=site, division=assign(site.parts(), site.sizes, shapes, found, sizes, gathers))
+    def divided(site: Any, gathers: bool = False) -> ShardedSite:
+        axes = site.shardable_axes()
+        return replace(whole, site=site, division=assign(axes, site.sizes, shapes, found, sizes, gathers))
 
     try:
         return replace(part, site=divided(part.site))
     except Indivisible:
-        further = part.site.operation.hook("divided", "with_divided_groups")
+        further = part.site.operation.hook("sharded", "with_sharded_groups")
         apart = None if further is None or found.exact else further(part.site)
         if apart is None:
             raise
         # The compiler may sum parts, or gather the operand, as it likes.
         for site, gathers in ((apart, False), (part.site, True)):
             with contextlib.suppress(Indivisible):
-                placed = divided(site, gathers)
-                if _sends_no_more(part, placed, found):
-                    return replace(part, site=placed)
+                sharded = divided(site, gathers)
+                if _communicates_no_more(part, sharded, found):
+                    return replace(part, site=sharded)
         raise
 
 
-def _sends_no_more(part: Match, site: PlacedSite, found: Found) -> bool:
+def _communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
     try:
-        return sends_no_more(part, site, found)
+        return communicates_no_more(part, site, found)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise Indivisible(f"what it sends could not be found out: {reason}") from error

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.index_notation import Label, Operand, Positions, View
 
-__all__ = ["Counted", "Divisible", "Division", "Extras", "Parts"]
+__all__ = ["Divisible", "Division", "PositionOperand", "PositionOperands", "ShardableAxes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ShardableAxes:
     """Where the labels of a site are, and which may be divided.
 
     Attributes:
@@ -86,7 +86,7 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class PositionOperand:
     """Positions in an array of labels: ``offset + (p // stride) % extent`` with p the mixed radix of the labels."""
 
     labels: tuple[Label, ...]
@@ -106,14 +106,14 @@ class Counted:
         return place.reshape(shape).astype(self.dtype)
 
 
-class Extras:
+class PositionOperands:
     """Positions as further operands of a site of which each device has a part."""
 
     def __init__(self, operands: int):
-        self.counted: list[Counted] = []
+        self.counted: list[PositionOperand] = []
         self._operands = operands
 
-    def operand(self, counted: Counted) -> Operand:
+    def operand(self, counted: PositionOperand) -> Operand:
         """The operand that gives some positions."""
         if counted not in self.counted:
             self.counted.append(counted)
@@ -124,7 +124,7 @@ class Extras:
         if isinstance(source, Operand) or not division.divides(source.labels):
             return source
         offset, labels = source.dimension
-        return self.operand(Counted(labels, source.dtype, offset))
+        return self.operand(PositionOperand(labels, source.dtype, offset))
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
@@ -137,11 +137,11 @@ class Divisible(SiteDescription, Protocol):
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Where its labels are, and which may be divided."""
 
-    def divided(self, division: Division) -> tuple[SiteDescription, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[SiteDescription, tuple[PositionOperand, ...]]:
         """What each device computes, and what it reads beside the operands."""
 
-    def alone(self, division: Division) -> SiteDescription:
+    def standalone(self, division: Division) -> SiteDescription:
         """The same as something that one device can do without the others, to be measured."""

@@ -1,8 +1,8 @@
 """A small elementwise program over a tile: how masks, biases, scales and caps reach a kernel.
 
 A reference computation's elementwise part (from the dot that gives the scores to the argument of the exponential, say)
-is not decoded into features.  It is carried, equation by equation, as a :class:`Program`; a kernel evaluates it on
-each tile from the tile's scores, the positions of its rows and columns, and side inputs.
+is not decoded into features.  It is carried, equation by equation, as an :class:`ElementwiseProgram`; a kernel
+evaluates it on each tile from the tile's scores, the positions of its rows and columns, and side inputs.
 
 Programs are frozen, hashable and comparable, which jaxprs are not, so they can be part of a specification and of a
 cache key.
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive, Var
+
+from autopallas.compat import Jaxpr
 
 custom_p = Primitive("custom_derivative")
 """Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
@@ -90,7 +92,7 @@ class Instruction:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ElementwiseProgram:
     """A straight line of elementwise instructions over broadcast operands.
 
     Example: the causal scores ``where(i >= j, s / 8, -inf)`` print as::
@@ -214,7 +216,7 @@ class Program:
 
 
 @functools.cache
-def honoured(program: Program) -> Program:
+def honoured(program: ElementwiseProgram) -> ElementwiseProgram:
     """The program with a rounding that XLA cannot leave out after each operation in bfloat16.
 
     XLA computes these in float32, and keeps that where it fuses them with what reads them in float32, and not where it
@@ -239,7 +241,7 @@ def honoured(program: Program) -> Program:
             ):
                 result = put(Instruction(primitive, parameters(params), (result,), dtype))
         registers.append(result)
-    return Program(program.inputs, tuple(instructions), registers[program.result])
+    return ElementwiseProgram(program.inputs, tuple(instructions), registers[program.result])
 
 
 _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "log", "integer_pow", "square", "sqrt"})
@@ -280,8 +282,8 @@ def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
     return result
 
 
-def _programs(instruction: Instruction) -> list[tuple[str, Program]]:
-    return [(name, value) for name, value in instruction.params if isinstance(value, Program)]
+def _programs(instruction: Instruction) -> list[tuple[str, ElementwiseProgram]]:
+    return [(name, value) for name, value in instruction.params if isinstance(value, ElementwiseProgram)]
 
 
 def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
@@ -304,7 +306,7 @@ def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
     return result
 
 
-def traced(function: Callable[..., Any], *inputs: Input) -> Program:
+def traced(function: Callable[..., Any], *inputs: Input) -> ElementwiseProgram:
     """The program of an elementwise function, one scalar argument per input.
 
     Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
@@ -318,7 +320,7 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
         loaded.append(Constant(np.asarray(value).item(), np.dtype(dtype)))
         return "input", len(loaded) - 1
 
-    def inline(jaxpr: Any, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
+    def inline(jaxpr: Jaxpr, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
         def read(atom: Any) -> tuple[str, int]:
             if isinstance(atom, Var):
                 return environment[atom]
@@ -349,7 +351,7 @@ def traced(function: Callable[..., Any], *inputs: Input) -> Program:
     def number(register: tuple[str, int]) -> int:
         return register[1] if register[0] == "input" else len(loaded) + register[1]
 
-    return Program(
+    return ElementwiseProgram(
         tuple(loaded),
         tuple(Instruction(p, params, tuple(map(number, arguments)), d) for p, params, arguments, d in instructions),
         number(result),

@@ -21,14 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from autopallas.environment import OPERATIONS
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr
+from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.workload import SiteWorkload
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 
-FORMAT = 1
+FORMAT = 2
 """Rises whenever sites are encoded otherwise."""
 
-_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation")
+_SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")
 _MOST_ELEMENTS = 2**40
 _DEEPEST = 60
 
@@ -54,7 +57,7 @@ class SavedSite:
     op: str
     site: Any
     direction: Literal["forward", "forward+backward"]
-    original: Any
+    original: ClosedJaxpr
     backwards: tuple[Any, ...]
     location: str = ""
     then: tuple[SavedSite, ...] = ()
@@ -76,7 +79,7 @@ class _Backward:
 # ---------------------------------------------------------------------- writing
 
 
-def encoded(match: Any) -> dict[str, Any] | None:
+def encoded(match: SiteWorkload) -> dict[str, Any] | None:
     """A match as data, from which :func:`saved_site` makes one to tune for; None where it has no such form."""
     try:
         return {"format": FORMAT, "passes": [_pass(part) for part in match.passes]}
@@ -84,7 +87,7 @@ def encoded(match: Any) -> dict[str, Any] | None:
         return None
 
 
-def _pass(part: Any) -> dict[str, Any]:
+def _pass(part: SiteWorkload) -> dict[str, Any]:
     gradients = sorted({position for backward in part.backwards for position, _ in backward.gradients})
     return {
         "site": _data(part.site),
@@ -140,7 +143,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     Raises:
       EncodingError: it describes no site of that operation.
     """
-    if op not in OPERATIONS:
+    if op not in operation_names():
         raise EncodingError(f"no operation is called {op!r}")
     if direction not in ("forward", "forward+backward"):
         raise EncodingError(f"{direction!r} is no direction")
@@ -161,11 +164,11 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
     if not isinstance(data, dict) or data.keys() != {"site", "operands", "results", "gradients"}:
         raise EncodingError("a pass has other fields than it should")
     site = _value(data["site"], _classes(op), 0)
-    if not type(site).__module__.startswith(f"autopallas.kernels.{op}.") or not hasattr(site, "forward"):
+    if not hasattr(site, "forward") or site.operation.name != op:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
     reference = site.operation.implementation("reference")
-    original = jax.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0])(*operands)
+    original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *operands)
     if [_type(t) for t in original.out_avals] != [_type(t) for t in results]:
         raise EncodingError("its results are not what the site gives")
     gradients = data["gradients"]
@@ -229,7 +232,7 @@ def _classes(op: str) -> Mapping[str, type]:
     """The dataclasses that a site of an operation may consist of."""
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
-    modules += [importlib.import_module(f"autopallas.kernels.{op}.{name}") for name in ("spec", "site")]
+    modules += [own for name in ("operation", "spec", "site") if (own := operation_named(op).module(name))]
     for module in modules:
         found |= _dataclasses(module)
     return found

@@ -1,18 +1,36 @@
-"""What an implementation of an operation is, and how one is chosen.  Exists once, for all operations."""
+"""What an operation and its implementations are, and how one is chosen.  Exists once, for all operations.
+
+An operation is a folder in ``autopallas/kernels`` with a module ``operation`` that has an ``OPERATION``; there is no
+list of them.  One that is declared in full has defaults for all that its folder lacks: see
+:class:`autopallas.sites.declared.DeclaredOperation`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
+
+import jax
 
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.sites.device import Device
 
-__all__ = ["HOME", "IMPLEMENTATIONS", "NOT_EXPORTED", "Operation", "Supported", "Unsupported"]
+__all__ = [
+    "HOME",
+    "IMPLEMENTATIONS",
+    "NOT_EXPORTED",
+    "Operation",
+    "Supported",
+    "Unsupported",
+    "operation_named",
+    "operation_names",
+]
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
 
@@ -21,6 +39,11 @@ HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 
 NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}
 """What stands in an exported program for an implementation whose calls ``jax.export`` does not promise to keep."""
+
+
+def _order() -> Mapping[str, tuple[str, ...]]:
+    return {"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")}
+
 
 T = TypeVar("T")
 
@@ -39,15 +62,21 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation: its name, and the order in which its implementations are asked on each platform.
+    """One operation.
 
     The implementation ``name`` of operation ``op`` is the module ``autopallas.kernels.<op>.<name>``, imported when
     first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
     ``backward(spec, block_sizes, ...)``; a module that does not exist is Unsupported.
+
+    Attributes:
+      name: of its folder in ``kernels``, of its module in ``patterns``, and in options and reports.
+      order: the implementations to be asked on each platform.
+      priority: patterns of operations with a higher one look first, and have what several want.
     """
 
     name: str
-    order: Mapping[str, tuple[str, ...]]
+    order: Mapping[str, tuple[str, ...]] = field(default_factory=_order)
+    priority: int = 0
 
     def module(self, name: str) -> Any | None:
         """A module of the operation's folder, or None where it has none of that name."""
@@ -59,6 +88,17 @@ class Operation:
                 return None
             raise
 
+    def part(self, name: str) -> Any:
+        """A module of the operation's folder that it must have.
+
+        Raises:
+          ImportError: it has none of that name.
+        """
+        found = self.module(name)
+        if found is None:
+            raise ImportError(f"{self.name} has no module {name}")
+        return found
+
     def implementation(self, name: str) -> Any | None:
         """The module of an implementation, or None where this operation has none of that name."""
         return self.module(name)
@@ -67,6 +107,12 @@ class Operation:
         """What the operation does otherwise than others: a function of one of its modules, or None."""
         found: Callable[..., Any] | None = getattr(self.module(module), function, None)
         return found
+
+    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+        """A small typical program that computes the operation, and the types of its arguments: ``program`` in its
+        module ``example``."""
+        made: tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]] = self.part("example").program()
+        return made
 
     def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
         """Whether the named implementation can compute ``spec`` on ``device``."""
@@ -82,8 +128,11 @@ class Operation:
     def usual(self, device: Device) -> str:
         """The first implementation in the platform's order that this operation has."""
         order = self.requested(None, device)
-        there = (name for name in order if importlib.util.find_spec(f"autopallas.kernels.{self.name}.{name}"))
-        return next(there, order[-1])
+        return next((name for name in order if self.has(name)), order[-1])
+
+    def has(self, name: str) -> bool:
+        """Whether there is a module of an implementation, without importing it."""
+        return importlib.util.find_spec(f"autopallas.kernels.{self.name}.{name}") is not None
 
     def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
         """The names to try, in order."""
@@ -129,3 +178,18 @@ class Operation:
                 warnings.warn(f"{self.name}: {'; '.join(failures)}; using {name}", AutopallasWarning, stacklevel=3)
             return result
         raise UnsupportedError(f"{self.name} on {device.platform}: " + "; ".join(failures))
+
+
+@functools.cache
+def operation_names() -> tuple[str, ...]:
+    """The operations there are, those first whose patterns look first."""
+    folders = Path(__file__).parents[1] / "kernels"
+    names = sorted(path.parent.name for path in folders.glob("*/operation.py"))
+    return tuple(sorted(names, key=lambda name: -operation_named(name).priority))
+
+
+@functools.cache
+def operation_named(name: str) -> Operation:
+    """The operation of a folder in ``kernels``."""
+    found: Operation = importlib.import_module(f"autopallas.kernels.{name}.operation").OPERATION
+    return found

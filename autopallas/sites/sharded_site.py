@@ -13,15 +13,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopallas import compat
 from autopallas.sites.calls import SiteDescription, with_residuals
-from autopallas.sites.division import Counted, Divisible, Division, Parts
+from autopallas.sites.division import Divisible, Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import View
 from autopallas.sites.operation import Operation
 
-__all__ = ["PlacedSite", "divisible"]
+__all__ = ["ShardedSite", "divisible"]
 
 
 @dataclass(frozen=True)
-class PlacedSite:
+class ShardedSite:
     """A site, and how it is divided.  Its operands and results are whole arrays.
 
     Attributes:
@@ -35,16 +35,16 @@ class PlacedSite:
     mesh: Any
 
     @cached_property
-    def _divided(self) -> tuple[Any, tuple[Counted, ...]]:
-        divide = self.site.operation.hook("divided", "divide")
+    def _per_device(self) -> tuple[Any, tuple[PositionOperand, ...]]:
+        divide = self.site.operation.hook("sharded", "divide")
         if divide is None:
-            return self.site.divided(self.division)
-        found: tuple[Any, tuple[Counted, ...]] = divide(self.site, self.division)
+            return self.site.per_device(self.division)
+        found: tuple[Any, tuple[PositionOperand, ...]] = divide(self.site, self.division)
         return found
 
     @cached_property
-    def _parts(self) -> Parts:
-        return self.site.parts()
+    def _axes(self) -> ShardableAxes:
+        return self.site.shardable_axes()
 
     @property
     def prelude(self) -> Any:
@@ -73,7 +73,7 @@ class PlacedSite:
     @property
     def spec(self) -> Any:
         """What one device computes."""
-        return self._divided[0].spec
+        return self._per_device[0].spec
 
     @property
     def has_backward(self) -> bool:
@@ -85,12 +85,12 @@ class PlacedSite:
             return types
         return tuple(
             jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._type(self.division.spec(view)))
-            for t, view in zip(types, self._parts.residuals, strict=True)
+            for t, view in zip(types, self._axes.residuals, strict=True)
         )
 
     def result_shardings(self) -> tuple[NamedSharding, ...]:
         """How the results are divided by their types."""
-        return tuple(self._type(self.division.spec(view)) for view in self._parts.results)
+        return tuple(self._type(self.division.spec(view)) for view in self._axes.results)
 
     def _type(self, spec: PartitionSpec) -> NamedSharding:
         """What types say of an array that is divided: nothing of the axes that the compiler divides over."""
@@ -102,9 +102,9 @@ class PlacedSite:
         return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in kept)))
 
     @property
-    def alone(self) -> SiteDescription:
+    def standalone(self) -> SiteDescription:
         """What one device computes, as a site of its own."""
-        return self.site.alone(self.division)
+        return self.site.standalone(self.division)
 
     def local(self, types: Sequence[Any], results: bool = False) -> list[jax.ShapeDtypeStruct]:
         """The types of the arrays (or of results) on one device; further operands behind the site's own."""
@@ -113,7 +113,7 @@ class PlacedSite:
         shapes = [self._shape(t, view) for t, view in zip(types, views, strict=True)]
         if not results:
             sizes = self.division.local(self.site.sizes)
-            shapes += [jax.ShapeDtypeStruct(tuple(sizes[a] for a in c.labels), c.dtype) for c in self._divided[1]]
+            shapes += [jax.ShapeDtypeStruct(tuple(sizes[a] for a in c.labels), c.dtype) for c in self._per_device[1]]
         return shapes
 
     def _shape(self, kind: Any, view: View) -> jax.ShapeDtypeStruct:
@@ -131,11 +131,11 @@ class PlacedSite:
 
     @property
     def _result_views(self) -> tuple[View, ...]:
-        return self._parts.results
+        return self._axes.results
 
     def _operand_views(self, count: int) -> list[View]:
         views: list[View] = [()] * count
-        for use in self._parts.operands:
+        for use in self._axes.operands:
             views[use.position] = use.view
         return views
 
@@ -159,13 +159,13 @@ class PlacedSite:
         return tuple(self.division.spec(view) for view in views)
 
     def _extras(self) -> tuple[jax.Array, ...]:
-        return tuple(counted.array(self.site.sizes) for counted in self._divided[1])
+        return tuple(counted.array(self.site.sizes) for counted in self._per_device[1])
 
     def forward(
         self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        local, extras = self._divided
-        parts = self._parts
+        local, extras = self._per_device
+        parts = self._axes
         missing = [
             self.division.lacking([view], combined)
             for view, combined in zip(parts.results, parts.combined, strict=True)
@@ -220,8 +220,8 @@ class PlacedSite:
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        local, extras = self._divided
-        parts = self._parts
+        local, extras = self._per_device
+        parts = self._axes
         views = self._operand_views(len(operands))
         missing = [self.division.lacking([views[i]]) for i in active]
 
@@ -238,24 +238,24 @@ class PlacedSite:
 
     # ------------------------------------------------------------------ transformations
 
-    def with_residuals(self) -> PlacedSite:
+    def with_residuals(self) -> ShardedSite:
         """The site where a backward follows."""
         saving: Any = with_residuals(self.site)
         return replace(self, site=saving)
 
-    def batched(self, axes: Sequence[int | None], size: int) -> PlacedSite:
+    def batched(self, axes: Sequence[int | None], size: int) -> ShardedSite:
         """The site under vmap: the further axis is on every device."""
         batched: Any = self.site.batched(axes, size)
         return replace(self, site=batched)
 
-    def divided_further(self, axes: tuple[str, ...]) -> PlacedSite | None:
+    def divided_further(self, axes: tuple[str, ...]) -> ShardedSite | None:
         """The same with the axis that vmap added last divided as well; None where it cannot be."""
         label, named = len(self.site.sizes) - 1, {axis for _, own in self.division.axes for axis in own}
         axes = tuple(axis for axis in axes if dict(self.division.sizes)[axis] > 1)
         if not axes:
             return self
         division = replace(self.division, axes=(*self.division.axes, (label, axes)))
-        fits = label in self.site.parts().labels and self.site.sizes[label] % division.count(label) == 0
+        fits = label in self.site.shardable_axes().labels and self.site.sizes[label] % division.count(label) == 0
         return replace(self, division=division) if fits and named.isdisjoint(axes) else None
 
 

@@ -6,12 +6,11 @@ search finds now, where one is allowed; the table's nearest row; the default.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
@@ -19,6 +18,8 @@ from autopallas.autotune.search import search
 from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import SiteWorkload, Workload
 from autopallas.tuning import coverage
 from autopallas.tuning.cache import WARNED, Cache
 from autopallas.tuning.distributed import agreement
@@ -55,9 +56,9 @@ class Choice:
         return self.row is not None and self.source in ("cache", "table", "autotune") and not self.gap
 
 
-def of_table(match: Any, implementation: str, device: Device, objective: str = "time") -> Choice:
+def of_table(match: Workload, implementation: str, device: Device, objective: str = "time") -> Choice:
     """What the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     found = tables.find(match.spec, device, implementation, match.direction, objective)
     sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
     if found is None:
@@ -102,11 +103,11 @@ class Tuner:
         asked = self._options.autotune
         return self._alone and (self._device.platform in ("gpu", "tpu") if asked is None else asked)
 
-    def choose(self, match: Any, implementation: str) -> Choice:
+    def choose(self, match: Workload, implementation: str) -> Choice:
         """The block sizes of one implementation of a site."""
         return self.choices(match, (implementation,))[implementation]
 
-    def choices(self, match: Any, implementations: Sequence[str]) -> dict[str, Choice]:
+    def choices(self, match: Workload, implementations: Sequence[str]) -> dict[str, Choice]:
         """The block sizes of each of several implementations of a site.
 
         Those that have to be searched for share the seconds of the site: each has its part, and what those before it
@@ -122,12 +123,13 @@ class Tuner:
                 choices[name] = found
                 continue
             begin = time.monotonic()
-            choices[name] = self._searched(match, name, found, max(part, left / open_))
+            site = cast(SiteWorkload, match)  # a direct call is not searched for
+            choices[name] = self._searched(site, name, found, max(part, left / open_))
             left -= time.monotonic() - begin
             open_ -= 1
         return choices
 
-    def _looked_up(self, match: Any, implementation: str, seconds: float) -> Choice | _Miss:
+    def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
         """What is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
         key = self._key(match, implementation) if self._may_search or source.usable() else None
@@ -147,20 +149,22 @@ class Tuner:
             return tabled
         return _Miss(key, entry, tabled)
 
-    def _key(self, match: Any, implementation: str) -> TuningKey | None:
+    def _key(self, match: Workload, implementation: str) -> TuningKey | None:
         try:
             return key_of(match, implementation, self._device)
         except (OSError, TypeError, ValueError) as error:  # no sources to hash, or a spec that is not plain data
             WARNED.once("key", f"autopallas cannot keep tuning results of {match.op}: {type(error).__name__}: {error}")
             return None
 
-    def _of(self, entry: Entry, match: Any, implementation: str, source: Literal["cache", "autotune"]) -> Choice | None:
+    def _of(
+        self, entry: Entry, match: Workload, implementation: str, source: Literal["cache", "autotune"]
+    ) -> Choice | None:
         """What an entry says; None where it says nothing that can be used."""
         if entry.outcome == "failed":
             return Choice(None, source, failure=entry.reason or "an earlier search found no block sizes that work")
         if entry.outcome == "unfinished":
             return Choice(None, source, note=entry.reason)
-        kind = importlib.import_module(f"autopallas.kernels.{match.op}.block_sizes").BlockSizes
+        kind = operation_named(match.op).part("block_sizes").BlockSizes
         entry = entry.serving(self._options.objective)
         try:
             sizes = entry.sizes_for(kind)
@@ -171,7 +175,7 @@ class Tuner:
             WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
             return None
 
-    def _searched(self, match: Any, implementation: str, miss: _Miss, seconds: float) -> Choice:
+    def _searched(self, match: SiteWorkload, implementation: str, miss: _Miss, seconds: float) -> Choice:
         key, known, otherwise = miss.key, miss.known, miss.otherwise
         with _searching:
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile

@@ -11,14 +11,16 @@ without one its rows depend on the processor alone.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
 
@@ -44,14 +46,14 @@ class Conditions:
     holds_from: float = 0.0
 
 
-def conditions_of(match: Any) -> Conditions:
+def conditions_of(match: Workload) -> Conditions:
     """The conditions of a match, as its operation declares them."""
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
     return found
 
 
-def gap(row: Row, match: Any, device: Device) -> str:
+def gap(row: Row, match: Workload, device: Device) -> str:
     """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
     empty string.  Of devices other than CPUs nothing is asked."""
     if device.platform != "cpu":
@@ -69,7 +71,7 @@ def gap(row: Row, match: Any, device: Device) -> str:
             )
     if _narrow(match.spec):
         here = processor.vector_extensions()
-        measured, own = row.extensions or "avx2", here or "unknown ones"
+        measured, own = row.measured_with, here or "unknown ones"
         if not processor.alike(measured, here):
             return (
                 f"no row for these vector extensions, which decide the speed of 16-bit numbers: the table's was "
@@ -78,7 +80,7 @@ def gap(row: Row, match: Any, device: Device) -> str:
     return ""
 
 
-def stated(row: Row, match: Any, device: Device) -> Row:
+def stated(row: Row, match: Workload, device: Device) -> Row:
     """A row that was measured for a match on this machine, with what it holds for."""
     if device.platform != "cpu":
         return row
@@ -87,7 +89,7 @@ def stated(row: Row, match: Any, device: Device) -> Row:
     return dataclasses.replace(row, batch=asked.batch, extensions=extensions, spelling=asked.spelling)
 
 
-def products(original: Any) -> str:
+def products(original: ClosedJaxpr) -> str:
     """The matrix products of a closed jaxpr in the notation of einsum, in their order.
 
     Example:

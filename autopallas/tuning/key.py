@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +16,8 @@ import jax
 
 from autopallas import compat
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.version import __version__
 
@@ -51,7 +52,7 @@ def digest_of(description: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical(description).encode()).hexdigest()
 
 
-def key_of(match: Any, implementation: str, device: Device) -> TuningKey:
+def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
     """The key of one implementation of a site on a device, in this process's setting.
 
     Args:
@@ -62,7 +63,7 @@ def key_of(match: Any, implementation: str, device: Device) -> TuningKey:
     Returns:
       The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, have the same.
     """
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     description = {
         "operation": match.op,
         "implementation": implementation,
@@ -122,7 +123,7 @@ def _runtime(platform: str) -> str:
     return " ".join(str(getattr(jax.devices()[0].client, "platform_version", "")).split())
 
 
-def _mesh(match: Any) -> str:
+def _mesh(match: Workload) -> str:
     """The kinds of mesh axes in the operands' types: under explicit sharding a search may not be possible."""
     types = (kind for part in match.passes for kind in part.original.in_avals)
     meshes = (getattr(getattr(kind, "sharding", None), "mesh", None) for kind in types)

@@ -6,20 +6,25 @@ compute (operation, direction, sizes, dtypes, score program, mask), not by their
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autopallas.errors import OptionError
 from autopallas.places import users_place
+from autopallas.sites.operation import operation_named
+from autopallas.sites.workload import Workload
 from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
 from autopallas.tuning.key import digest_of
 from autopallas.tuning.table import Evidence, Row
 from autopallas.version import __version__
+
+if TYPE_CHECKING:
+    from autopallas.patterns.match import Match
+    from autopallas.plan.decision import Decision
 
 __all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "read", "written"]
 
@@ -73,7 +78,7 @@ class LockedSite:
         Raises:
           LockError: they are not that operation's.
         """
-        kind = importlib.import_module(f"autopallas.kernels.{op}.block_sizes").BlockSizes
+        kind = operation_named(op).part("block_sizes").BlockSizes
         try:
             return Entry({}, "tuned", self.block_sizes).sizes_for(kind)
         except EntryError as error:
@@ -103,7 +108,7 @@ class Lock:
     versions: Mapping[str, str]
     sites: tuple[LockedSite, ...]
 
-    def find(self, match: Any) -> LockedSite | None:
+    def find(self, match: Workload) -> LockedSite | None:
         """The site that computes what ``match`` does, or None."""
         wanted = identity(match)
         return next((site for site in self.sites if site.identity == wanted), None)
@@ -152,7 +157,7 @@ class Lock:
         )
 
 
-def identity(match: Any) -> str:
+def identity(match: Workload) -> str:
     """The hash of what a site computes: equal for sites that may share a decision."""
     specs = [part.spec.to_dict() for part in match.passes]
     return digest_of({"op": match.op, "direction": match.direction, "specs": specs})
@@ -187,7 +192,7 @@ def _plain(site: LockedSite) -> dict[str, Any]:
 
 
 def written(
-    matches: Sequence[Any], decisions: Sequence[Any], function: str, shapes: str, device: Any, folder: str
+    matches: Sequence[Match], decisions: Sequence[Decision], function: str, shapes: str, device: Any, folder: str
 ) -> Lock:
     """The lock of a program.
 
@@ -212,7 +217,7 @@ def written(
     )
 
 
-def _locked(match: Any, decision: Any, folder: str) -> LockedSite:
+def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
     applied = decision.verdict == "applied"
     evidence = None
     if decision.evidence is not None:

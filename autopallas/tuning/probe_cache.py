@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from autopallas.sites.device import Device
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Folder, directory
 from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, printable, read_json
 from autopallas.tuning.key import TuningKey, canonical, digest_of, key_of
 
-__all__ = ["DAY", "Verdict", "Verdicts", "verdict_key"]
+__all__ = ["DAY", "ProbeResult", "ProbeResults", "probe_key"]
 
 FORMAT = 1
 DAY = 86400.0
@@ -28,7 +29,7 @@ _FIELDS = {"format", "key", "outcome", "stage", "error", "until"}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeResult:
     """What is known of one key.
 
     Attributes:
@@ -46,11 +47,11 @@ class Verdict:
     until: float = 0.0
 
     @staticmethod
-    def of(key: TuningKey, stage: str = "", error: str = "") -> Verdict:
+    def of(key: TuningKey, stage: str = "", error: str = "") -> ProbeResult:
         """The verdict of now: that a stage failed, or, without a stage, that everything works."""
         outcome: Literal["works", "fails"] = "fails" if stage else "works"
         lifetime = _LIFETIME["memory" if stage == "memory" else outcome]
-        return Verdict(key.description, outcome, stage, printable(error), time.time() + lifetime)
+        return ProbeResult(key.description, outcome, stage, printable(error), time.time() + lifetime)
 
     @property
     def digest(self) -> str:
@@ -70,7 +71,7 @@ class Verdict:
         return canonical(self.to_dict())
 
 
-def parse(text: str | bytes, digest: str) -> Verdict:
+def parse(text: str | bytes, digest: str) -> ProbeResult:
     """Reads a verdict.  The text is data: nothing in it is executed, imported, or opened.
 
     Raises:
@@ -95,34 +96,34 @@ def parse(text: str | bytes, digest: str) -> Verdict:
     stage, error = checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
     if bool(stage) != (outcome == "fails"):
         raise EntryError("its outcome and its stage contradict each other")
-    return Verdict(key, cast(Any, outcome), stage, error, float(until))
+    return ProbeResult(key, cast(Any, outcome), stage, error, float(until))
 
 
-class Verdicts(Folder[Verdict]):
+class ProbeResults(Folder[ProbeResult]):
     """The verdicts in one folder.  Failures of this very process are remembered in it whatever the disk says."""
 
     def __init__(self, base: Path | None):
         super().__init__(base, "verdicts")
-        self._own: dict[str, Verdict] = {}
+        self._own: dict[str, ProbeResult] = {}
 
     @staticmethod
-    def current() -> Verdicts:
+    def current() -> ProbeResults:
         """The verdicts that the environment asks for now."""
         return _at(directory())
 
-    def parse(self, text: str | bytes, digest: str) -> Verdict:
+    def parse(self, text: str | bytes, digest: str) -> ProbeResult:
         return parse(text, digest)
 
-    def own(self, key: TuningKey) -> Verdict | None:
+    def own(self, key: TuningKey) -> ProbeResult | None:
         """The verdict on a failure in this process, or None."""
         return self._own.get(key.digest)
 
-    def get(self, key: TuningKey) -> Verdict | None:
+    def get(self, key: TuningKey) -> ProbeResult | None:
         """The verdict on a key, if there is one that is believed."""
         found = self._own.get(key.digest) or super().get(key)
         return found if found is not None and found.current else None
 
-    def put(self, entry: Verdict) -> bool:
+    def put(self, entry: ProbeResult) -> bool:
         if entry.outcome == "fails":
             self._own[entry.digest] = entry
         return super().put(entry)
@@ -137,11 +138,11 @@ class Verdicts(Folder[Verdict]):
 
 
 @functools.lru_cache(maxsize=16)
-def _at(base: Path | None) -> Verdicts:
-    return Verdicts(base)
+def _at(base: Path | None) -> ProbeResults:
+    return ProbeResults(base)
 
 
-def verdict_key(match: Any, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
+def probe_key(match: SiteWorkload, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
     """The key of one implementation with its block sizes for one site: unlike a tuning result's, of its exact sizes."""
     types = [[str(t) for t in (*part.original.in_avals, *part.original.out_avals)] for part in match.passes]
     sizes = None if block_sizes is None else block_sizes.to_dict()

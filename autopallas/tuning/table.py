@@ -1,4 +1,4 @@
-"""The format of the checked-in tables, and how a row is found in one.  Exists once, for all operations.
+"""The checked-in tables, and how a row is found in one.  Exists once, for all operations.
 
 A table is ``device -> {(implementation, direction, dtype, bucket, invariants): Row}``.  Buckets are ordered ranges of
 sizes, never exact shapes; the first one that contains the sizes wins.
@@ -6,11 +6,16 @@ sizes, never exact shapes; the first one that contains the sizes wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
 
 from autopallas.sites.device import Device
+from autopallas.sites.operation import Operation
+from autopallas.tuning.row import DEVICES, LEAST_MEMORY, MEMORY_SLOWDOWN, Bucket, Evidence, Key, Row, Rows
+from autopallas.tuning.table_files import Files
 
 __all__ = [
     "DEVICES",
@@ -21,25 +26,12 @@ __all__ = [
     "Found",
     "Key",
     "Row",
+    "Rows",
     "Table",
     "bucket_of",
     "lookup",
     "table_device",
 ]
-
-Evidence: TypeAlias = Literal["measured", "simulated", "estimated"]
-Key: TypeAlias = tuple[str, str, str, str, str]
-"""(implementation, direction, dtype, bucket, invariants)"""
-
-LEAST_MEMORY = ", least memory"
-"""What the invariants of a second row of a key end in: that of the candidate of least memory, where it is another one
-than the fastest, and at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memory" asks for it."""
-
-MEMORY_SLOWDOWN = 1.3
-"""Under objective "memory", the most time that a replacement may cost relative to the original."""
-
-DEVICES = ("cpu", "NVIDIA H100", "NVIDIA", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
-"""The devices that tables know.  "NVIDIA" is any of them that has no rows of its own: its rows are never exact."""
 
 _GENERIC = "NVIDIA"
 _TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
@@ -61,52 +53,6 @@ def table_device(device: Device) -> str:
     return _TPUS.get(device.kind, device.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Block sizes, and what the kernel and the original cost with them on that device and bucket.
-
-    Times are microseconds per call, bytes are of temporary memory.  What rows of CPUs hold for, by
-    :mod:`autopallas.tuning.coverage`:
-
-    Attributes:
-      extensions: of the processor, as :func:`autopallas.tuning.processor.vector_extensions` has them; "unknown" where
-        it says nothing; None: not stated, which counts as "avx2", with which the first rows were measured.
-      batch: how many independent parts the measured original had, such as sequences; 1 where there is no such axis.
-      spelling: the matrix products of the measured original in the notation of einsum, where they are others than those
-        of the operation's cases.
-    """
-
-    block_sizes: Any
-    kernel_us: float
-    original_us: float
-    kernel_bytes: int
-    original_bytes: int
-    evidence: Evidence
-    date: str
-    versions: str
-    extensions: str | None = None
-    batch: int = 1
-    spelling: str = ""
-
-    @property
-    def speedup(self) -> float:
-        return self.original_us / self.kernel_us
-
-
-Table: TypeAlias = Mapping[str, Mapping[Key, Row]]
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A named range of sizes: ``ranges`` gives (lowest, highest), both inclusive, of each size that it bounds."""
-
-    name: str
-    ranges: Mapping[str, tuple[int, int]]
-
-    def __contains__(self, sizes: Mapping[str, int]) -> bool:
-        return all(low <= sizes[name] <= high for name, (low, high) in self.ranges.items())
-
-
 def bucket_of(sizes: Mapping[str, int], buckets: Sequence[Bucket]) -> Bucket | None:
     """The first bucket that contains the sizes."""
     return next((b for b in buckets if sizes in b), None)
@@ -121,7 +67,9 @@ class Found:
     source: Literal["table", "nearest"]
 
 
-def lookup(table: Table, device: str, key: Key, buckets: Sequence[Bucket], objective: str = "time") -> Found | None:
+def lookup(
+    table: Mapping[str, Rows], device: str, key: Key, buckets: Sequence[Bucket], objective: str = "time"
+) -> Found | None:
     """The row of ``key``, else that of the nearest bucket in the order of ``buckets`` with all else equal, else None.
 
     Of two equally near buckets the smaller one, that is, the earlier, is taken.
@@ -146,3 +94,108 @@ def lookup(table: Table, device: str, key: Key, buckets: Sequence[Bucket], objec
                 if row is not None:
                     return Found(row, name, "table" if name == bucket and owner != _GENERIC else "nearest")
     return None
+
+
+class BlockSizes(Protocol):
+    """What a table asks of an operation's block sizes: a frozen dataclass of integers."""
+
+    @classmethod
+    def get_default(cls) -> Any: ...
+
+    def fitted(self, spec: Any) -> Any: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class Spec(Protocol):
+    """What a table asks of an operation's specs."""
+
+    @property
+    def widest_dtype(self) -> np.dtype[Any]: ...
+
+
+S = TypeVar("S", bound=Spec)
+B = TypeVar("B", bound=BlockSizes)
+
+
+class Table(Mapping[str, Rows], Generic[S, B]):
+    """The rows of one operation by device, as its files have them, and the block sizes that follow from them.
+
+    An operation declares one in its module ``tuned_block_sizes``::
+
+        TABLE = Table(OPERATION, BUCKETS, filed, BlockSizes)
+
+    Block sizes are those of the row that is found, else the first of the implementation's ``candidates(spec, device)``,
+    else the default, each fitted to the spec.  An implementation that knows better has a function
+    ``default_block_sizes(spec, device, known)``, whose ``known`` is the row's block sizes or None.
+
+    Args:
+      operation: whose rows they are.
+      buckets: in order; the last takes what no other does.
+      filed: ``filed(spec, implementation, direction)`` gives (direction, sizes, invariants): the direction that such a
+        spec was measured in, the sizes that the buckets bound, and what else its rows depend on.
+      block_sizes: the class of the operation's block sizes.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        buckets: Sequence[Bucket],
+        filed: Callable[[S, str, str], tuple[str, Mapping[str, int], str]],
+        block_sizes: type[B],
+    ):
+        self.operation = operation
+        self.buckets = buckets
+        self._filed = filed
+        self._block_sizes = block_sizes
+        self.files = Files(operation.name, block_sizes, buckets)
+        self.rows: Mapping[str, Rows] = self.files
+
+    def __getitem__(self, device: str) -> Rows:
+        return self.rows[device]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def key(self, spec: S, implementation: str, direction: str) -> Key:
+        """Where the table files a spec."""
+        direction, sizes, invariants = self._filed(spec, implementation, direction)
+        bucket = bucket_of(sizes, self.buckets)
+        assert bucket is not None, "the buckets take everything"
+        return implementation, direction, spec.widest_dtype.name, bucket.name, invariants
+
+    def find(
+        self,
+        spec: S,
+        device: Device,
+        implementation: str | None = None,
+        direction: str = "forward",
+        objective: str = "time",
+    ) -> Found | None:
+        """The row for a spec: its own bucket's, else the nearest one's, else None."""
+        name = implementation or self.operation.usual(device)
+        return lookup(self, table_device(device), self.key(spec, name, direction), self.buckets, objective)
+
+    def infer_block_sizes(
+        self,
+        spec: S,
+        device: Device,
+        implementation: str | None = None,
+        direction: str = "forward",
+        objective: str = "time",
+    ) -> B:
+        """Block sizes from the table, or the default; valid for the shape in any case."""
+        name = implementation or self.operation.usual(device)
+        found = self.find(spec, device, name, direction, objective)
+        known: B | None = None if found is None else found.row.block_sizes
+        chosen: B
+        if (default := self.operation.hook(name, "default_block_sizes")) is not None:
+            chosen = default(spec, device, known)
+            return chosen
+        if known is None and (candidates := self.operation.hook(name, "candidates")) is not None:
+            known = candidates(spec, device)[0]
+        chosen = (known or self._block_sizes.get_default()).fitted(spec)
+        return chosen

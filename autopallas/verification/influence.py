@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn
 from autopallas.numerics.rounding import (
     NOTHING,
     Source,
@@ -25,11 +25,11 @@ __all__ = ["SITES", "Source", "replaced", "site_sources", "sources"]
 SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
 
 
-def sources(program: Any) -> list[Source]:
+def sources(program: ClosedJaxpr) -> list[Source]:
     """A :class:`Source` for each result of a closed jaxpr.  A value without a site has the narrowest dtype of the whole
     program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
     """
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     known: dict[Any, list[Source]] = {}
 
     def site(equation: JaxprEqn, before: Sequence[Source]) -> list[Source] | None:

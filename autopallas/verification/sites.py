@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopallas import compat
-from autopallas.compat import JaxprEqn
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
@@ -41,14 +41,14 @@ class SiteCheck:
     ok: bool
 
 
-def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
+def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
     """A jaxpr with every equation, in nested bodies too, replaced by what ``edit`` makes of it; left out for None."""
-    jaxpr, consts = compat.opened(body)
+    jaxpr, consts = jaxprs.open_jaxpr(body)
     equations = []
     for equation in jaxpr.eqns:
         params = dict(equation.params)
         if equation.primitive not in SITES:
-            for name, position, inner in compat.bodies(equation):
+            for name, position, inner in jaxprs.bodies(equation):
                 new = _edited(inner, edit)
                 if position is None:
                     params[name] = new
@@ -60,23 +60,23 @@ def _edited(body: Any, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
         edited = edit(equation)
         if edited is not None:
             equations.append(edited)
-    return compat.rebuilt(body, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+    return jaxprs.rebuild(body, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
 
 
-def applied_sites(program: Any) -> list[JaxprEqn]:
+def applied_sites(program: JaxprLike) -> list[JaxprEqn]:
     """The equations of a rewritten program, in nested bodies too, at which a kernel runs."""
     found: list[JaxprEqn] = []
-    for equation in compat.opened(program)[0].eqns:
+    for equation in jaxprs.open_jaxpr(program)[0].eqns:
         if equation.primitive in SITES:
             if equation.params["decision"].verdict == "applied" and equation.primitive is not primitive.tangent_p:
                 found.append(equation)
         else:
-            for _, _, body in compat.bodies(equation):
+            for _, _, body in jaxprs.bodies(equation):
                 found += applied_sites(body)
     return found
 
 
-def check_sites(program: Any, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
+def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
     """Runs a rewritten program once more and looks at each kernel in it.
 
     Args:
@@ -138,7 +138,9 @@ def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
     return watching
 
 
-def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: Any, oracle: Oracle) -> SiteCheck:
+def _check(
+    site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: ClosedJaxpr, oracle: Oracle
+) -> SiteCheck:
     params = site.params
     gradient = site.primitive is not primitive.site_p
     allowed = [tolerance_of(v.aval.dtype, source) for v, source in zip(site.outvars, site_sources(site), strict=True)]
@@ -155,7 +157,7 @@ def _check(site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: A
         worst = [max(pair, key=_badness) for pair in zip(worst or compared, compared, strict=True)]
     return SiteCheck(
         op=params["site"].operation.name,
-        location=compat.location(site),
+        location=jaxprs.location(site),
         direction="backward" if gradient else "forward",
         implementation=params["decision"].implementation,
         calls=count,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.arguments import join, split
+from autopallas.compat import ClosedJaxpr, JaxprLike
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
@@ -145,16 +146,16 @@ def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tup
         return inner(*args, **kwargs)
 
     with inside(True):
-        original, shapes = jax.make_jaxpr(program_of, return_shape=True)(*arrays)
+        original, shapes = compat.make_jaxpr_and_shapes(program_of, *arrays)
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
     if not optimized:
-        as_called = jax.make_jaxpr(program_of)(*arrays)
+        as_called = compat.make_jaxpr(program_of, *arrays)
         if applied_sites(as_called):
             return original, as_called, names
     return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
 
 
-def _oracle(original: Any, arrays: Sequence[Any], own: Sequence[Any]) -> tuple[Sequence[Any], tuple[str, ...]]:
+def _oracle(original: ClosedJaxpr, arrays: Sequence[Any], own: Sequence[Any]) -> tuple[Sequence[Any], tuple[str, ...]]:
     oracle = Oracle(original)
     try:
         return oracle(*arrays), oracle.notes
@@ -177,11 +178,11 @@ def _precision(dtype: Any, source: Source) -> float:
     return float(jnp.finfo(dtype if source.dtype is None else source.dtype).eps)
 
 
-def _primitives(program: Any) -> set[str]:
+def _primitives(program: JaxprLike) -> set[str]:
     found = set()
-    for equation in compat.opened(program)[0].eqns:
+    for equation in jaxprs.open_jaxpr(program)[0].eqns:
         found.add(equation.primitive.name)
-        for _, _, body in compat.bodies(equation):
+        for _, _, body in jaxprs.bodies(equation):
             found |= _primitives(body)
     return found
 

@@ -5,15 +5,16 @@ An operation that can be tuned by its name has a module ``cases``, with what :cl
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import jax
 
+from autopallas import compat
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
+from autopallas.sites.operation import operation_named, operation_names
 
 __all__ = ["DIRECTIONS", "Case", "Cases", "Direction", "cases_of", "match_of"]
 
@@ -70,14 +71,7 @@ class Cases(Protocol):
 
 def cases_of(operation: str) -> Cases | None:
     """The cases of an operation by its name, or None where it has none."""
-    name = f"autopallas.kernels.{operation}.cases"
-    try:
-        module: Any = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name in (name, f"autopallas.kernels.{operation}"):
-            return None
-        raise
-    offered: Cases = module
+    offered: Cases | None = operation_named(operation).module("cases") if operation in operation_names() else None
     return offered
 
 
@@ -90,7 +84,7 @@ def match_of(case: Case) -> Match:
     offered = cases_of(case.kernel)
     assert offered is not None
     function = offered.in_direction(case, offered.ORIGINALS[case.mask])
-    matches, misses = find(Graph(flatten(jax.make_jaxpr(function)(*offered.types(case)))), (case.kernel,), True)
+    matches, misses = find(Graph(flatten(compat.make_jaxpr(function, *offered.types(case)))), (case.kernel,), True)
     if len(matches) != 1:
         raise ValueError(f"{case}: {len(matches)} sites were recognised, not one: {[m.reason for m in misses]}")
     return matches[0]

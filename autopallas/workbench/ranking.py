@@ -13,6 +13,7 @@ import jax
 from autopallas.autotune.search import Tried, candidates_of
 from autopallas.autotune.trial import Trial
 from autopallas.compile.tpu import Compilation, Compiler
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.evidence import SIMULATED_MARGIN
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
@@ -40,7 +41,7 @@ class Ranking:
 
 
 def ranked(
-    match: Any, implementation: str, first: Any, compiler: Compiler, seconds: float, say: Callable[[str], None]
+    match: SiteWorkload, implementation: str, first: Any, compiler: Compiler, seconds: float, say: Callable[[str], None]
 ) -> Ranking:
     """Compiles the original and every candidate, and ranks those that compile.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,8 @@ from autopallas.autotune.search import Tried, search
 from autopallas.compile.tpu import GENERATIONS, Compiler, Generation, missing
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
-from autopallas.sites.operation import Supported
+from autopallas.sites.operation import Supported, operation_named
+from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
@@ -75,7 +75,7 @@ class Subject:
       case: where it stands for an operation's own function too, whose calls then find the result.
     """
 
-    match: Any
+    match: SiteWorkload
     label: str
     case: Case | None = None
 
@@ -122,7 +122,7 @@ class Outcome:
         """The rows for the operation's table."""
         if self.key is None or self.time is None:
             return {}
-        kind = importlib.import_module(f"autopallas.kernels.{op}.block_sizes").BlockSizes
+        kind = operation_named(op).part("block_sizes").BlockSizes
         found = {self.key: self.time}
         if self.memory is not None:
             found[(*self.key[:4], self.key[4] + LEAST_MEMORY)] = self.memory
@@ -154,7 +154,7 @@ def tune(
     """
     match, reasons, results = subject.match, [], []
     working: list[Outcome] = []
-    tables = importlib.import_module(f"autopallas.kernels.{match.op}.tuned_block_sizes")
+    tables = operation_named(match.op).part("tuned_block_sizes")
     for name, answer in match.site.operation.candidates(match.spec, target.device, None):
         if not isinstance(answer, Supported):
             reasons.append(f"{name}: {answer.reason}")

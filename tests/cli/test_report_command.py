@@ -56,6 +56,15 @@ def test_a_near_miss_is_told_with_its_reason_and_advice(command):
     assert "Return or log the probabilities from a separate function" in " ".join(out.split())
 
 
+def test_the_passes_are_told_where_they_are_asked_for(command):
+    arguments = ("report", "reportable:attend", "--shapes", SHAPES)
+    assert "find sites" not in command(*arguments)[1]
+    _, out, _ = command(*arguments, "--trace")
+    found = next(line for line in out.splitlines() if line.split()[:2] == ["find", "sites"])
+    assert found.split()[-1] == "1"
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_json_is_a_report(command):
     _, out, _ = command("report", "reportable:attend", "--shapes", SHAPES, "--objective", "always", "--json")
     assert Report.from_json(out).counts() == {"attention": 1}

@@ -12,7 +12,7 @@ import pytest
 
 import autopallas
 from autopallas.tuning.entry import MAXIMUM_BYTES
-from autopallas.tuning.probe_cache import Verdicts
+from autopallas.tuning.probe_cache import ProbeResults
 from tests.faults import programs
 from tests.faults.programs import break_kernel, forget, program, warned
 
@@ -29,13 +29,13 @@ def written(monkeypatch):
             break_kernel(patched, "attention", "forward", programs.uncompilable)
             with warned(1):
                 case.same(autopallas.optimize(case.function, objective="always")(*case.operands))
-        (made,) = Verdicts.current().folder.iterdir()
+        (made,) = ProbeResults.current().folder.iterdir()
         _KEPT[made.name] = made.read_bytes()
         made.unlink()
         made.parent.rmdir()
         forget()
     ((name, content),) = _KEPT.items()
-    folder = Verdicts.current().folder
+    folder = ProbeResults.current().folder
     folder.mkdir(mode=0o700, parents=True)
     (folder / name).write_bytes(content)
     return folder / name, case
@@ -101,7 +101,7 @@ def test_folder_and_files_are_the_users_alone(monkeypatch):
     break_kernel(monkeypatch, "attention", "forward", programs.uncompilable)
     with warned(1):
         case.same(autopallas.optimize(case.function, objective="always")(*case.operands))
-    (file,) = Verdicts.current().folder.iterdir()
+    (file,) = ProbeResults.current().folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 

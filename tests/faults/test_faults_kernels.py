@@ -11,7 +11,7 @@ from jax._src import compiler
 
 import autopallas
 from autopallas.sites.operation import Operation
-from autopallas.tuning.probe_cache import Verdicts
+from autopallas.tuning.probe_cache import ProbeResults
 from tests.faults import programs
 from tests.faults.programs import OPERATIONS, break_kernel, forget, program, raises, warned
 
@@ -68,7 +68,7 @@ def recovers(monkeypatch, op, name, fault, stage, backward):
             case.same(again(*case.operands))
         assert [failure.stage for failure in again.report().failures] == [stage]
     forget()
-    Verdicts.current().clear()
+    ProbeResults.current().clear()
     healed = autopallas.optimize(case.function, objective="always")
     case.same(healed(*case.operands))
     assert healed.report().counts() == {op: len(report.sites)}

@@ -16,7 +16,7 @@ from autopallas.compile import subprocess
 from autopallas.options import Options
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import mode
-from autopallas.tuning.probe_cache import DAY, Verdicts
+from autopallas.tuning.probe_cache import DAY, ProbeResults
 from tests.faults import programs
 from tests.faults.programs import OPERATIONS, break_kernel, forget, program, warned
 
@@ -81,7 +81,7 @@ def test_a_good_kernel_is_probed_once(op, inside, monkeypatch):
         assert fn.report().counts()[op] == 1
         forget()
     assert len(probes) == 1
-    assert {verdict.outcome for verdict in Verdicts.current().entries()} == {"works"}
+    assert {verdict.outcome for verdict in ProbeResults.current().entries()} == {"works"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_kernel_that_needs_too_much_memory(inside, monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda: None)
     break_kernel(monkeypatch, "attention", "forward", programs.too_much)
     kept("memory")
-    (verdict,) = Verdicts.current().entries()
+    (verdict,) = ProbeResults.current().entries()
     assert verdict.until < time.time() + 2 * DAY, "there may be more memory tomorrow"
 
 

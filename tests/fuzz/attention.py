@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from . import positions
+from .norms import normed
 from .writing import Writer
 
 __all__ = ["SIZES", "Layout", "body", "operands"]
@@ -57,6 +58,7 @@ def operands(w: Writer, at: str) -> tuple[Layout, dict[str, int], list[str]]:
 
 def body(w: Writer, at: str, layout: Layout, size: dict[str, int], q: str, k: str, v: str) -> str:
     """Writes an attention of three named values, and gives the name of its result."""
+    q, k = (normed(w, f"{at}.{name} norm", x, size["d"]) for name, x in (("q", q), ("k", k)))
     s = _scores(w, at, layout, size, q, k)
     return _weighted(w, at, layout, size, s, v)
 

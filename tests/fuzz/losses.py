@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .norms import normed
 from .writing import Writer
 
 __all__ = ["body", "operands"]
@@ -35,6 +36,7 @@ def labels(w: Writer, at: str, size: dict[str, int]) -> str:
 def body(w: Writer, at: str, size: dict[str, int], x: str, head: str, y: str) -> str:
     """Writes the losses of named values, and gives the name of the result."""
     c, v = w.choices, size["v"]
+    x = normed(w, f"{at}.norm", x, size["d"])
     z = _logits(w, at, x, head, v)
     rows, count = _part(w, at, y, size["t"])
     late = bool(rows) and c.chance(f"{at}.part of probabilities", 0.3)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from autopallas import compat
+from autopallas import jaxprs
 
 __all__ = ["ALLOWED", "roundings"]
 
@@ -32,7 +32,7 @@ _CALLS = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp
 
 def roundings(program: Any) -> list[Any]:
     """For each result of a closed jaxpr the coarsest dtype in which an equation before it rounds, or None."""
-    jaxpr, _ = compat.opened(program)
+    jaxpr, _ = jaxprs.open_jaxpr(program)
     return _through(jaxpr, [None] * len(jaxpr.invars))
 
 
@@ -40,17 +40,17 @@ def _through(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
     known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
     for equation in jaxpr.eqns:
         before = [None if isinstance(a, Literal) else known.get(a) for a in equation.invars]
-        bodies = [body for _, _, body in compat.bodies(equation)]
+        bodies = [body for _, _, body in jaxprs.bodies(equation)]
         if (
             len(bodies) == 1
-            and len(compat.opened(bodies[0])[0].invars) == len(before)
+            and len(jaxprs.open_jaxpr(bodies[0])[0].invars) == len(before)
             and equation.primitive.name in _CALLS
         ):
-            results = _through(compat.opened(bodies[0])[0], before)
+            results = _through(jaxprs.open_jaxpr(bodies[0])[0], before)
         else:
             worst = _coarsest(before)
             for body in bodies:
-                inner = compat.opened(body)[0]
+                inner = jaxprs.open_jaxpr(body)[0]
                 worst = _coarsest([worst, *_through(inner, [worst] * len(inner.invars))])
             results = [_coarsest([worst, _own(equation, v)]) for v in equation.outvars]
         known.update(zip(equation.outvars, results, strict=True))
@@ -60,7 +60,7 @@ def _through(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
 def _own(equation: Any, variable: Any) -> Any:
     """The dtype in which an equation itself rounds."""
     name, dtype = equation.primitive.name, getattr(variable.aval, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, np.floating) or name in _EXACT or compat.bodies(equation):
+    if dtype is None or not jnp.issubdtype(dtype, np.floating) or name in _EXACT or jaxprs.bodies(equation):
         return None
     if name == "convert_element_type":
         source = equation.invars[0].aval.dtype

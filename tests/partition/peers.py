@@ -60,7 +60,7 @@ def failing(last):
         raise RuntimeError("no such dialect")
 
     if last:
-        shard_sites.survey = fails
+        shard_sites.propagated = fails
     return CHOSEN[:1]
 
 

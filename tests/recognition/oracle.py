@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from autopallas import compat
+from autopallas import jaxprs
 
 __all__ = ["evaluate", "promoted"]
 
@@ -29,7 +29,7 @@ def promoted(x: Any) -> Any:
 
 def evaluate(program: Any, *arguments: Any, rules: dict[str, Callable[..., Any]] | None = None) -> list[Any]:
     """The results of a closed jaxpr, in float64.  ``rules``: more of them, by the primitive's name."""
-    jaxpr, consts = compat.opened(program)
+    jaxpr, consts = jaxprs.open_jaxpr(program)
     _RULES.update(rules or {})
     with np.errstate(all="ignore"):
         return _run(jaxpr, [promoted(c) for c in consts], [promoted(a) for a in arguments])
@@ -53,7 +53,7 @@ def _run(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[An
 
 
 def _call(body: Any, arguments: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = compat.opened(body)
+    jaxpr, consts = jaxprs.open_jaxpr(body)
     return _run(jaxpr, [promoted(c) for c in consts], arguments)
 
 
@@ -194,7 +194,7 @@ def _cond(equation: Any, index: Any, *arguments: Any) -> list[Any]:
 
 
 def _body(equation: Any, *arguments: Any) -> list[Any]:
-    ((_, _, body),) = compat.bodies(equation)
+    ((_, _, body),) = jaxprs.bodies(equation)
     return _call(body, arguments)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopallas.graph import Graph, flatten
-from autopallas.graph.proof_cache import Forms
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns import find
 from recognition import layouts, programs  # noqa: F401 - they fill the catalogue
 from recognition.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd
@@ -32,15 +32,15 @@ def proofs(monkeypatch):
         count = 0
 
         def alone(self):
-            monkeypatch.setattr(Forms, "like", lambda *_: iter(()))
+            monkeypatch.setattr(ProofCache, "like", lambda *_: iter(()))
 
-    counting, prove = Proofs(), Forms.prove
+    counting, prove = Proofs(), ProofCache.prove
 
     def counted(self, *args):
         counting.count += 1
         return prove(self, *args)
 
-    monkeypatch.setattr(Forms, "prove", counted)
+    monkeypatch.setattr(ProofCache, "prove", counted)
     return counting
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.nn import softmax
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, rule_of, same_rule
 from recognition.catalogue import ODD, bhtd
 from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
@@ -101,7 +101,7 @@ def test_what_cannot_be_carried_is_left_alone(name):
 
 
 def _call(function):
-    program = compat.opened(jax.make_jaxpr(function)(np.ones((2, 3), np.float32)))[0]
+    program = jaxprs.open_jaxpr(jax.make_jaxpr(function)(np.ones((2, 3), np.float32)))[0]
     (equation,) = (e for e in program.eqns if e.primitive.name == "custom_jvp_call")
     return equation
 

@@ -30,7 +30,7 @@ def walked(graph, flow, value):
     todo, seen = [value], set()
     while todo:
         number = todo.pop()
-        reached = reached or number == flow.logits
+        reached = reached or number in flow.logits
         if number not in seen and number in graph.definitions:
             todo += graph.definitions[number].inputs
         seen.add(number)

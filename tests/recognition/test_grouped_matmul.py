@@ -295,5 +295,5 @@ def test_derivatives_of_an_epilogue(transformed):
 def test_the_backward_does_not_compute_the_product_again():
     optimized = optimized_like_a_user(lambda w: jnp.sum(jax.nn.silu(lax.ragged_dot(X, w, SIZES)) ** 2))
     text = str(jax.make_jaxpr(jax.grad(lambda w: optimized(w)))(W))
-    assert text.count("saves=True") >= 2
-    assert text.count("saves=False") == 0
+    assert text.count("saves_product=True") >= 2
+    assert text.count("saves_product=False") == 0

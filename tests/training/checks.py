@@ -11,7 +11,7 @@ import numpy as np
 from recognition.compare import compiled, floats, optimized_like_a_user
 from recognition.oracle import evaluate, promoted
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.report import Report
 from autopallas.rewrite import primitive
 
@@ -25,10 +25,10 @@ _SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
 
 def arrays(program: Any) -> Iterator[tuple[str, Any]]:
     """(name of the primitive, abstract value) of all that a jaxpr computes, outside the kernels."""
-    for equation in compat.opened(program)[0].eqns:
+    for equation in jaxprs.open_jaxpr(program)[0].eqns:
         yield from ((equation.primitive.name, v.aval) for v in equation.outvars)
         if equation.primitive not in _SITES:
-            for _, _, inner in compat.bodies(equation):
+            for _, _, inner in jaxprs.bodies(equation):
                 yield from arrays(inner)
 
 

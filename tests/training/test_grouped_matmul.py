@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from recognition.compare import compiled, optimized_like_a_user
 
-from autopallas import compat
+from autopallas import jaxprs
 from autopallas.rewrite import primitive
 from training.checks import arrays, exact, right
 
@@ -219,10 +219,10 @@ def test_no_result_is_kept_for_the_backward():
 
     def stacked(function):
         program = jax.make_jaxpr(lambda *a: function(*a))(*args)
-        scans = [e for e in compat.opened(program)[0].eqns if e.primitive.name == "scan"]
-        inner = [e for e in compat.opened(program)[0].eqns if e.primitive.name == "jit"]
+        scans = [e for e in jaxprs.open_jaxpr(program)[0].eqns if e.primitive.name == "scan"]
+        inner = [e for e in jaxprs.open_jaxpr(program)[0].eqns if e.primitive.name == "jit"]
         while inner:
-            equations = compat.opened(inner.pop().params["jaxpr"])[0].eqns
+            equations = jaxprs.open_jaxpr(inner.pop().params["jaxpr"])[0].eqns
             scans += [e for e in equations if e.primitive.name == "scan"]
             inner += [e for e in equations if e.primitive.name == "jit"]
         return sum(v.aval.size for e in scans for v in e.outvars)

@@ -18,7 +18,7 @@ def test_it_trains_both_ways_alike():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for expected in (
-        "9 sites replaced",  # in each layer an attention and three ragged dots; the loss
+        "14 sites replaced",  # in each layer an attention, three ragged dots and two norms; a norm and the loss
         "grouped_matmul at",
         "replaced, forward and backward",
         "within the tolerance",

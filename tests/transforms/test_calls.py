@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recognition.catalogue import array
 
 import autopallas
-from autopallas import AutopallasWarning, compat
+from autopallas import AutopallasWarning, jaxprs
 from autopallas.errors import RequirementError, UnsupportedError
 from autopallas.gc_pause import paused
 from transforms.test_transforms import attend, optimized, primitives, same
@@ -192,9 +192,9 @@ def test_what_is_not_replaced_keeps_its_lines_and_scopes(qkv):
 
     program = optimized(function).trace(*qkv).jaxpr
     for name in ("sin", "tanh"):
-        (equation,) = [e for e in compat.opened(program)[0].eqns if e.primitive.name == name]
-        assert "test_calls.py" in compat.location(equation)
-        assert "ours" in compat.name_stack(equation)
+        (equation,) = [e for e in jaxprs.open_jaxpr(program)[0].eqns if e.primitive.name == name]
+        assert "test_calls.py" in jaxprs.location(equation)
+        assert "ours" in jaxprs.name_stack(equation)
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -253,7 +253,7 @@ STAGES = {
     "graph": "autopallas.pipeline.Graph",
     "patterns": "autopallas.pipeline.find",
     "plan": "autopallas.pipeline.plan",
-    "rewrite": "autopallas.recovery.splice",
+    "rewrite": "autopallas.fallback.splice.splice",
 }
 
 

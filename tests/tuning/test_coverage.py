@@ -258,7 +258,7 @@ def planted(monkeypatch, match, **fields):
     """The table has one row for a match, with what it holds for."""
     row = Row(tuned_block_sizes.BlockSizes(256, 256), 100.0, 150.0, 10, 20, "measured", "2026-11-21", "jax", **fields)
     key = tuned_block_sizes.table_key(match.spec, "xla", match.direction)
-    monkeypatch.setattr(tuned_block_sizes, "TABLE", {"cpu": {key: row}})
+    monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", {"cpu": {key: row}})
 
 
 def test_a_row_of_several_sequences_licenses_several_and_not_one(monkeypatch):

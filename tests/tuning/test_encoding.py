@@ -36,6 +36,23 @@ def test_a_site_comes_back_from_json_as_it_was(case):
     assert jax.eval_shape(Trial.of(saved).original(), *Trial.of(saved).arguments) == wanted
 
 
+def test_a_loss_with_two_heads_and_soft_labels_comes_back_too():
+    def loss(x, w, y, u, q):
+        own, other = jax.nn.log_softmax(x @ w), jax.nn.log_softmax(y @ u)
+        return (jax.numpy.exp(other) * (other - own) - q * own).sum(-1).mean()
+
+    types = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((6, 3), (3, 8), (6, 5), (5, 8), (6, 8))]
+    match = match_of(jax.value_and_grad(loss, (0, 1, 2, 3, 4)), *types)
+    saved = saved_site(match.op, match.direction, json.loads(json.dumps(encoded(match))))
+    assert [part.site for part in saved.passes] == [part.site for part in match.passes]
+    assert "D=3+5" in str(match.spec)
+    trial, again = Trial.of(match), Trial.of(saved)
+    found = again.kernel("xla", match.site.operation.implementation("xla").BlockSizes(4, 4))(*trial.arguments)
+    for a, b, c in zip(found, again.original()(*trial.arguments), trial.original()(*trial.arguments), strict=True):
+        np.testing.assert_allclose(a, c, atol=2e-5)
+        np.testing.assert_allclose(b, c, atol=2e-5)
+
+
 def test_what_stands_for_the_original_computes_the_same():
     match = match_of(gradient, *qkv(64, "float32"))
     saved = saved_site(match.op, match.direction, encoded(match))
@@ -77,8 +94,9 @@ def changed(path, value):
         (None, "no site"),
         ([], "no site"),
         ({"format": 0, "passes": []}, "no site"),
-        ({"format": 1, "passes": []}, "no passes"),
-        ({"format": 1, "passes": [3]}, "other fields"),
+        ({"format": 1, "passes": []}, "no site in format 2"),
+        ({"format": 2, "passes": []}, "no passes"),
+        ({"format": 2, "passes": [3]}, "other fields"),
         (changed(("site",), 3), "no site of attention"),
         (changed(("site", "is"), "Popen"), "nothing in a site is called 'Popen'"),
         (changed(("site", "is"), "Operation"), "nothing in a site|other fields|no attention"),

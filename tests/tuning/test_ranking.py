@@ -19,7 +19,6 @@ from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlockSizes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.sites.device import Device
-from autopallas.tuning.table_source import rows_name
 from autopallas.workbench import ranking, tune
 from autopallas.workbench.ranking import ranked
 
@@ -194,7 +193,3 @@ def test_without_the_compiler_there_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr(tune, "missing", lambda: "libtpu is not installed")
     assert main(["tune", "attention", "--target", "tpu-v6e"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_tpus_rows_have_a_place_of_their_own():
-    assert rows_name("TPU v6e") == "_ROWS_TPU_V6E"

@@ -30,7 +30,7 @@ def two(monkeypatch):
     """A CPU with two implementations, the vector extensions of planted rows, and tables that know nothing of them."""
     monkeypatch.setattr(processor, "vector_extensions", lambda: "avx2")
     monkeypatch.setitem(OPERATION.order, "cpu", ("xla", "reference"))
-    monkeypatch.setattr(tuned_block_sizes, "TABLE", {})
+    monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", {})
 
 
 def row(speed=2.0, memory=2.0, evidence="measured"):
@@ -51,7 +51,7 @@ def plant(monkeypatch):
     def planted(**rows):
         spec = match_of(attend, *qkv()).spec
         keys = {tuned_block_sizes.table_key(spec, name, "forward"): found for name, found in rows.items()}
-        monkeypatch.setattr(tuned_block_sizes, "TABLE", {"cpu": keys})
+        monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", {"cpu": keys})
 
     return planted
 

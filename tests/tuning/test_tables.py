@@ -6,17 +6,20 @@ import dataclasses
 import functools
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopallas.compile.tpu import GENERATIONS
 from autopallas.environment import OPERATIONS
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.sites.device import Device
+from autopallas.tuning import processor, table_files
 from autopallas.tuning.table import DEVICES, LEAST_MEMORY, Bucket, Row, lookup, table_device
-from autopallas.tuning.table_source import source_with_rows
+from autopallas.tuning.table_files import Files, device_of, folder_of
 from autopallas.workbench.cases import DIRECTIONS, Case, cases_of, match_of
 
 BUCKETS = tuple(Bucket(name, {}) for name in "abcd")
@@ -132,26 +135,100 @@ def test_inferred_block_sizes_are_valid_for_any_shape_on_any_device(data):
     assert all(0 <= value <= max(lengths.values()) for value in found.to_dict().values())
 
 
-def test_a_regenerated_table_is_python_that_gives_the_same_rows():
-    keys = [key(bucket) for bucket in ("b", "a")]
-    before = "import this_first\n\n_ROWS: dict[Key, Row] = {\n}\n\nTABLE: Table = MappingProxyType({'cpu': _ROWS})\n"
-    after = source_with_rows(before, dict.fromkeys(keys, row(128, 256)), "abcd")
-    assert after.startswith("import this_first\n\n_ROWS")
-    names = {"BlockSizes": BlockSizes, "Row": Row, "Key": tuple, "Table": dict, "MappingProxyType": dict}
+TOLD = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac"}
 
-    def run(source):
-        there = dict(names)
-        exec(source.partition("\n")[2], there)
-        return there["TABLE"]
 
-    assert list(run(after)["cpu"].items()) == [(k, row(128, 256)) for k in reversed(keys)]
-    assert source_with_rows(after, run(after)["cpu"], "abcd") == after
-    both = source_with_rows(after, {key("c"): row(8, 8)}, "abcd", "TPU v5e")
-    assert run(both) == {**run(after), "TPU v5e": {key("c"): row(8, 8)}}
-    told = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac"}
-    for names_told in (("extensions",), ("batch",), ("spelling",), ("extensions", "spelling"), tuple(told)):
-        stated = dataclasses.replace(row(8, 8), **{name: told[name] for name in names_told})
-        assert run(source_with_rows(after, {key("c"): stated}, "abcd"))["cpu"] == {key("c"): stated}
-    again = source_with_rows(both, {key("d"): row(8, 8)}, "abcd", "TPU v5e")
-    assert run(again)["TPU v5e"] == {key("d"): row(8, 8)}
-    assert run(again)["cpu"] == run(after)["cpu"]
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "DATA", tmp_path)
+    return Files("attention", BlockSizes, BUCKETS)
+
+
+def test_rows_are_read_as_they_were_written_in_the_order_of_the_buckets(files):
+    exact = dataclasses.replace(row(128, 256), kernel_us=0.1 + 0.2, versions='jax 0.12, "x"\n, libtpu')
+    files.write("TPU v5e", {key("b"): exact, key("a"): row(8, 8), key("a", "full, least memory"): row(4, 4)})
+    keys = [key("a"), key("a", "full, least memory"), key("b")]
+    assert list(files["TPU v5e"].items()) == list(zip(keys, [row(8, 8), row(4, 4), exact], strict=True))
+    assert list(files) == ["TPU v5e"]
+    assert files.get("cpu") is None
+
+
+@pytest.mark.parametrize("names", [(), ("extensions",), ("batch",), ("spelling",), tuple(TOLD)])
+def test_what_a_row_holds_for_is_written(files, names):
+    stated = dataclasses.replace(row(8, 8), **{name: TOLD[name] for name in names})
+    files.write("cpu", {key("c"): stated})
+    assert files["cpu"] == {key("c"): stated}
+
+
+def test_rows_that_are_not_written_stay_as_they_are(files):
+    path = files.write("cpu", {key(name): row(8, 8) for name in "abc"})
+    before = path.read_text().splitlines()
+    files.write("cpu", {key("b"): row(16, 16)})
+    after = path.read_text().splitlines()
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, True, False, True]
+    assert files["cpu"][key("b")] == row(16, 16), "what was read before is read again"
+    files.write("TPU v4", {key("b"): row(32, 32)})
+    assert path.read_text().splitlines() == after
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_second_row_goes_only_where_both_objectives_were_tuned(files):
+    lean = key("a", "full" + LEAST_MEMORY)
+    files.write("cpu", {key("a"): row(8, 8), lean: row(4, 4)})
+    files.write("cpu", {key("a"): row(16, 16)})
+    assert set(files["cpu"]) == {key("a"), lean}
+    files.write("cpu", {key("a"): row(16, 16)}, both_objectives=True)
+    assert set(files["cpu"]) == {key("a")}
+
+
+def test_a_cpus_vector_extensions_are_a_second_key(files, monkeypatch):
+    def with_extensions(name, *sizes):
+        return dataclasses.replace(row(*sizes), extensions=name)
+
+    lean = key("a", "full" + LEAST_MEMORY)
+    files.write("cpu", {key("a"): with_extensions("avx2", 8, 8), lean: with_extensions("avx2", 4, 4)})
+    files.write("cpu", {key("a"): with_extensions("amx", 16, 16)}, both_objectives=True)
+    files.write("cpu", {key("a"): with_extensions("neon", 32, 32)})
+    assert len(files.read("cpu")) == 4
+
+    def here(name):
+        monkeypatch.setattr(processor, "vector_extensions", lambda: name)
+        return {k[4]: found.block_sizes.query_block for k, found in files["cpu"].items()}
+
+    assert here("avx2") == here("avx512") == here("neon_bf16") == {"full": 8, "full, least memory": 4}
+    assert here("amx") == here("avx512_bf16") == {"full": 16}
+    assert here("neon") == {"full": 32}
+    assert here(None) == here("avx2"), "what is not known multiplies like none of them"
+    files.write("cpu", {key("a"): row(64, 64)})
+    assert here("avx2")["full"] == 64, "a row that states nothing is one of AVX2"
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20))
+@example("..")
+@example("a/b")
+def test_the_folder_of_a_device_is_a_plain_name_and_gives_it_back(device):
+    assert re.fullmatch("[A-Za-z0-9_%-]+", folder_of(device))
+    assert device_of(folder_of(device)) == device
+
+
+@pytest.mark.parametrize("op", TUNED)
+def test_the_checked_in_files_are_as_they_would_be_written(op):
+    files = importlib.import_module(f"autopallas.kernels.{op}.tuned_block_sizes").TABLE.files
+    for device in files:
+        assert files.text(files.read(device)) == files.path(device).read_text(), device
+
+
+def test_a_table_is_read_when_a_device_is_asked_for():
+    """And nothing at all by importing autopallas."""
+    source = """
+import pathlib
+read, opened = pathlib.Path.read_text, []
+pathlib.Path.read_text = lambda path, *a, **kw: (opened.append("/".join(path.parts[-2:])), read(path, *a, **kw))[1]
+import autopallas, sys
+assert not any(name.endswith("tuned_block_sizes") for name in sys.modules)
+from autopallas.kernels.attention.tuned_block_sizes import BUCKETS, TABLE, infer_block_sizes
+assert not [name for name in opened if name.endswith(".csv")], opened
+TABLE["TPU v5e"], TABLE["TPU v5e"]
+assert [name for name in opened if name.endswith(".csv")] == ["TPU_v5e/attention.csv"], opened
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import runpy
-from pathlib import Path
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from autopallas.cli.program import function_of, shapes_of
 from autopallas.kernels.attention import attention, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.sites.device import Device
+from autopallas.tuning import table_files
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
@@ -219,17 +219,17 @@ def test_the_objective_is_shown_and_both_are_kept(capsys, no_search):
 
 
 def test_the_table_is_written_with_the_rows_that_were_found(capsys, no_search, tmp_path, monkeypatch):
-    copy = tmp_path / "tuned_block_sizes.py"
-    copy.write_text(Path(tuned_block_sizes.__file__).read_text())
-    monkeypatch.setattr(tuned_block_sizes, "__file__", str(copy))
+    before = tuned_block_sizes.TABLE.files.read("cpu")
+    shutil.copytree(table_files.DATA, tmp_path / "data")
+    monkeypatch.setattr(table_files, "DATA", tmp_path / "data")
     arguments = ("attention", "--filter", "T256 causal float32", "--direction", "forward")
     assert "wrote 2 rows" in run(capsys, *arguments, "--table")
-    written = runpy.run_path(str(copy))["TABLE"]["cpu"]
+    written = tuned_block_sizes.TABLE.files.read("cpu")
     key = ("xla", "forward", "float32", "T256", "causal")
-    assert written[key].block_sizes.query_block == 8
-    assert written[(*key[:4], "causal, least memory")].block_sizes.query_block == 4
-    others = {k: str(row) for k, row in written.items() if k[:4] != key[:4] or not k[4].startswith("causal")}
-    assert others == {k: str(row) for k, row in tuned_block_sizes.TABLE["cpu"].items() if k != key}
+    lean = (*key[:4], "causal, least memory")
+    new = [(k, row.block_sizes.query_block) for k, row in written if row not in [old for _, old in before]]
+    assert new == [(key, 8), (lean, 4)]
+    assert [item for item in written if item[0] not in (key, lean)] == [item for item in before if item[0] != key]
 
 
 # --- saved reports ---------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Index, Input, Program, Score, Side
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Score, Side
 from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["attention"]
@@ -202,7 +202,7 @@ def _score_program(
     bias: _SideInput | None,
     mask: _SideInput | None,
     is_causal: bool,
-) -> Program:
+) -> ElementwiseProgram:
     inputs: list[Input] = [Score(dtype), *(Side(*side) for side in (bias, mask) if side is not None)]
     if is_causal:
         inputs += [Index("query", _INT32), Index("key", _INT32)]
@@ -224,11 +224,11 @@ def _score_program(
 
 
 @lru_cache(maxsize=256)
-def _live_program(mask: _SideInput | None, is_causal: bool) -> Program | None:
+def _live_program(mask: _SideInput | None, is_causal: bool) -> ElementwiseProgram | None:
     if mask is None:
         return causal() if is_causal else None
     if not is_causal:
-        return Program((Side(*mask),), (), 0)
+        return ElementwiseProgram((Side(*mask),), (), 0)
     return traced(lambda m, i, j: m & (i >= j), Side(*mask), Index("query", _INT32), Index("key", _INT32))
 
 

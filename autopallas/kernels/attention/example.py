@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.attention.site import AttentionSite, Joined
@@ -13,7 +15,7 @@ from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.sites.index_notation import Operand, fill
 
-__all__ = ["example", "operands"]
+__all__ = ["example", "operands", "program"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -89,3 +91,14 @@ def operands(site: AttentionSite, types: Sequence[Any], key: int = 0) -> list[Ar
         if isinstance(source, Operand):
             fill(source, side, filled, site.sizes, site.axes)
     return filled
+
+
+def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Causal attention as people write it, and the types of q, k and v."""
+
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k) / q.shape[-1] ** 0.5
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores), v)
+
+    return attention, (jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16),) * 3

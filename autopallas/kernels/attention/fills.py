@@ -36,7 +36,7 @@ from autopallas.kernels.attention.tiles import (
     tile_map,
 )
 from autopallas.numerics.casts import exponential_underflows_below
-from autopallas.sites.elementwise import Constant, Index, Program, Score, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Score, Side
 
 if TYPE_CHECKING:
     from autopallas.kernels.attention.spec import AttentionSpec
@@ -223,7 +223,7 @@ class _Bounds:
 def _is_eligible(spec: AttentionSpec) -> bool:
     """Whether all that a key of weight 0 does to a row is to add 0, or nothing at all where weights hide it."""
     weights = [*spec.weights, *(weight for sums in spec.sums for weight in sums)]
-    maxima = [s for s in spec.statistics or () if isinstance(s, Program)]
+    maxima = [s for s in spec.statistics or () if isinstance(s, ElementwiseProgram)]
     return (
         spec.assume_finite
         and not spec.inner_weights
@@ -255,7 +255,7 @@ def _is_tame(spec: AttentionSpec) -> bool:
     return True
 
 
-def _mentions_low_scores(program: Program) -> bool:
+def _mentions_low_scores(program: ElementwiseProgram) -> bool:
     """Whether there may be a mask: a great constant, or the logarithm of one."""
     great = any(isinstance(i, Constant) and abs(i.value) >= -_LOW for i in program.inputs)
     return great or "log" in program.primitives

@@ -22,7 +22,7 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
 from autopallas.kernels.gpu import mosaic
-from autopallas.sites.elementwise import Constant, Program, Score
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Score
 
 __all__ = ["Elements", "Value", "backward_elements", "forward_elements", "primitives", "scale_of"]
 
@@ -244,7 +244,7 @@ def primitives(spec: AttentionSpec) -> frozenset[str]:
     return names - _NOTHING - {"add_any"}
 
 
-def scale_of(program: Program) -> float | None:
+def scale_of(program: ElementwiseProgram) -> float | None:
     """The positive number by which a program multiplies float32 scores, if that is all it does; 1.0 for nothing."""
     inputs = program.inputs
     if not all(isinstance(i, (Score, Constant)) and i.dtype == F32 for i in inputs):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.sites.elementwise import Constant, Index, Input, Instruction, Program
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction
 
 __all__ = ["Interval", "Ranges", "evaluate", "registers"]
 
@@ -62,7 +62,7 @@ class Ranges:
         return area
 
 
-def evaluate(program: Program, ranges: Ranges, magnitude: float | None = None) -> Interval:
+def evaluate(program: ElementwiseProgram, ranges: Ranges, magnitude: float | None = None) -> Interval:
     """Bounds on the program's result over each rectangle.
 
     Scores and floating side inputs are within ``magnitude`` of 0, or unknown without it; others are unknown.
@@ -70,7 +70,7 @@ def evaluate(program: Program, ranges: Ranges, magnitude: float | None = None) -
     return registers(program, ranges, magnitude)[program.result]
 
 
-def registers(program: Program, ranges: Ranges, magnitude: float | None = None) -> list[Interval]:
+def registers(program: ElementwiseProgram, ranges: Ranges, magnitude: float | None = None) -> list[Interval]:
     """Bounds on every register of the program: inputs first, then instructions."""
     found: list[Interval] = []
 

@@ -9,4 +9,5 @@ __all__ = ["OPERATION"]
 OPERATION = Operation(
     "attention",
     order={"cpu": ("xla",), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
+    priority=30,
 )

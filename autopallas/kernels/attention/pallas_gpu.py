@@ -57,6 +57,11 @@ def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
     return gpu_block_sizes.candidates(spec)
 
 
+def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
+    """What is ``known`` of other heads, as far as these allow it, else the first candidate."""
+    return gpu_block_sizes.default(spec, known).fitted(spec)
+
+
 def forward(
     spec: AttentionSpec,
     block_sizes: BlockSizes,

@@ -44,6 +44,11 @@ def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
     return tpu_block_sizes.candidates(spec, generation(device))
 
 
+def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
+    """What is ``known`` of other heads, or the first candidate, that certainly fits into vector memory."""
+    return tpu_block_sizes.default(spec, generation(device), known)
+
+
 def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
     """What was asked for, within the vector memory of the device that is compiled for."""
     return tpu_block_sizes.fitting(spec, block_sizes, generation(Device.current())) or block_sizes

@@ -6,13 +6,13 @@ from functools import cache
 
 import numpy as np
 
-from autopallas.sites.elementwise import Index, Program, traced
+from autopallas.sites.elementwise import ElementwiseProgram, Index, traced
 
 __all__ = ["causal", "traced"]
 
 
 @cache
-def causal() -> Program:
+def causal() -> ElementwiseProgram:
     """``query >= key``: position t sees the keys 0 .. t."""
     int32 = np.dtype(np.int32)
     return traced(lambda query, key: query >= key, Index("query", int32), Index("key", int32))

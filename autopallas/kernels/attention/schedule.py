@@ -17,7 +17,7 @@ from autopallas.kernels.attention.fills import fill_of, tile_states
 from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tiles import FULL, HIDDEN, PARTIAL, Edges, increasing, simplified
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = [
     "Schedule",
@@ -76,7 +76,7 @@ def loop(count: int | jax.Array, body: Callable[[Start, Carry], Carry], carry: C
 class TilePrograms:
     """The programs of a spec, as they are to be evaluated on one class of tiles."""
 
-    score: Program
+    score: ElementwiseProgram
     inner_weights: tuple[Weight, ...]
     weights: tuple[Weight, ...]
     increasing: bool

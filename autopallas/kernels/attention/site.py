@@ -17,8 +17,8 @@ import numpy as np
 
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.sites.division import Counted, Division, Extras, Parts
-from autopallas.sites.elementwise import Index, Input, Program, Side
+from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -116,9 +116,9 @@ class RowProgram:
       follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not follow.
     """
 
-    program: Program
+    program: ElementwiseProgram
     inputs: tuple[Operand | Positions | RowStatistic, ...]
-    statistics: tuple[Program | tuple[Weight, ...], ...]
+    statistics: tuple[ElementwiseProgram | tuple[Weight, ...], ...]
     follows_maximum: bool
 
     @property
@@ -171,7 +171,7 @@ class AttentionSite:
     types: tuple[Dtype, ...]
     score_dtype: Dtype
     result_dtype: Dtype
-    score: Program
+    score: ElementwiseProgram
     terms: tuple[ScoreTerm, ...] = ()
     blocks: tuple[KeyBlock, ...] = ()
     sides: tuple[Operand | Positions | Joined, ...] = ()
@@ -180,7 +180,7 @@ class AttentionSite:
     sinks: tuple[tuple[RowTerm, ...], ...] = ()
     factors: tuple[RowTerm, ...] = ()
     row_program: RowProgram | None = None
-    live: Program | None = None
+    live: ElementwiseProgram | None = None
     score_precision: str | None = None
     value_precision: str | None = None
     weights_dtype: Dtype | None = None
@@ -483,7 +483,7 @@ class AttentionSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
         terms = (x for term in self.terms for x in (term.query, term.key))
         sides = (x for side in self.sides for x in (side.parts if isinstance(side, Joined) else (side,)))
@@ -494,11 +494,11 @@ class AttentionSite:
         residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
         labels = frozenset(label for group in self.axes[:4] for label in group)
         uses = tuple(source for source in sources if isinstance(source, Operand))
-        return Parts(uses, (self.result,), residuals, labels, (frozenset(),))
+        return ShardableAxes(uses, (self.result,), residuals, labels, (frozenset(),))
 
-    def divided(self, division: Division) -> tuple[AttentionSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[AttentionSite, tuple[PositionOperand, ...]]:
         """What each device computes."""
-        extras = Extras(len(self.types))
+        extras = PositionOperands(len(self.types))
 
         def placed_side(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
             if not isinstance(side, Joined):
@@ -512,12 +512,12 @@ class AttentionSite:
             """A row's position is read from an operand where rows are divided."""
             if not (rows and isinstance(i, Index) and i.axis == "query"):
                 return i
-            operand = extras.operand(Counted(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
+            operand = extras.operand(PositionOperand(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
             if operand not in sides:
                 sides.append(operand)
             return Side(sides.index(operand), i.dtype)
 
-        def program(given: Program) -> Program:
+        def program(given: ElementwiseProgram) -> ElementwiseProgram:
             return replace(given, inputs=tuple(map(placed, given.inputs)))
 
         def weights(given: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -533,7 +533,9 @@ class AttentionSite:
                 inputs=tuple(
                     x if isinstance(x, RowStatistic) else extras.source(x, division) for x in row_program.inputs
                 ),
-                statistics=tuple(program(s) if isinstance(s, Program) else weights(s) for s in row_program.statistics),
+                statistics=tuple(
+                    program(s) if isinstance(s, ElementwiseProgram) else weights(s) for s in row_program.statistics
+                ),
             )
         site = replace(
             self,
@@ -549,9 +551,9 @@ class AttentionSite:
         site = replace(site, sides=tuple(sides), types=(*self.types, *extras.types))
         return site, tuple(extras.counted)
 
-    def alone(self, division: Division) -> AttentionSite:
+    def standalone(self, division: Division) -> AttentionSite:
         """No device needs another."""
-        return self.divided(division)[0]
+        return self.per_device(division)[0]
 
     # ------------------------------------------------------------------ transformations
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["AttentionSpec", "SideSpec", "Weight"]
 
@@ -40,7 +40,7 @@ class Weight:
     """
 
     kind: Literal["where", "multiply"]
-    program: Program
+    program: ElementwiseProgram
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class AttentionSpec:
     value_dtype: Dtype
     score_dtype: Dtype
     result_dtype: Dtype
-    score: Program
+    score: ElementwiseProgram
     sides: tuple[SideSpec, ...] = ()
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
     sink: tuple[bool, bool, bool, bool, bool] | None = None
     """None, or which of (B, K, G, T, S) the sink logit varies over (never S)."""
-    live: Program | None = None
+    live: ElementwiseProgram | None = None
     """A boolean program over positions and sides; where it is False the weight is exactly 0 in the original's own
     precision, provided that the row has a live key at all.  None: every key may have weight."""
-    statistics: tuple[Program | tuple[Weight, ...], ...] | None = None
+    statistics: tuple[ElementwiseProgram | tuple[Weight, ...], ...] | None = None
     """Not None: numerator, sum and these are wanted apart.  Where keys that are not ``live`` count in one of them,
     ``live`` is None."""
     score_precision: str | None = None

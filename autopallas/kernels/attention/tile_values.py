@@ -15,7 +15,7 @@ import numpy as np
 
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = [
     "Tile",
@@ -74,7 +74,7 @@ def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Ar
     return programs.score.evaluate(highest, None, None, ()).astype(spec.accumulation_dtype)
 
 
-def greatest(spec: AttentionSpec, program: Program, score: Array, here: Tile) -> Array:
+def greatest(spec: AttentionSpec, program: ElementwiseProgram, score: Array, here: Tile) -> Array:
     """max over the keys of a program like the score's."""
     y = program.evaluate(score, here.query, here.key, here.sides)
     return jnp.max(jnp.broadcast_to(y, score.shape).astype(spec.accumulation_dtype), axis=-1, keepdims=True)

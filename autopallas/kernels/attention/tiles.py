@@ -16,7 +16,7 @@ import numpy as np
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.programs import causal
-from autopallas.sites.elementwise import Constant, Instruction, Program, Score
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Instruction, Score
 
 if TYPE_CHECKING:
     from autopallas.kernels.attention.spec import AttentionSpec
@@ -172,7 +172,7 @@ def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int,
     return bool(np.all(alive))
 
 
-def simplified(program: Program, ranges: Ranges) -> Program:
+def simplified(program: ElementwiseProgram, ranges: Ranges) -> ElementwiseProgram:
     """An equal program on the given rectangles: selections whose predicate is known there are resolved, numbers that
     are one number there, such as what a mask adds, are constants, and what these leave as it is goes."""
     bounds = intervals.registers(program, ranges)
@@ -195,7 +195,7 @@ def simplified(program: Program, ranges: Ranges) -> Program:
         instructions = tuple(
             Instruction(i.primitive, i.params, tuple(map(moved, i.arguments)), i.dtype) for i in program.instructions
         )
-        program = Program((*program.inputs, *added), instructions, moved(program.result))
+        program = ElementwiseProgram((*program.inputs, *added), instructions, moved(program.result))
         bounds = [*bounds[:first], *(bounds[r] for r in constants), *bounds[first:]]
         same = {register + shift: first + n for n, register in enumerate(constants)}  # registers that equal an earlier
         first += shift
@@ -215,7 +215,7 @@ def simplified(program: Program, ranges: Ranges) -> Program:
     return _without_dead_code(program, root) if same else program
 
 
-def _known_numbers(program: Program, bounds: Sequence[Interval]) -> dict[int, Constant]:
+def _known_numbers(program: ElementwiseProgram, bounds: Sequence[Interval]) -> dict[int, Constant]:
     """The instructions whose result is one number on all rectangles."""
     found: dict[int, Constant] = {}
     for register, b in enumerate(bounds[len(program.inputs) :], len(program.inputs)):
@@ -226,7 +226,7 @@ def _known_numbers(program: Program, bounds: Sequence[Interval]) -> dict[int, Co
     return found
 
 
-def _ignores_the_sign_of_zeros(program: Program) -> bool:
+def _ignores_the_sign_of_zeros(program: ElementwiseProgram) -> bool:
     """Whether another sign of a zero on the way changes nothing but that of a zero."""
     for instruction in program.instructions:
         name, divisor = instruction.primitive.name, instruction.arguments[-1]
@@ -245,7 +245,7 @@ def _unchanged(name: str, arguments: Sequence[Interval]) -> int | None:
     return 0 if at[1] else 1 if at[0] and name in ("add", "mul") else None
 
 
-def _without_dead_code(program: Program, root: Callable[[int], int]) -> Program:
+def _without_dead_code(program: ElementwiseProgram, root: Callable[[int], int]) -> ElementwiseProgram:
     first = len(program.inputs)
     needed: set[int] = set()
     pending = [root(program.result)]
@@ -264,10 +264,10 @@ def _without_dead_code(program: Program, root: Callable[[int], int]) -> Program:
         for i in (program.instructions[r - first],)
     )
     inputs = tuple(program.inputs[r] for r in sorted(needed) if r < first)
-    return Program(inputs, instructions, number[root(program.result)])
+    return ElementwiseProgram(inputs, instructions, number[root(program.result)])
 
 
-def increasing(program: Program) -> bool:
+def increasing(program: ElementwiseProgram) -> bool:
     """Whether the program is a non-decreasing function of the score and of nothing else.
 
     Rounding keeps the order, so the program of a row's largest score is the row's largest result, to the last bit.
@@ -297,7 +297,7 @@ def increasing(program: Program) -> bool:
     return program.result in registers
 
 
-def scale_of(program: Program) -> float | None:
+def scale_of(program: ElementwiseProgram) -> float | None:
     """c > 0 where the program is the score times c, in float32, but for rounding; else None."""
     first, scale = len(program.inputs), 1.0
     register = next((n for n, i in enumerate(program.inputs) if isinstance(i, Score)), None)

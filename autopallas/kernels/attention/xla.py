@@ -48,7 +48,7 @@ from autopallas.kernels.attention.tile_values import (
     weighted_vjp,
 )
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -176,7 +176,7 @@ def _stream(
         if kept is not None:
             kept = kept | any_kept(programs.weights, here, p.shape)
 
-        def statistic(wanted: Program | tuple[Weight, ...], before: Array) -> Array:
+        def statistic(wanted: ElementwiseProgram | tuple[Weight, ...], before: Array) -> Array:
             if isinstance(wanted, tuple):
                 return before * shrink + jnp.sum(weighted(wanted, e, here), axis=-1, keepdims=True)
             if wanted == spec.score and sink is None and not spec.inner_weights:

@@ -16,7 +16,7 @@ from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Input, Program, Score, Side, traced
+from autopallas.sites.elementwise import ElementwiseProgram, Input, Score, Side, traced
 from autopallas.tuning.direct import block_sizes_for
 
 __all__ = ["cross_entropy"]
@@ -180,7 +180,7 @@ _cross_entropy.defvjp(_forward, _backward)
 @lru_cache(maxsize=256)
 def _logit_program(
     dtype: np.dtype[Any], scale: float | None, logits_soft_cap: float | None, bias: np.dtype[Any] | None
-) -> Program:
+) -> ElementwiseProgram:
     inputs: list[Input] = [Score(dtype)]
     if bias is not None:
         inputs.append(Side(1, bias))

@@ -50,14 +50,15 @@ class BlockSizes:
     def temporary_bytes(self, spec: CrossEntropySpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory, from which candidates are pruned; within a factor of two or so."""
         size = spec.accumulation_dtype.itemsize
+        hidden, heads = sum(head.hidden for head in spec.heads), len(spec.heads)
         rows, columns = min(self.rows_block, spec.rows), min(self.vocabulary_block, spec.vocabulary)
         # A tile of logits, the operands of its dot in the dtype of the dot, and the statistics.
-        total = rows * columns + spec.hidden * (rows + columns) + 8 * spec.rows
+        total = heads * rows * columns + hidden * (rows + columns) + 8 * spec.rows
         if direction == "forward" and not spec.products:
             return total * size
-        total += rows * columns + spec.hidden * (2 * spec.rows + columns)
+        total += heads * rows * columns + hidden * (2 * spec.rows + columns)
         if rows < spec.rows and columns == spec.vocabulary:
-            total += spec.hidden * spec.vocabulary  # the accumulator of the weight's gradient
+            total += hidden * spec.vocabulary  # the accumulator of the weight's gradient
         return total * size
 
     @classmethod

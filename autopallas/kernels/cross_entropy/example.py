@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.sites.index_notation import Operand, fill
 
-__all__ = ["example", "operands"]
+__all__ = ["example", "operands", "program"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
-def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Array, ...]]:
+def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Any, ...]]:
     """(x, w, sides) as ``reference.forward`` takes them; others for another ``key``."""
     random = np.random.default_rng(key)
-    x = normal(random, (spec.rows, spec.hidden), spec.row_dtype)
-    shape = (spec.vocabulary, spec.hidden) if spec.vocabulary_major else (spec.hidden, spec.vocabulary)
-    w = normal(random, shape, spec.weight_dtype, 1 / math.sqrt(spec.hidden))
+    x, w = _head(random, spec.heads[0], spec)
     return x, w, tuple(_side(random, side, spec) for side in spec.sides)
 
 
-def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -> Array:
+def _head(random: np.random.Generator, head: Head, spec: CrossEntropySpec) -> tuple[Array, Array]:
+    x = normal(random, (spec.rows, head.hidden), head.row_dtype)
+    shape = (spec.vocabulary, head.hidden) if head.vocabulary_major else (head.hidden, spec.vocabulary)
+    return x, normal(random, shape, head.weight_dtype, 1 / math.sqrt(head.hidden))
+
+
+def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -> Any:
+    if side.head is not None:
+        return _head(random, side.head, spec)
     over_rows, over_vocabulary = side.varies
     shape = (spec.rows if over_rows else 1, spec.vocabulary if over_vocabulary else 1)
     if is_float(side.dtype):
@@ -43,11 +51,24 @@ def operands(site: CrossEntropySite, types: Sequence[Any], key: int = 0) -> list
     """The same for a site: one array per operand, of the given shapes and dtypes."""
     x, w, sides = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
-    weight = (site.vocabulary_labels, site.hidden_labels)
     batch = site.batch_labels
-    fill(site.rows, x[None], filled, site.sizes, (batch, site.row_labels, site.hidden_labels))
-    fill(site.weight, w[None], filled, site.sizes, (batch, *(weight if site.spec.vocabulary_major else weight[::-1])))
+    of_heads = [(x, w), *(side for side in sides if isinstance(side, tuple))]
+    for head, (x, w) in zip(site.heads, of_heads, strict=True):
+        fill(head.rows, x[None], filled, site.sizes, (batch, site.row_labels, head.hidden_labels))
+        fill(head.weight, w[None], filled, site.sizes, (batch, *site.weight_groups(head)))
     for source, side in zip(site.sides, sides, strict=True):
         if isinstance(source, Operand):
             fill(source, side[None], filled, site.sizes, (batch, site.row_labels, site.vocabulary_labels))
     return filled
+
+
+def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    """A loss as people write it, and the types of activations, weights and labels."""
+
+    def cross_entropy(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+        logits = (x @ w).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 512), (512, 32768))]
+    return cross_entropy, (*shapes, jax.ShapeDtypeStruct((2048,), jnp.int32))

@@ -23,7 +23,7 @@ from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import call, mosaic, processors
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["plan_of", "statistics_call"]
 
@@ -136,7 +136,7 @@ def _advanced(
     inside = key < spec.vocabulary
     old, new = dict(zip(needed, before, strict=True)), dict[Statistic, Array]()
 
-    def value_of(program: Program) -> Array:
+    def value_of(program: ElementwiseProgram) -> Array:
         return program.evaluate(strip.score, strip.query, key, strip.sides).astype(jnp.float32)
 
     values = {program: value_of(program) for program in dict.fromkeys(s.program for s in needed)}

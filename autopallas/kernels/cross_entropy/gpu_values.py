@@ -22,13 +22,13 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["Wanted", "plan_of", "values_call"]
 
 Array: TypeAlias = jax.Array
 Ref: TypeAlias = Any
-Wanted: TypeAlias = tuple[Program, np.dtype[Any]]
+Wanted: TypeAlias = tuple[ElementwiseProgram, np.dtype[Any]]
 """A program, and the dtype in which its values are stored."""
 
 _STRIP = 64

@@ -14,7 +14,7 @@ import numpy as np
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, cut_row, cut_rows
-from autopallas.sites.elementwise import Index, Program, Score, Side, traced
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Score, Side, traced
 
 __all__ = ["Pull"]
 
@@ -28,8 +28,8 @@ class Pull:
     spec: CrossEntropySpec
     terms: tuple[tuple[Statistic, Array], ...]
     """Statistics with their cotangents; that of a maximum is divided among the ties already."""
-    shifts: dict[Program, Array]
-    maxima: dict[Program, tuple[Array, ...]]
+    shifts: dict[ElementwiseProgram, Array]
+    maxima: dict[ElementwiseProgram, tuple[Array, ...]]
     """(max, ties, argmax) of programs whose maximum has a cotangent."""
     labels: dict[int, Array]
 
@@ -114,7 +114,7 @@ class Pull:
         dscore, dsides = vjp(tuple(self._cotangent(p, v, tile, rows) for p, v in zip(programs, found, strict=True)))
         return dscore, dsides
 
-    def program(self, number: int | None) -> Program:
+    def program(self, number: int | None) -> ElementwiseProgram:
         """The cotangent of the logits, or of the side input of this number, of one entry.
 
         The program reads, behind the side inputs, one number per row of each of :meth:`arrays`.
@@ -134,7 +134,7 @@ class Pull:
                 element, Score(self.spec.logit_dtype), Index("query", index), Index("key", index), *sides, *own
             )
 
-    def _cotangent(self, program: Program, value: Array, tile: Tile, rows: Block) -> Array:
+    def _cotangent(self, program: ElementwiseProgram, value: Array, tile: Tile, rows: Block) -> Array:
         wide = value.astype(self.spec.accumulation_dtype)
         parts = []
         for statistic, cotangents in self.terms:
@@ -160,7 +160,7 @@ class Pull:
         return jnp.broadcast_to(total, value.shape).astype(value.dtype)
 
 
-def _widened(programs: Sequence[Program], number: int, dtype: Any) -> Any:
+def _widened(programs: Sequence[ElementwiseProgram], number: int, dtype: Any) -> Any:
     """The float dtype to which all programs that read a side convert it first; its own dtype where they do not."""
     found = set()
     for program in programs:

@@ -6,7 +6,4 @@ from autopallas.sites.operation import Operation
 
 __all__ = ["OPERATION"]
 
-OPERATION = Operation(
-    "cross_entropy",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
-)
+OPERATION = Operation("cross_entropy", priority=20)

@@ -27,7 +27,7 @@ from autopallas.kernels.cross_entropy.tile_products import Target, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
@@ -43,6 +43,10 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
     Products whose programs it lacks are left to XLA, part by part, if there are statistics.
     """
+    if len(spec.heads) > 1:
+        return Unsupported("it computes the logits of one head, and the loss reads those of several")
+    if any(product.kind == "values" for product in spec.products):
+        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     programs = [s.program for s in spec.statistics] or [p.program for p in spec.products]
     held = [
         spec.logit_dtype,
@@ -79,7 +83,7 @@ def forward(
     programs = [p.program for p in spec.products]
     if reason_against_programs(programs) is not None:
         return found, xla.forward(rest, block_sizes.fitted(spec), x, w, given)[1]
-    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    targets = [Target.of_product(p) for p in spec.products]
     products = _contracted(rest, block_sizes, x, w, given, targets, programs)
     return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
 
@@ -137,7 +141,7 @@ def _contracted(
     w: Array,
     sides: Sequence[Array],
     targets: Sequence[Target],
-    programs: Sequence[Program],
+    programs: Sequence[ElementwiseProgram],
 ) -> tuple[Array, ...]:
     """The targets of the values of programs, all rows and a part of the vocabulary at a time.
 

@@ -45,6 +45,10 @@ Given: TypeAlias = tuple[Array, Array, tuple[Array, ...]]
 
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     """bfloat16 and float32 on TPUs, programs that Mosaic has, and hidden sizes of which a tile fits into VMEM."""
+    if len(spec.heads) > 1:
+        return Unsupported("it computes the logits of one head, and the loss reads those of several")
+    if any(product.kind == "values" for product in spec.products):
+        return Unsupported("the program asks for an array of the logits' size, such as the gradient of soft labels")
     programs = [s.program for s in spec.statistics] + [p.program for p in spec.products]
     dtypes = [spec.row_dtype, spec.weight_dtype, spec.logit_dtype, *(s.dtype for s in spec.sides)]
     answer = reason_against(device, programs, [*dtypes, *(p.dtype for p in spec.products)])
@@ -96,7 +100,7 @@ def forward(
     if not spec.products:
         return found, ()
     finished = operands.finished(spec, (0, spec.rows), found)
-    targets = [Target.of_product(p.kind, p.dtype) for p in spec.products]
+    targets = [Target.of_product(p) for p in spec.products]
     programs = [p.program for p in spec.products]
     products = _contracted(
         spec, block_sizes, given, finished, targets, lambda chosen: values_of([programs[n] for n in chosen])

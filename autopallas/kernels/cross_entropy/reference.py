@@ -16,7 +16,7 @@ from jax import lax
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Statistic
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -30,15 +30,21 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Array] = ()
+    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Any] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The formulas of :class:`CrossEntropySpec`, line by line.  Arguments and results as in ``xla.forward``."""
     query = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
     key = jnp.arange(spec.vocabulary, dtype=jnp.int32)[None, :]
-    equation = "nd,vd->nv" if spec.vocabulary_major else "nd,dv->nv"
-    z = _einsum(spec, equation, x, w).astype(spec.logit_dtype)
+    operands = [(x, w), *(side for side in sides if isinstance(side, tuple))]
+    logits = [
+        _einsum(spec, "nd,vd->nv" if head.vocabulary_major else "nd,dv->nv", *pair)
+        for head, pair in zip(spec.heads, operands, strict=True)
+    ]
+    z, *further = logits
+    z = z.astype(spec.logit_dtype)
+    sides = [further.pop(0).astype(s.dtype) if s.head else side for s, side in zip(spec.sides, sides, strict=True)]
 
-    def value(program: Program, *extra: Array) -> Array:
+    def value(program: ElementwiseProgram, *extra: Array) -> Array:
         return jnp.broadcast_to(program.evaluate(z, query, key, (*sides, *extra)), z.shape)
 
     # Once for all its statistics, so that what goes back to 16-bit sides is rounded once.
@@ -69,11 +75,15 @@ def forward(
 
     def product(of: Product) -> Array:
         p = value(of.program, *finished)
+        if of.kind == "values":
+            return p.astype(of.dtype)
         if of.kind == "column_sum":
             return jnp.sum(p.astype(spec.accumulation_dtype), axis=0).astype(of.dtype)
+        x, w = operands[of.head]
+        vocabulary_major = spec.heads[of.head].vocabulary_major
         if of.kind == "rows":
-            return _einsum(spec, "nv,vd->nd" if spec.vocabulary_major else "nv,dv->nd", p, w).astype(of.dtype)
-        return _einsum(spec, "nv,nd->vd" if spec.vocabulary_major else "nv,nd->dv", p, x).astype(of.dtype)
+            return _einsum(spec, "nv,vd->nd" if vocabulary_major else "nv,dv->nd", p, w).astype(of.dtype)
+        return _einsum(spec, "nv,nd->vd" if vocabulary_major else "nv,nd->dv", p, x).astype(of.dtype)
 
     return statistics, tuple(product(p) for p in spec.products)
 
@@ -83,17 +93,17 @@ def backward(
     block_sizes: BlockSizes | None,
     x: Array,
     w: Array,
-    sides: Sequence[Array],
+    sides: Sequence[Any],
     statistics: Sequence[Array],
     cotangents: Sequence[Any],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+) -> tuple[Array | None, Array | None, tuple[Any, ...]]:
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
     differentiable = (True, True, *(s.differentiable for s in spec.sides))
     active = [n for n, (w, d) in enumerate(zip(wanted, differentiable, strict=True)) if w and d]
     operands = (x, w, *sides)
 
-    def floating(*given: Array) -> tuple[Array, ...]:
+    def floating(*given: Any) -> tuple[Array, ...]:
         merged = list(operands)
         for n, operand in zip(active, given, strict=True):
             merged[n] = operand
@@ -104,7 +114,7 @@ def backward(
         return cotangent is not None and cotangent.dtype != jax.dtypes.float0
 
     _, vjp = jax.vjp(floating, *(operands[n] for n in active))
-    gradients: list[Array | None] = [None] * len(operands)
+    gradients: list[Any] = [None] * len(operands)
     for n, gradient in zip(active, vjp(tuple(c for c in cotangents if given_cotangent(c))), strict=True):
         gradients[n] = gradient
     return gradients[0], gradients[1], tuple(gradients[2:])

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.cross_entropy.operation import OPERATION
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
-from autopallas.sites.division import Counted, Division, Extras, Parts
-from autopallas.sites.elementwise import Index, Program
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
+from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
+from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -36,9 +36,33 @@ class Result:
       dtype: its dtype.
     """
 
-    source: Program | int
+    source: ElementwiseProgram | int
     view: View
     dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSource:
+    """A side input that is the logits of a further head.
+
+    Attributes:
+      rows, weight: how activations and weight are read from the operands.
+      hidden_labels: the labels over which they are multiplied.
+      dtype: that of the logits.
+    """
+
+    rows: Operand
+    weight: Operand
+    hidden_labels: tuple[Label, ...]
+    dtype: Dtype
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return tuple(a for a in (*self.rows.labels, *self.weight.labels) if a not in self.hidden_labels)
+
+    def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> HeadSource:
+        """The same under vmap."""
+        return replace(self, rows=self.rows.batched(axes, label), weight=self.weight.batched(axes, label))
 
 
 @dataclass(frozen=True)
@@ -68,14 +92,14 @@ class CrossEntropySite:
     types: tuple[Dtype, ...]
     logit_dtype: Dtype
     statistics: tuple[Statistic, ...] = ()
-    finish: tuple[Program, ...] = ()
+    finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
-    sides: tuple[Operand | Positions, ...] = ()
+    sides: tuple[Operand | Positions | HeadSource, ...] = ()
     clipped: tuple[int, ...] = ()
     batch_labels: tuple[Label, ...] = ()
     precision: str | None = None
     doubled: bool = False
-    own_rule: bool = False
+    has_custom_rule: bool = False
     """Whether a custom rule of the program's stands inside: then the derivative is left to the original."""
 
     @property
@@ -85,20 +109,18 @@ class CrossEntropySite:
     @property
     def has_backward(self) -> bool:
         """Whether kernels give its derivative.  That of a backward pass is left to the original."""
-        return not self.products and not self.own_rule
+        return not self.products and not self.has_custom_rule
 
     def _extent(self, labels: Iterable[Label]) -> int:
         return math.prod(self.sizes[a] for a in labels)
 
-    def _varies(self, source: Operand | Positions) -> tuple[bool, bool]:
+    def _varies(self, source: Operand | Positions | HeadSource) -> tuple[bool, bool]:
         own = set(source.labels)
         return bool(own & set(self.row_labels)), bool(own & set(self.vocabulary_labels))
 
     @cached_property
     def spec(self) -> CrossEntropySpec:
         """The canonical description, which kernels and tables know."""
-        weight = self.weight.labels
-        first = next((a for a in weight if a in self.vocabulary_labels or a in self.hidden_labels), None)
         return CrossEntropySpec(
             rows=self._extent(self.row_labels),
             hidden=self._extent(self.hidden_labels),
@@ -106,33 +128,54 @@ class CrossEntropySite:
             row_dtype=self.types[self.rows.position],
             weight_dtype=self.types[self.weight.position],
             logit_dtype=self.logit_dtype,
-            vocabulary_major=first in self.vocabulary_labels,
+            vocabulary_major=self._vocabulary_major(self.weight, self.hidden_labels),
             statistics=self.statistics,
-            sides=tuple(
-                SideSpec(s.dtype if isinstance(s, Positions) else self.types[s.position], self._varies(s))
-                for s in self.sides
-            ),
+            sides=tuple(map(self._side, self.sides)),
             finish=self.finish,
             products=self.products,
             precision=self.precision,
             doubled=self.doubled,
         )
 
+    def _side(self, source: Operand | Positions | HeadSource) -> SideSpec:
+        varies = self._varies(source)
+        if isinstance(source, HeadSource):
+            types = (self.types[source.rows.position], self.types[source.weight.position])
+            major = self._vocabulary_major(source.weight, source.hidden_labels)
+            return SideSpec(source.dtype, varies, Head(self._extent(source.hidden_labels), *types, major))
+        return SideSpec(source.dtype if isinstance(source, Positions) else self.types[source.position], varies)
+
+    def _vocabulary_major(self, weight: Operand, hidden: tuple[Label, ...]) -> bool:
+        first = next((a for a in weight.labels if a in self.vocabulary_labels or a in hidden), None)
+        return first in self.vocabulary_labels
+
     # ------------------------------------------------------------------ to canonical arrays and back
 
     @property
-    def _weight_groups(self) -> tuple[tuple[Label, ...], ...]:
-        groups = (self.vocabulary_labels, self.hidden_labels)
-        return groups if self.spec.vocabulary_major else groups[::-1]
+    def heads(self) -> tuple[HeadSource, ...]:
+        """The logits' head, and further ones."""
+        own = HeadSource(self.rows, self.weight, self.hidden_labels, self.logit_dtype)
+        return (own, *(side for side in self.sides if isinstance(side, HeadSource)))
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-        """(x [B, N, D], w [B|1, V, D] or [B|1, D, V], sides [B|1, N|1, V|1])."""
-        spec, batch = self.spec, self._extent(self.batch_labels)
-        x = read(self.rows, operands, self.sizes, (self.batch_labels, self.row_labels, self.hidden_labels))
-        x = jnp.broadcast_to(x, (batch, spec.rows, spec.hidden))
-        w = read(self.weight, operands, self.sizes, (self.batch_labels, *self._weight_groups))
+    def weight_groups(self, head: HeadSource) -> tuple[tuple[Label, ...], ...]:
+        """The labels of the two axes of a head's weight."""
+        groups = (self.vocabulary_labels, head.hidden_labels)
+        return groups if self._vocabulary_major(head.weight, head.hidden_labels) else groups[::-1]
+
+    def _of_head(self, head: HeadSource, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x = read(head.rows, operands, self.sizes, (self.batch_labels, self.row_labels, head.hidden_labels))
+        shape = tuple(self._extent(labels) for labels in (self.batch_labels, self.row_labels, head.hidden_labels))
+        w = read(head.weight, operands, self.sizes, (self.batch_labels, *self.weight_groups(head)))
+        return jnp.broadcast_to(x, shape), w
+
+    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+        """(x [B, N, D], w [B|1, V, D] or [B|1, D, V], sides [B|1, N|1, V|1]); of a further head the pair (x, w)."""
+        x, w = self._of_head(self.heads[0], operands)
         groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
-        sides = [read(side, operands, self.sizes, groups) for side in self.sides]
+        sides: list[Any] = [
+            self._of_head(side, operands) if isinstance(side, HeadSource) else read(side, operands, self.sizes, groups)
+            for side in self.sides
+        ]
         for position in self.clipped:
             greatest = min(self._greatest_label, int(jnp.iinfo(sides[position].dtype).max))
             sides[position] = jnp.clip(sides[position], 0, greatest)
@@ -159,7 +202,7 @@ class CrossEntropySite:
         shape = (self._extent(self.batch_labels), self.spec.rows)
         found = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 value = result.source.evaluate(None, query, None, environment)
                 value = jnp.broadcast_to(value, (*shape, 1))[..., 0].astype(result.dtype)
                 found.append(self._shaped(value, result))
@@ -191,13 +234,15 @@ class CrossEntropySite:
         rows = iter(self._finish(statistics, sides))
         results = []
         for result in self.results:
-            if isinstance(result.source, Program):
+            if isinstance(result.source, ElementwiseProgram):
                 results.append(next(rows))
                 continue
+            head = self.heads[self.products[result.source].head]
             axes: tuple[tuple[Label, ...], ...] = {
-                "rows": (self.row_labels, self.hidden_labels),
-                "columns": self._weight_groups,
+                "rows": (self.row_labels, head.hidden_labels),
+                "columns": self.weight_groups(head),
                 "column_sum": (self.vocabulary_labels,),
+                "values": (self.row_labels, self.vocabulary_labels),
             }[self.products[result.source].kind]
             product = products[result.source].astype(result.dtype)
             results.append(write(product, result.view, self.sizes, (self.batch_labels, *axes)))
@@ -235,7 +280,7 @@ class CrossEntropySite:
         residuals = [read(Operand(0, self.residual), (r,), self.sizes, groups) for r in residuals]
         values = [r for s, r in zip(self.statistics, residuals, strict=True) if s.kind != "argmax"]
 
-        def finish(values: Sequence[jax.Array], floating: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def finish(values: Sequence[jax.Array], floating: Sequence[Any]) -> tuple[jax.Array, ...]:
             left, real = iter(values), iter(floating)
             pairs = zip(self.statistics, residuals, strict=True)
             statistics = [r if s.kind == "argmax" else next(left) for s, r in pairs]
@@ -245,7 +290,7 @@ class CrossEntropySite:
 
         _, pull_finish = jax.vjp(finish, values, floating)
         dvalues, outside = pull_finish(tuple(ct for ct in cotangents if jnp.issubdtype(ct.dtype, jnp.floating)))
-        dx, dw, dsides = jnp.zeros_like(x), jnp.zeros_like(w), tuple(map(jnp.zeros_like, floating))
+        dx, dw, dsides = jax.tree.map(jnp.zeros_like, (x, w, floating))
         if values:
             left = iter(dvalues)
             spread = [None if s.kind == "argmax" else next(left) for s in self.statistics]
@@ -258,9 +303,10 @@ class CrossEntropySite:
             dx = dx if dx_ is None else dx_
             dw = dw if dw_ is None else _summed(dw_, w)
             dsides = tuple(
-                zero if d is None else _summed(d, zero) for zero, d in zip(dsides, self._floating(dsides_), strict=True)
+                zero if d is None else jax.tree.map(_summed, d, zero)
+                for zero, d in zip(dsides, self._floating(dsides_), strict=True)
             )
-        return tuple(pull((dx, dw, tuple(a + self._once(b) for a, b in zip(dsides, outside, strict=True)))))
+        return tuple(pull((dx, dw, jax.tree.map(lambda a, b: a + self._once(b), dsides, outside))))
 
     @property
     def _greatest_label(self) -> int:
@@ -275,40 +321,42 @@ class CrossEntropySite:
 
     def _wanted(self, active: Sequence[int]) -> tuple[bool, ...]:
         """Of (x, w, *sides), those that come from active operands."""
-        return tuple(isinstance(s, Operand) and s.position in active for s in (self.rows, self.weight, *self.sides))
+        return tuple(any(o.position in active for o in _operands(s)) for s in (self.rows, self.weight, *self.sides))
 
     @property
     def _counts_rows(self) -> bool:
         """Whether a program reads the number of its row."""
         programs = [*(s.program for s in self.statistics), *(p.program for p in self.products), *self.finish]
-        programs += [r.source for r in self.results if isinstance(r.source, Program)]
+        programs += [r.source for r in self.results if isinstance(r.source, ElementwiseProgram)]
         return any(isinstance(i, Index) and i.axis == "query" for p in programs for i in p.inputs)
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Rows may be divided, and so may the vocabulary: the statistics of its parts are combined."""
-        uses = tuple(s for s in (self.rows, self.weight, *self.sides) if isinstance(s, Operand))
+        uses = tuple(o for s in (self.rows, self.weight, *self.sides) for o in _operands(s))
         labels = {*self.batch_labels, *(() if self._counts_rows else self.row_labels)}
         whole = frozenset(self.vocabulary_labels)
         if len(whole) == 1:
             labels |= whole
-        return Parts(
+        return ShardableAxes(
             uses,
             tuple(r.view for r in self.results),
             (self.residual,) * len(self.statistics),
             frozenset(labels),
-            tuple(whole if isinstance(r.source, Program) else frozenset() for r in self.results),
+            tuple(whole if isinstance(r.source, ElementwiseProgram) else frozenset() for r in self.results),
         )
 
-    def alone(self, division: Division) -> CrossEntropySite:
+    def standalone(self, division: Division) -> CrossEntropySite:
         """A cross-entropy over the part of the vocabulary."""
-        return self.divided(division)[0]
+        return self.per_device(division)[0]
 
-    def divided(self, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
         """What each device computes, of its part of the vocabulary."""
-        extras = Extras(len(self.types))
-        sides = tuple(extras.source(side, division) for side in self.sides)
+        extras = PositionOperands(len(self.types))
+        sides = tuple(
+            side if isinstance(side, HeadSource) else extras.source(side, division) for side in self.sides
+        )
         site = replace(self, sizes=division.local(self.sizes), sides=sides)
         return replace(site, types=(*self.types, *extras.types)), tuple(extras.counted)
 
@@ -319,7 +367,8 @@ class CrossEntropySite:
         label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
         # One more axis of rows where the examples share the weight, and rows are neither summed nor counted.
         summed = any(p.kind != "rows" for p in self.products)
-        apart = summed or self._counts_rows or bool(self.batch_labels) or axes[self.weight.position] is not None
+        weights = any(axes[head.weight.position] is not None for head in self.heads)
+        apart = summed or self._counts_rows or bool(self.batch_labels) or weights
         return replace(
             self,
             sizes=(*self.sizes, *(size for _ in label)),
@@ -331,6 +380,13 @@ class CrossEntropySite:
             results=tuple(replace(r, view=((0, label), *r.view)) for r in self.results),
             residual=((0, label), *self.residual),
         )
+
+
+def _operands(source: Operand | Positions | HeadSource) -> tuple[Operand, ...]:
+    """The uses of operands that one source is."""
+    if isinstance(source, HeadSource):
+        return source.rows, source.weight
+    return (source,) if isinstance(source, Operand) else ()
 
 
 def _summed(full: jax.Array, like: jax.Array) -> jax.Array:

@@ -10,11 +10,22 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from autopallas.sites.elementwise import Program, honoured
+from autopallas.sites.elementwise import ElementwiseProgram, honoured
 
-__all__ = ["CrossEntropySpec", "Product", "SideSpec", "Statistic"]
+__all__ = ["CrossEntropySpec", "Head", "Product", "SideSpec", "Statistic"]
 
 Dtype: TypeAlias = np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What logits are a product of: activations [N, ``hidden``], and a weight [V, ``hidden``] (``vocabulary_major``) or
+    [``hidden``, V]."""
+
+    hidden: int
+    row_dtype: Dtype
+    weight_dtype: Dtype
+    vocabulary_major: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +34,9 @@ class SideSpec:
 
     dtype: Dtype
     varies: tuple[bool, bool]
+    head: Head | None = None
+    """Of the logits of a further head: what they are a product of, rounded to ``dtype``.  Such a side input is given as
+    the pair of its activations and its weight, and like the logits computed tile by tile."""
 
     @property
     def differentiable(self) -> bool:
@@ -45,7 +59,7 @@ class Statistic:
     """
 
     kind: Literal["max", "exp_sum", "sum", "pick", "argmax", "ties"]
-    program: Program
+    program: ElementwiseProgram
     label: int | None = None
     """For ``pick``: the position of the side input with the labels, integers that vary over rows at most."""
 
@@ -57,11 +71,15 @@ class Product:
     ``rows``: sum over V of p[n, v] w[v, d], shape [N, D].
     ``columns``: sum over N of p[n, v] x[n, d], in the layout of the weight.
     ``column_sum``: sum over N of p[n, v], shape [V].
+    ``values``: p[n, v] itself, shape [N, V]: an array that the program asks for, such as the gradient of soft labels.
+
+    x and w are those of one of the spec's ``heads``.
     """
 
-    kind: Literal["rows", "columns", "column_sum"]
-    program: Program
+    kind: Literal["rows", "columns", "column_sum", "values"]
+    program: ElementwiseProgram
     dtype: Dtype
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,8 @@ class CrossEntropySpec:
     ``finish[k]``.  Programs of ``finish`` read ``Side(i)``, side input i, none of which varies over the vocabulary, and
     ``Side(len(sides) + k)``, statistic k.
 
-    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1].
+    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1], of which some may be the
+    logits of further heads (:class:`SideSpec`).
     """
 
     rows: int
@@ -89,12 +108,18 @@ class CrossEntropySpec:
     vocabulary_major: bool
     statistics: tuple[Statistic, ...] = ()
     sides: tuple[SideSpec, ...] = ()
-    finish: tuple[Program, ...] = ()
+    finish: tuple[ElementwiseProgram, ...] = ()
     products: tuple[Product, ...] = ()
     precision: str | None = None
     """``lax.Precision`` of the original's dot: None (default), "HIGH" or "HIGHEST"."""
     doubled: bool = False
     """Whether the original computes in float64 with narrower logits."""
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        """What the logits, and side inputs that are logits too, are products of."""
+        own = Head(self.hidden, self.row_dtype, self.weight_dtype, self.vocabulary_major)
+        return (own, *(side.head for side in self.sides if side.head is not None))
 
     @property
     def accumulation_dtype(self) -> Dtype:
@@ -129,9 +154,11 @@ class CrossEntropySpec:
         kinds = [s.kind for s in self.statistics]
         wanted = [kind for kind in dict.fromkeys(kinds) if not (kind == "max" and "exp_sum" in kinds)]
         parts = ["logsumexp" if kind == "exp_sum" else kind for kind in wanted]
-        parts += [{"rows": "dx", "columns": "dw", "column_sum": "dbias"}[p.kind] for p in self.products]
+        names = {"rows": "dx", "columns": "dw", "column_sum": "dbias", "values": "N x V values"}
+        parts += [names[p.kind] + (str(p.head + 1) if p.head else "") for p in self.products]
+        hidden = "+".join(str(head.hidden) for head in self.heads)
         return (
-            f"cross_entropy N={self.rows} D={self.hidden} V={self.vocabulary} {self.widest_dtype}, "
+            f"cross_entropy N={self.rows} D={hidden} V={self.vocabulary} {self.widest_dtype}, "
             f"{self.logit_dtype} logits: {', '.join(parts)}"
         )
 
@@ -143,7 +170,7 @@ class CrossEntropySpec:
                 return x
             if isinstance(x, tuple):
                 return [plain(i) for i in x]
-            if isinstance(x, (SideSpec, Statistic, Product)):
+            if isinstance(x, (Head, SideSpec, Statistic, Product)):
                 return {f.name: plain(getattr(x, f.name)) for f in fields(x)}
             return str(x)
 

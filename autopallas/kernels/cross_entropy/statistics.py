@@ -12,7 +12,7 @@ from jax import lax
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["advanced", "finite", "initial", "required", "stream"]
 
@@ -55,7 +55,7 @@ def advanced(
     """
     old = dict(zip(statistics, before, strict=True))
     new: dict[Statistic, Array] = {}
-    values: dict[Program, Array] = {}
+    values: dict[ElementwiseProgram, Array] = {}
     compared = {s.program for s in statistics if s.kind in ("argmax", "ties")}
     for statistic in statistics:
         program = statistic.program
@@ -105,7 +105,11 @@ def stream(spec: CrossEntropySpec, sizes: BlockSizes, operands: Operands) -> tup
 
 
 def _greatest(
-    program: Program, statistics: Sequence[Statistic], old: Mapping[Statistic, Array], values: Array, tile: Tile
+    program: ElementwiseProgram,
+    statistics: Sequence[Statistic],
+    old: Mapping[Statistic, Array],
+    values: Array,
+    tile: Tile,
 ) -> dict[Statistic, Array]:
     """The maximum of a program's values, where it is, and how often, in one reduction.
 

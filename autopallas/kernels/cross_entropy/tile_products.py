@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Rows, Tile, cut, dot, over, stored
 
 __all__ = ["Target", "added", "contracted"]
@@ -27,26 +27,47 @@ class Target:
     kind: str
     dtype: Any
     varies: tuple[bool, bool] = (False, True)
+    head: int = 0
+    """Of which of the spec's heads weight and x are."""
 
     @staticmethod
-    def of_product(kind: str, dtype: Any) -> Target:
-        return Target("side" if kind == "column_sum" else kind, dtype)
+    def of_product(product: Product) -> Target:
+        if product.kind in ("column_sum", "values"):
+            return Target("side", product.dtype, (product.kind == "values", True))
+        return Target(product.kind, product.dtype, head=product.head)
 
     @staticmethod
     def of_gradients(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, Target]:
-        """The gradients that are wanted of (x, w, *sides) and exist, by the position of the operand."""
+        """The gradients that are wanted of (x, w, *sides) and exist, by the position of the operand.
+
+        Those of a further head's logits are no target: theirs are in :meth:`of_heads`.
+        """
         targets = {0: Target("rows", spec.row_dtype), 1: Target("columns", spec.weight_dtype)}
         for position, side in enumerate(spec.sides, 2):
-            if side.differentiable:
+            if side.differentiable and side.head is None:
                 targets[position] = Target("side", side.dtype, side.varies)
         return {position: target for position, target in targets.items() if wanted[position]}
 
+    @staticmethod
+    def of_heads(spec: CrossEntropySpec, wanted: Sequence[bool]) -> dict[int, tuple[Target, Target]]:
+        """The gradients that are wanted of activations and weights of further heads, by the position of the operand."""
+        positions = [position for position, side in enumerate(spec.sides, 2) if side.head is not None]
+        return {
+            position: (
+                Target("rows", head.row_dtype, head=number),
+                Target("columns", head.weight_dtype, head=number),
+            )
+            for number, (position, head) in enumerate(zip(positions, spec.heads[1:], strict=True), 1)
+            if wanted[position]
+        }
+
     def shape(self, spec: CrossEntropySpec, rows: int, columns: int) -> tuple[int, ...]:
         """Of the result for so many rows and columns."""
+        head = spec.heads[self.head]
         if self.kind == "rows":
-            return rows, spec.hidden
+            return rows, head.hidden
         if self.kind == "columns":
-            return (columns, spec.hidden) if spec.vocabulary_major else (spec.hidden, columns)
+            return (columns, head.hidden) if head.vocabulary_major else (head.hidden, columns)
         return (rows if self.varies[0] else 1), (columns if self.varies[1] else 1)
 
     def rows_axis(self) -> int | None:
@@ -55,20 +76,21 @@ class Target:
 
     def columns_axis(self, operands: Operands) -> int | None:
         if self.kind == "columns":
-            return operands.vocabulary_axis
+            return operands.heads[self.head].vocabulary_axis
         return 1 if self.kind == "side" and self.varies[1] else None
 
-    def contribution(self, spec: CrossEntropySpec, value: Array, x: Rows, w: Array) -> Array:
+    def contribution(self, spec: CrossEntropySpec, value: Array, x: Sequence[Rows], w: Sequence[Array]) -> Array:
         """What one tile contributes, in the accumulation dtype.
 
         The value has the dtype in which the original's product reads it: a gradient of logits that of the logits.
         """
+        vocabulary_major = spec.heads[self.head].vocabulary_major
         if self.kind == "rows":
-            return dot(spec, value, w, (1, 0 if spec.vocabulary_major else 1))
+            return dot(spec, value, w[self.head], (1, 0 if vocabulary_major else 1))
         if self.kind == "columns":
-            if not spec.vocabulary_major:
-                return dot(spec, x.transposed, value, (1, 0))
-            return dot(spec, value, x.x, (0, 0))
+            if not vocabulary_major:
+                return dot(spec, x[self.head].transposed, value, (1, 0))
+            return dot(spec, value, x[self.head].x, (0, 0))
         axes = tuple(axis for axis, varies in enumerate(self.varies) if not varies)
         return jnp.sum(value.astype(spec.accumulation_dtype), axis=axes, keepdims=True)
 
@@ -118,12 +140,12 @@ def _past_rows(
     operands: Operands,
     targets: Sequence[Target],
     make: Callable[[Tile, Block, Block], tuple[Array, ...]],
-    w: Array,
+    w: Sequence[Array],
     block: Block,
 ) -> tuple[Array, ...]:
     """The targets for one block of the vocabulary, with all rows."""
 
-    def values(part: Block, x: Rows) -> tuple[Array, ...]:
+    def values(part: Block, x: Sequence[Rows]) -> tuple[Array, ...]:
         return make(operands.tile(spec, x, w, part, block), part, block)
 
     if sizes.rows_block >= spec.rows:
@@ -142,7 +164,15 @@ def _past_rows(
     return over(spec.rows, sizes.rows_block, rows, start)
 
 
-def added(spec: CrossEntropySpec, target: Target, total: Array, value: Array, x: Rows, w: Array, part: Block) -> Array:
+def added(
+    spec: CrossEntropySpec,
+    target: Target,
+    total: Array,
+    value: Array,
+    x: Sequence[Rows],
+    w: Sequence[Array],
+    part: Block,
+) -> Array:
     """``total`` with what the tile of some rows contributes.
 
     A sum over rows that has the vocabulary's length grows part by part: each part of the product is added while it is
@@ -153,11 +183,12 @@ def added(spec: CrossEntropySpec, target: Target, total: Array, value: Array, x:
         return stored(total, target.contribution(spec, value, x, w), part, axis)
     if target.kind != "columns":
         return total + target.contribution(spec, value, x, w)
-    axis = 0 if spec.vocabulary_major else 1
+    head = spec.heads[target.head]
+    axis = 0 if head.vocabulary_major else 1
 
     def columns(block: Block, total: Array) -> Array:
         found = target.contribution(spec, cut(value, block, 1), x, w)
         return stored(total, cut(total, block, axis) + found, block, axis)
 
     length = value.shape[1]
-    return over(length, min(length, max(1, _PART // spec.hidden)), columns, total)
+    return over(length, min(length, max(1, _PART // head.hidden)), columns, total)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["Block", "Operands", "Rows", "Tile", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
 
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     key: Array  # [1, c], or [r, 1] where each row has a column of its own
     sides: tuple[Array, ...]  # [r|1, c|1]
 
-    def value(self, program: Program, dtype: Any = None) -> Array:
+    def value(self, program: ElementwiseProgram, dtype: Any = None) -> Array:
         """The program's value, [r, c]."""
         value = program.evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
@@ -66,49 +66,72 @@ class Rows(NamedTuple):
     transposed: Array  # [D, r]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operands:
-    """Arrays as the tiles read them."""
+class _Head(NamedTuple):
+    """Of one of the spec's heads, the activations both ways, and the weight."""
 
     x: Array
     transposed: Array
     w: Array
-    sides: tuple[Array, ...]
-    labels: dict[int, Array]
-    """Canonical labels by the position of their side input."""
     vocabulary_axis: int
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operands:
+    """Arrays as the tiles read them."""
+
+    heads: tuple[_Head, ...]
+    sides: tuple[Array | None, ...]
+    """None for the logits of a further head."""
+    labels: dict[int, Array]
+    """Canonical labels by the position of their side input."""
+
     @staticmethod
-    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Array]) -> Operands:
+    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Any]) -> Operands:
         positions = {s.label for s in spec.statistics if s.label is not None}
         labels = {position: canonical_labels(sides[position], spec.vocabulary) for position in sorted(positions)}
+        further = [side for side, s in zip(sides, spec.sides, strict=False) if s.head is not None]
         # The barrier keeps XLA from folding the transposition back into the dots.
-        transposed = lax.optimization_barrier(x.T)
-        return Operands(x, transposed, w, tuple(sides), labels, 0 if spec.vocabulary_major else 1)
+        heads = tuple(
+            _Head(x, lax.optimization_barrier(x.T), w, 0 if head.vocabulary_major else 1)
+            for head, (x, w) in zip(spec.heads, ((x, w), *further), strict=True)
+        )
+        return Operands(heads, tuple(None if isinstance(side, tuple) else side for side in sides), labels)
 
-    def rows(self, block: Block) -> Rows:
-        """Part of x, also transposed."""
-        return Rows(cut(self.x, block, 0), cut(self.transposed, block, 1))
+    def rows(self, block: Block) -> tuple[Rows, ...]:
+        """Part of the activations of each head, also transposed."""
+        return tuple(Rows(cut(head.x, block, 0), cut(head.transposed, block, 1)) for head in self.heads)
 
-    def columns(self, block: Block) -> Array:
-        """Part of the weight, in its own layout."""
-        return cut(self.w, block, self.vocabulary_axis)
+    def columns(self, block: Block) -> tuple[Array, ...]:
+        """Part of each weight, in its own layout."""
+        return tuple(cut(head.w, block, head.vocabulary_axis) for head in self.heads)
 
-    def tile(self, spec: CrossEntropySpec, x: Rows, w: Array, rows: Block, columns: Block) -> Tile:
+    def tile(
+        self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block
+    ) -> Tile:
         """The tile whose operands ``x`` and ``w`` have been cut already."""
         query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
         key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]
-        sides = tuple(
-            cut(cut(side, rows, 0) if s.varies[0] else side, columns, 1) if s.varies[1] else cut_row(side, rows)
-            for side, s in zip(self.sides, spec.sides, strict=True)
+        products = (
+            dot(spec, part.x, weight, (1, 1 - head.vocabulary_axis))
+            for head, part, weight in zip(self.heads, x, w, strict=True)
         )
-        logits = _rounded(dot(spec, x.x, w, (1, 1 - self.vocabulary_axis)), spec.logit_dtype)
+        logits = _rounded(next(products), spec.logit_dtype)
+
+        def of(side: Array | None, s: SideSpec) -> Array:
+            if side is None:
+                return _rounded(next(products), s.dtype)
+            if s.varies[1]:
+                return cut(cut(side, rows, 0) if s.varies[0] else side, columns, 1)
+            return cut_row(side, rows)
+
+        sides = tuple(of(side, s) for side, s in zip(self.sides, spec.sides, strict=True))
         return Tile(logits, jnp.asarray(query), jnp.asarray(key), sides)
 
     def finished(self, spec: CrossEntropySpec, rows: Block, statistics: Sequence[Array]) -> tuple[Array, ...]:
         """The values of the spec's ``finish``, [r|1, 1] each, from the statistics of these rows."""
         query = jnp.asarray((rows[0] + np.arange(rows[1], dtype=np.int32))[:, None])
-        sides = (*(cut_row(side, rows) for side in self.sides), *(s[:, None] for s in statistics))
+        own = (jnp.zeros((1, 1)) if side is None else cut_row(side, rows) for side in self.sides)  # which none reads
+        sides = (*own, *(s[:, None] for s in statistics))
         return tuple(program.evaluate(None, query, None, sides) for program in spec.finish)
 
 

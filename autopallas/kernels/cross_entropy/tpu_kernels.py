@@ -19,7 +19,7 @@ from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.cross_entropy.tpu_memory import Packed, Shape, Task
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["Reader", "contract", "statistics"]
@@ -247,7 +247,7 @@ def _contribution(spec: CrossEntropySpec, target: Target, task: Task, value: Arr
     return dot(spec, value, operand, 0, 0) if spec.vocabulary_major else dot(spec, operand, value, 0, 0)
 
 
-def values_of(programs: Sequence[Program]) -> Make:
+def values_of(programs: Sequence[ElementwiseProgram]) -> Make:
     """The values of programs that read, behind the side inputs, what is packed behind them."""
 
     def make(tile: Tile, extra: Sequence[Array]) -> list[Array]:

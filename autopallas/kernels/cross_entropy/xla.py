@@ -23,7 +23,7 @@ from autopallas.kernels.cross_entropy.statistics import advanced, initial, requi
 from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
@@ -37,7 +37,7 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
+    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Any] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Statistics and products.
 
@@ -46,7 +46,7 @@ def forward(
       block_sizes: the tile.
       x: [N, D].
       w: [V, D] or [D, V].
-      sides: the spec's side inputs, each [N|1, V|1].
+      sides: the spec's side inputs, each [N|1, V|1]; for the logits of a further head, its (x, w).
 
     Returns:
       The statistics, [N] each, and the products.
@@ -54,7 +54,7 @@ def forward(
     spec = spec.honoured()
     with jax.named_scope("autopallas_cross_entropy_xla"):
         operands = Operands.of(spec, x, w, sides)
-        targets = tuple(Target.of_product(p.kind, p.dtype) for p in spec.products)
+        targets = tuple(Target.of_product(p) for p in spec.products)
         programs = tuple(p.program for p in spec.products)
         if not programs:
             return stream(spec, block_sizes, operands), ()
@@ -75,11 +75,11 @@ def backward(
     block_sizes: BlockSizes,
     x: Array,
     w: Array,
-    sides: Sequence[Array],
+    sides: Sequence[Any],
     statistics: Sequence[Array],
     cotangents: Sequence[Any],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+) -> tuple[Array | None, Array | None, tuple[Any, ...]]:
     """Gradients of the statistics of :func:`forward`, for a spec without products.
 
     The shift in ``exp_sum`` is a constant; equal maxima share the cotangent of ``max``; ``argmax`` and ``ties`` have no
@@ -93,12 +93,13 @@ def backward(
 
     Returns:
       The gradients of x, w and the side inputs, each in its operand's shape and dtype; None where it is not wanted, or
-      the operand is of integers or booleans.
+      the operand is of integers or booleans.  Those of a further head are the pair of its x's and w's.
     """
     spec = spec.honoured()
     targets = Target.of_gradients(spec, wanted)
-    floating = [position - 2 for position in targets if position >= 2]
-    if not targets:
+    heads = Target.of_heads(spec, wanted)
+    floating = [position - 2 for position in (*targets, *heads) if position >= 2]
+    if not targets and not heads:
         return None, None, (None,) * len(spec.sides)
     with jax.named_scope("autopallas_cross_entropy_xla_backward"):
         operands = Operands.of(spec, x, w, sides)
@@ -108,10 +109,17 @@ def backward(
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
             dscore, dsides = pull.tile(tile, rows, floating)
-            return (dscore,) * (len(targets) - len(floating)) + dsides
+            alone = len(floating) - len(heads)
+            # A gradient of logits has their dtype, whatever reads them.
+            own = (dside.astype(spec.sides[n - 2].dtype) for dside, n in zip(dsides[alone:], heads, strict=True))
+            of_heads = (dside for dside in own for _ in range(2))
+            return (*((dscore,) * (len(targets) - alone)), *dsides[:alone], *of_heads)
 
-        results = contracted(spec, block_sizes, operands, tuple(targets.values()), make)
-    found = dict(zip(targets, results, strict=True))
+        every = (*targets.values(), *(target for pair in heads.values() for target in pair))
+        results = contracted(spec, block_sizes, operands, every, make)
+    found: dict[int, Any] = dict(zip(targets, results, strict=False))
+    of_heads = results[len(targets) :]
+    found |= dict(zip(heads, zip(of_heads[::2], of_heads[1::2], strict=True), strict=True))
     return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
 
 
@@ -120,17 +128,18 @@ def _statistics_and_products(
     sizes: BlockSizes,
     operands: Operands,
     targets: Sequence[Target],
-    programs: Sequence[Program],
+    programs: Sequence[ElementwiseProgram],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Both from the same logits, which are kept for a block of rows and the whole vocabulary."""
     needed = required(spec.statistics)
     dtype = spec.accumulation_dtype
     columns = (0, spec.vocabulary)
+    weights = operands.columns(columns)
 
     def rows(part: Block, carry: Any) -> Any:
         statistics, products = carry
         x = operands.rows(part)
-        tile = operands.tile(spec, x, operands.w, part, columns)
+        tile = operands.tile(spec, x, weights, part, columns)
         labels = {n: cut_row(label, part) for n, label in operands.labels.items()}
         known = dict(zip(needed, advanced(needed, initial(needed, part[1], dtype), tile, labels, dtype), strict=True))
         found = tuple(known[s] for s in spec.statistics)
@@ -139,7 +148,7 @@ def _statistics_and_products(
         return (
             tuple(stored(s, f, part, 0) for s, f in zip(statistics, found, strict=True)),
             tuple(
-                added(spec, t, total, v, x, operands.w, part)
+                added(spec, t, total, v, x, weights, part)
                 for t, total, v in zip(targets, products, values, strict=True)
             ),
         )
@@ -157,6 +166,6 @@ def _shaped(spec: CrossEntropySpec, products: Sequence[Array]) -> tuple[Array, .
     return tuple(x[0] if p.kind == "column_sum" else x for x, p in zip(products, spec.products, strict=True))
 
 
-def _values(tile: Tile, programs: Sequence[Program]) -> tuple[Array, ...]:
+def _values(tile: Tile, programs: Sequence[ElementwiseProgram]) -> tuple[Array, ...]:
     known = {program: tile.value(program) for program in dict.fromkeys(programs)}
     return tuple(known[program] for program in programs)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.example import harmless, is_float, normal
@@ -14,7 +16,7 @@ from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.index_notation import fill
 
-__all__ = ["example", "operands"]
+__all__ = ["example", "operands", "program"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -52,3 +54,13 @@ def _routed(site: ExpertsSite, filled: list[Array], random: np.random.Generator)
         elif array.dtype.kind in "iu":
             filled[i] = random.integers(0, experts, array.shape).astype(array.dtype)
     return filled
+
+
+def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+    """A grouped matmul as people write it, and the types of rows, matrices and group sizes."""
+
+    def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (8, 512, 1024))]
+    return grouped_matmul, (*shapes, jax.ShapeDtypeStruct((8,), jnp.int32))

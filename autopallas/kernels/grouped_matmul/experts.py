@@ -24,7 +24,7 @@ from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
-from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.elementwise import Constant
 from autopallas.sites.index_notation import Label, Operand, View, read, write
 from autopallas.sites.operation import Operation
@@ -139,7 +139,7 @@ class ExpertsSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """Tokens may be divided; where it is known how the original divides the products, so may the experts, columns,
         and what is summed over last of all.  Where tokens have slots, devices would have to exchange them."""
         labels = set(self.token_labels) - set(self.summed_labels)
@@ -149,7 +149,8 @@ class ExpertsSite:
         uses = [source for source, _ in self.choices]
         uses += [s.source if isinstance(s, Gathered) else s.weights for s in self.steps if isinstance(s, Reads)]
         tokens, whole = frozenset(self.token_labels), "tokens are sent to slots of experts" if self.slots else ""
-        return Parts(tuple(uses), (self.result,), (), frozenset(labels), (frozenset(),), self.products, tokens, whole)
+        combined = (frozenset[Label](),)
+        return ShardableAxes(tuple(uses), (self.result,), (), frozenset(labels), combined, self.products, tokens, whole)
 
     def _summed_last(self) -> set[Label]:
         """Labels over which products sum that are then only scaled: parts of such a sum add up to the result."""
@@ -170,12 +171,12 @@ class ExpertsSite:
                 scaled.add(position)
         return len(self.steps) - 1 in scaled
 
-    def divided(self, division: Division) -> tuple[ExpertsSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[ExpertsSite, tuple[PositionOperand, ...]]:
         """What each device computes, of the arrays that the prelude gives."""
         across = tuple(axis for label in self.expert_labels for axis in division.of(label))
-        return replace(self.alone(division), across=across), ()
+        return replace(self.standalone(division), across=across), ()
 
-    def alone(self, division: Division) -> ExpertsSite:
+    def standalone(self, division: Division) -> ExpertsSite:
         """The same with rows of other devices' experts among its own."""
         return replace(
             self,

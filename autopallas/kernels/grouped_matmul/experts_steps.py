@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopallas import compat
-from autopallas.sites.elementwise import Constant, Program
+from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand
 
 __all__ = ["Gathered", "Labels", "Pointwise", "Prelude", "Product", "Reads", "Step"]
@@ -30,7 +30,7 @@ class Gathered:
 class Pointwise:
     """An elementwise program over the results of earlier steps, which are its side inputs."""
 
-    program: Program
+    program: ElementwiseProgram
     arguments: tuple[int, ...]
     labels: Labels
 

@@ -6,7 +6,4 @@ from autopallas.sites.operation import Operation
 
 __all__ = ["OPERATION"]
 
-OPERATION = Operation(
-    "grouped_matmul",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "tpu": ("pallas_tpu", "xla")},
-)
+OPERATION = Operation("grouped_matmul", priority=10)

@@ -35,7 +35,7 @@ from autopallas.kernels.grouped_matmul.visits import (
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
 from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
 from autopallas.sites.device import Device
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import refusal
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -125,7 +125,7 @@ def _finished_in_place(spec: GroupedMatmulSpec, product: Array, block: int) -> A
     return part(count * block, rest, product) if rest else product
 
 
-def _computable(epilogue: Program) -> bool:
+def _computable(epilogue: ElementwiseProgram) -> bool:
     """Whether Mosaic has what an epilogue asks for; else XLA computes it, in a pass of its own."""
     return reason_against(_ANY_TPU, [epilogue], [epilogue.dtype]) is None
 

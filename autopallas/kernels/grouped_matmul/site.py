@@ -17,8 +17,8 @@ import numpy as np
 
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
-from autopallas.sites.division import Counted, Division, Parts
-from autopallas.sites.elementwise import Program
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
+from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand, View, read, write
 from autopallas.sites.operation import Operation
 
@@ -42,7 +42,7 @@ class GroupedMatmulSite:
       types: dtypes of the operands.
       result_dtype: of the product.
       epilogue: what becomes of each of its elements.
-      saves: whether the product is handed to the backward, which asks for it only where there is an epilogue.
+      saves_product: whether the product is handed to the backward, which asks for it only where there is an epilogue.
     """
 
     use: Use
@@ -60,8 +60,8 @@ class GroupedMatmulSite:
     result_dtype: Dtype
     precision: str | None = None
     assume_finite: bool = True
-    epilogue: Program | None = None
-    saves: bool = False
+    epilogue: ElementwiseProgram | None = None
+    saves_product: bool = False
 
     @property
     def operation(self) -> Operation:
@@ -122,10 +122,10 @@ class GroupedMatmulSite:
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(the program's result, and the product if it is saved)."""
         # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
-        fused = not self.saves and getattr(kernel, "EPILOGUES", False)
+        fused = not self.saves_product and getattr(kernel, "EPILOGUES", False)
         spec = self.spec if fused else self.spec.product
         out = self._written(kernel.forward(spec, block_sizes, *self._canonical(operands)))
-        return ((out if fused else self.spec.finished(out),), (out,) if self.saves else ())
+        return ((out if fused else self.spec.finished(out),), (out,) if self.saves_product else ())
 
     def _written(self, out: jax.Array) -> jax.Array:
         return write(out, self.result, self.sizes, self.axes[2])
@@ -133,11 +133,11 @@ class GroupedMatmulSite:
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The product, for the derivative of the epilogue; the gradients themselves are products of the operands."""
         shape = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.result)
-        return (jax.ShapeDtypeStruct(shape, self.result_dtype),) if self.saves else ()
+        return (jax.ShapeDtypeStruct(shape, self.result_dtype),) if self.saves_product else ()
 
     def with_residuals(self) -> GroupedMatmulSite:
         """The site where a backward follows: what a kernel applies its epilogue to is lost otherwise."""
-        return self if self.epilogue is None else replace(self, saves=True)
+        return self if self.epilogue is None else replace(self, saves_product=True)
 
     def backward(
         self,
@@ -177,19 +177,19 @@ class GroupedMatmulSite:
 
     # ------------------------------------------------------------------ on several devices
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """All may be divided but the rows, which belong to groups in their order, and the groups."""
         labels = frozenset((*self.batch_labels, *self.contracting_labels, *self.column_labels))
         if self.epilogue is not None:  # is not a sum of what it makes of parts of a sum
             labels &= {label for _, own in self.result for label in own}
         uses = (self.first, self.second, self.group_sizes)
-        return Parts(uses, (self.result,), (self.result,) * self.saves, labels, (frozenset(),))
+        return ShardableAxes(uses, (self.result,), (self.result,) * self.saves_product, labels, (frozenset(),))
 
-    def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[GroupedMatmulSite, tuple[PositionOperand, ...]]:
         """What each device computes."""
-        return self.alone(division), ()
+        return self.standalone(division), ()
 
-    def alone(self, division: Division) -> GroupedMatmulSite:
+    def standalone(self, division: Division) -> GroupedMatmulSite:
         """No device needs another."""
         return replace(self, sizes=division.local(self.sizes))
 

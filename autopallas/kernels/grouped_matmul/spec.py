@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.sites.elementwise import Program
+from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["GroupedMatmulSpec", "Use"]
 
@@ -54,7 +54,7 @@ class GroupedMatmulSpec:
     assume_finite: bool = True
     """Whether a row need not be multiplied with the weights of groups that do not own it: ``lax.ragged_dot`` does on
     some platforms, with zeros in the row's place, so that an inf or NaN in one group's weights reaches every row."""
-    epilogue: Program | None = None
+    epilogue: ElementwiseProgram | None = None
     """What becomes of each element of the result, such as an activation: a program over the product, its score, in
     ``result_dtype``.  Of "forward" and "dlhs" alone."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from autopallas.kernels.attention import reference
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
-from autopallas.sites.elementwise import Constant, Index, Instruction, Program, Score, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Instruction, Score, Side
 
 F32, I32, BOOL = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.bool_)
 QUERY, KEY, SCORE = Index("query", I32), Index("key", I32), Score(F32)
@@ -36,8 +36,8 @@ class Case:
     key_length: int = 32
     head_size: int = 8
     value_head_size: int = 8
-    score: Program | None = None
-    live: Program | None = None
+    score: ElementwiseProgram | None = None
+    live: ElementwiseProgram | None = None
     sides: tuple[SideSpec, ...] = ()
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
@@ -98,7 +98,7 @@ class Case:
         )
 
 
-def _masked(condition: Any, *inputs: Any, fill: Any = LOW) -> Program:
+def _masked(condition: Any, *inputs: Any, fill: Any = LOW) -> ElementwiseProgram:
     return traced(lambda s, *rest: jnp.where(condition(*rest), s * np.float32(0.3), fill), SCORE, *inputs)
 
 
@@ -164,7 +164,7 @@ CASES = (
     ),
     Case(
         "mask as a side input",
-        score=_masked(lambda m: m, side(0, bool)), live=Program((side(0, bool),), (), 0),
+        score=_masked(lambda m: m, side(0, bool)), live=ElementwiseProgram((side(0, bool),), (), 0),
         sides=(_MASK_BTS,), draw="m",
     ),
     Case(
@@ -236,7 +236,7 @@ CASES = (
 )  # fmt: skip
 
 
-def promoted(program: Program) -> Program:
+def promoted(program: ElementwiseProgram) -> ElementwiseProgram:
     """The same program with every float a float64."""
 
     def wide(dtype: Any) -> Any:
@@ -249,7 +249,7 @@ def promoted(program: Program) -> Program:
 
     inputs = tuple(replace(i, dtype=wide(i.dtype)) for i in program.inputs)
     inputs = tuple(replace(i, value=i.value) if isinstance(i, Constant) else i for i in inputs)
-    return Program(inputs, tuple(map(instruction, program.instructions)), program.result)
+    return ElementwiseProgram(inputs, tuple(map(instruction, program.instructions)), program.result)
 
 
 def promoted_spec(spec: AttentionSpec) -> AttentionSpec:

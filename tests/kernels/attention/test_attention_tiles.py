@@ -17,7 +17,7 @@ from autopallas.kernels.attention.intervals import Ranges
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, classify, increasing, scale_of, simplified, tile_map
-from autopallas.sites.elementwise import Index, Program, Score
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Score
 
 I32, F32 = np.dtype(np.int32), np.dtype(np.float32)
 QUERY, KEY = Index("query", I32), Index("key", I32)
@@ -50,12 +50,12 @@ MASKS = {
 }
 
 
-def exact(program: Program, rows: int, columns: int) -> np.ndarray:
+def exact(program: ElementwiseProgram, rows: int, columns: int) -> np.ndarray:
     found = program.evaluate(None, jnp.arange(rows)[:, None], jnp.arange(columns)[None], ())
     return np.broadcast_to(np.asarray(found), (rows, columns))
 
 
-def spec_of(live: Program | None, rows: int, columns: int, **changes):
+def spec_of(live: ElementwiseProgram | None, rows: int, columns: int, **changes):
     return Case("tiles", query_length=rows, key_length=columns, live=live).spec(**changes)
 
 
@@ -63,7 +63,7 @@ def edges(length: int, block: int) -> tuple[tuple[int, int], ...]:
     return tuple((start, min(start + block, length)) for start in range(0, length, block))
 
 
-def check_tiles(live: Program, rows: int, columns: int, row_block: int, column_block: int) -> int:
+def check_tiles(live: ElementwiseProgram, rows: int, columns: int, row_block: int, column_block: int) -> int:
     """Compares the map with the exact mask; the number of dead tiles."""
     mask = exact(live, rows, columns)
     row_edges, column_edges = edges(rows, row_block), edges(columns, column_block)

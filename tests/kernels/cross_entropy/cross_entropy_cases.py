@@ -13,7 +13,7 @@ import numpy as np
 
 from autopallas.kernels.cross_entropy import reference
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
-from autopallas.sites.elementwise import Constant, Index, Program, Score, Side, traced
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Score, Side, traced
 
 F32, F64, I32, BOOL = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32), np.dtype(np.bool_)
 BF16 = np.dtype(jnp.bfloat16)
@@ -47,7 +47,7 @@ class Case:
     whole: bool = False
     """Whether activations and weights are small whole numbers, so that logits are exact and there are ties."""
 
-    def program(self, logit_dtype: Any = F32) -> Program:
+    def program(self, logit_dtype: Any = F32) -> ElementwiseProgram:
         inputs = [Side(1 + n, s.dtype) for n, s in enumerate(self.sides)]
         return traced(lambda z, *rest: self.logit(z.astype(F32), *rest), Score(np.dtype(logit_dtype)), *inputs)
 
@@ -151,7 +151,7 @@ def _wide(dtype: Any) -> Any:
     return F64 if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype)
 
 
-def promoted(program: Program) -> Program:
+def promoted(program: ElementwiseProgram) -> ElementwiseProgram:
     """The same program with every float a float64."""
     inputs = tuple(
         replace(i, dtype=_wide(i.dtype), value=i.value) if isinstance(i, Constant) else replace(i, dtype=_wide(i.dtype))
@@ -163,7 +163,7 @@ def promoted(program: Program) -> Program:
         )
         for i in program.instructions
     )  # fmt: skip
-    return Program(inputs, instructions, program.result)
+    return ElementwiseProgram(inputs, instructions, program.result)
 
 
 def promoted_spec(spec: CrossEntropySpec) -> CrossEntropySpec:

@@ -137,7 +137,7 @@ def test_the_gradient_as_a_program_is_the_gradient(name):
     statistics, _ = xla.forward(spec, SIZES["one tile"], x, w, sides)
     pull = Pull.of(spec, operands.labels, statistics, cotangents, lambda other: stream(other, SIZES["tiles"], operands))
     every = (0, spec.rows), (0, spec.vocabulary)
-    tile = operands.tile(spec, operands.rows(every[0]), w, *every)
+    tile = operands.tile(spec, operands.rows(every[0]), operands.columns(every[1]), *every)
     floating = [n for n, side in enumerate(spec.sides) if side.differentiable]
     dscore, dsides = pull.tile(tile, every[0], floating)
     given = tile._replace(sides=(*tile.sides, *pull.arrays()))

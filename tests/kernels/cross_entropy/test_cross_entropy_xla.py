@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from cross_entropy_cases import BF16, F32, LOSS, Case
+from cross_entropy_cases import BF16, F32, LOSS, Case, promoted_spec, wide
 from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementation
 
-from autopallas.kernels.cross_entropy import tile_products, tiles
+from autopallas.kernels.cross_entropy import reference, tile_products, tiles
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operation import OPERATION
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
+from autopallas.sites.device import Device
+from autopallas.sites.elementwise import Score, Side, traced
+from autopallas.sites.operation import Unsupported
 
 
 class TestXla(CrossEntropyImplementation):
@@ -53,3 +62,75 @@ class TestXla(CrossEntropyImplementation):
         monkeypatch.setattr(tiles, "_multiplies_natively", lambda dtype: True)
         for name in ("plain", "embedding table"):
             self.check_products(module, BY_NAME[name], "finish", self.sizes, BF16)
+
+    @pytest.mark.parametrize("majors", [(False, True), (True, False)], ids=str)
+    @pytest.mark.parametrize("sizes", SIZES)
+    def test_logits_of_several_heads(self, module, sizes, majors):
+        spec, x, w, sides = two_heads(*majors)
+        with jax.enable_x64(True):
+            true = reference.forward(promoted_spec(spec), None, *wide((x, w, sides)))
+        found = module.forward(spec, SIZES[sizes].fitted(spec), x, w, sides)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+        statistics = replace(spec, finish=(), products=())
+        forward, backward = SIZES[sizes].fitted(statistics), SIZES[sizes].fitted(statistics)
+        cotangents = [np.linspace(-1, 1, spec.rows, dtype=np.float32) * (n + 1) for n in range(len(spec.statistics))]
+        own = module.forward(statistics, forward, x, w, sides)[0]
+        wanted = (True,) * (2 + len(sides))
+        gradients = module.backward(statistics, backward, x, w, sides, own, cotangents, wanted)
+        with jax.enable_x64(True):
+            given = *wide((x, w, sides, own, cotangents)), wanted
+            true = reference.backward(promoted_spec(statistics), None, *given)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(true), strict=True):
+            np.testing.assert_allclose(a, b, atol=5e-5 * np.abs(b).max())
+        alone = module.backward(statistics, backward, x, w, sides, own, cotangents, (False, False, True, False))
+        assert alone[:2] == (None, None)
+        assert alone[2][1] is None
+        np.testing.assert_array_equal(alone[2][0][1], gradients[2][0][1])
+
+    def test_the_logits_of_no_head_are_stored(self, module):
+        spec, x, w, sides = two_heads(False, True, rows=512, vocabulary=1024)
+        run = jax.jit(lambda x, w, sides: module.forward(spec, BlockSizes(64, 64), x, w, sides))
+        temporary = run.lower(x, w, sides).compile().memory_analysis().temp_size_in_bytes
+        assert temporary < 512 * 1024 * 4 / 2
+
+    @pytest.mark.parametrize("name", ["pallas_tpu", "pallas_gpu"])
+    def test_kernels_of_one_head_say_so(self, name):
+        spec = two_heads(False, False)[0]
+        device = {"pallas_tpu": Device("tpu", "TPU v6 lite"), "pallas_gpu": Device("gpu", "NVIDIA H100")}[name]
+        answer = OPERATION.implementation(name).supports(spec, device)
+        assert isinstance(answer, Unsupported)
+        assert "one head" in answer.reason
+
+
+def two_heads(*majors, rows=21, vocabulary=40):
+    """(spec, x, w, sides) of a divergence and of its gradient, the other head's logits first among the side inputs."""
+    random = np.random.default_rng(0)
+    sizes = 7, 5
+    heads = [Head(n, F32, F32, major) for n, major in zip(sizes, majors, strict=True)]
+    arrays = [
+        (
+            random.standard_normal((rows, n), np.float32),
+            random.standard_normal((vocabulary, n) if major else (n, vocabulary), np.float32),
+        )
+        for n, major in zip(sizes, majors, strict=True)
+    ]
+    z, other, row = Score(F32), Side(0, F32), Side(1, F32)
+    one, two = (traced(lambda a: a, given) for given in (z, other))
+    apart = traced(lambda a, b, c: jnp.exp(b - a) * c + a, z, other, row)
+    statistics = (
+        Statistic("max", one), Statistic("exp_sum", one), Statistic("max", two), Statistic("exp_sum", two),
+        Statistic("sum", apart),
+    )  # fmt: skip
+    finish = tuple(traced(lambda m, s: m + jnp.log(s), Side(k, F32), Side(k + 1, F32)) for k in (2, 4))
+    numbers = Side(2, F32), Side(3, F32)
+    gradient = traced(lambda a, b, own, of_other: jnp.exp(a - own) - jnp.exp(b - of_other), z, other, *numbers)
+    products = tuple(Product(kind, gradient, F32, head) for head in (0, 1) for kind in ("rows", "columns"))
+    products = (*products, Product("column_sum", gradient, F32), Product("values", gradient, F32))
+    spec = CrossEntropySpec(
+        rows, sizes[0], vocabulary, F32, F32, F32, majors[0], statistics,
+        (SideSpec(F32, (True, True), heads[1]), SideSpec(F32, (True, False))), finish, products,
+    )  # fmt: skip
+    (x, w), side = arrays
+    return spec, x, w, (side, random.random((rows, 1), np.float32))

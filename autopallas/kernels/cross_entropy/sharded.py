@@ -19,8 +19,8 @@ from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
-from autopallas.sites.division import Counted, Division
-from autopallas.sites.elementwise import Index, Input, Program, Score, Side
+from autopallas.sites.division import Division, PositionOperand
+from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Score, Side
 
 __all__ = ["DividedCrossEntropySite", "divide"]
 
@@ -56,9 +56,9 @@ class DividedCrossEntropySite(CrossEntropySite):
         return super().backward(_Kernel(kernel, self.across, self.vocabulary), *given)
 
 
-def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[Counted, ...]]:
+def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
     """What each device computes: where the vocabulary is divided, statistics of the whole."""
-    part, extras = site.divided(division)
+    part, extras = site.per_device(division)
     across = tuple(axis for label in site.vocabulary_labels for axis in division.of(label))
     if across:
         own = {f.name: getattr(part, f.name) for f in fields(part)}
@@ -151,7 +151,7 @@ class _Kernel:
                 types.append(SideSpec(i.dtype, (False, True)))
             return Side(counted[i], i.dtype)
 
-        def program(p: Program) -> Program:
+        def program(p: ElementwiseProgram) -> ElementwiseProgram:
             return replace(p, inputs=tuple(map(placed, p.inputs)))
 
         statistics = tuple(

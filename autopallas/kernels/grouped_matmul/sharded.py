@@ -17,16 +17,16 @@ from jax import lax
 
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.sites.division import Counted, Division, Parts
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand
 
-__all__ = ["DividedGroupsSite", "with_divided_groups"]
+__all__ = ["ShardedGroupsSite", "with_sharded_groups"]
 
 Array: TypeAlias = jax.Array
 
 
 @dataclass(frozen=True)
-class DividedGroupsSite(GroupedMatmulSite):
+class ShardedGroupsSite(GroupedMatmulSite):
     """Such a grouped matmul.  Every device knows the sizes of all groups.
 
     Attributes:
@@ -41,17 +41,17 @@ class DividedGroupsSite(GroupedMatmulSite):
     def _size_labels(self) -> Labels:
         return self.everywhere
 
-    def parts(self) -> Parts:
+    def shardable_axes(self) -> ShardableAxes:
         """The groups may be divided too; what each device has of the product is summed up here."""
-        parts = super().parts()
+        parts = super().shardable_axes()
         labels, combined = parts.labels | set(self.group_labels), frozenset(self.group_labels)
         return replace(parts, labels=labels, combined=(combined,))
 
-    def divided(self, division: Division) -> tuple[GroupedMatmulSite, tuple[Counted, ...]]:
+    def per_device(self, division: Division) -> tuple[GroupedMatmulSite, tuple[PositionOperand, ...]]:
         across = tuple(axis for label in self.group_labels for axis in division.of(label))
         return replace(self, sizes=division.local(self.sizes), across=across), ()
 
-    def alone(self, division: Division) -> GroupedMatmulSite:
+    def standalone(self, division: Division) -> GroupedMatmulSite:
         """The first device's groups, which have the first of the sizes."""
         own = {f.name: getattr(self, f.name) for f in fields(GroupedMatmulSite)}
         sizes = _renamed(self.group_sizes, self.everywhere[0], self.group_labels[0])
@@ -66,7 +66,7 @@ class DividedGroupsSite(GroupedMatmulSite):
         return super().backward(_Kernel(kernel, self.across), *given)
 
 
-def with_divided_groups(site: Any) -> DividedGroupsSite | None:
+def with_sharded_groups(site: Any) -> ShardedGroupsSite | None:
     """The same site with groups that may be divided too; None where its groups are not along one axis.
 
     How the original does that depends on the platform.
@@ -76,7 +76,7 @@ def with_divided_groups(site: Any) -> DividedGroupsSite | None:
     (group,), label = site.group_labels, len(site.sizes)
     own = {f.name: getattr(site, f.name) for f in fields(site)}
     own |= {"sizes": (*site.sizes, site.sizes[group]), "group_sizes": _renamed(site.group_sizes, group, label)}
-    return DividedGroupsSite(**own, everywhere=(label,))
+    return ShardedGroupsSite(**own, everywhere=(label,))
 
 
 @dataclass(frozen=True, slots=True)

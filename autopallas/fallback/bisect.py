@@ -1,0 +1,109 @@
+"""Traces with only some sites replaced, and halves them until those that fail are found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from autopallas import compat
+from autopallas.custom.site import OwnSite
+from autopallas.faults import contained
+from autopallas.patterns import Match
+from autopallas.plan.decision import Decision
+from autopallas.sharding.local import local_match
+from autopallas.sites.device import Device
+from autopallas.tuning.key import TuningKey
+from autopallas.tuning.probe_cache import probe_key
+
+__all__ = [
+    "ALL_SITES",
+    "NO_SITES",
+    "SEEN",
+    "Suspect",
+    "allowing",
+    "bisect_failures",
+    "is_bisecting",
+    "no_site_is_allowed",
+    "only_allowed",
+]
+
+T = TypeVar("T")
+
+ALL_SITES = ("everything",)
+NO_SITES: tuple[str, ...] = ()
+allowing = compat.trace_context(None)
+"""The keys of the sites that may be replaced, while the one at fault is looked for; else None.  Part of the trace
+key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A replaced site."""
+
+    key: TuningKey
+    op: str
+    implementation: str
+    location: str
+
+
+@dataclass
+class _Seen(threading.local):
+    """The replaced sites of the traces of this thread."""
+
+    suspects: dict[str, Suspect] = field(default_factory=dict)
+
+
+SEEN = _Seen()
+
+
+def is_bisecting() -> bool:
+    """Whether what is traced now serves only to find out what fails."""
+    return allowing.value is not None
+
+
+def no_site_is_allowed() -> bool:
+    """Whether what is traced now has to stay as it is written."""
+    return bool(allowing.value == NO_SITES)
+
+
+def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: Device) -> list[Decision]:
+    """The decisions, where sites at fault are looked for without those that are left out."""
+    if not is_bisecting():
+        return decisions
+    allowed, result = allowing.value, []
+    for match, decision in zip(matches, decisions, strict=True):
+        if decision.verdict == "applied" and isinstance(match.site, OwnSite):  # no file on disk can tell these
+            if allowed != ALL_SITES:
+                decision = replace(decision, verdict="kept", reason="left out to find what fails")
+        elif decision.verdict == "applied":
+            name, left_out = decision.implementation or "", True
+            with contained(match.location, match.op, "plan"):
+                key = probe_key(local_match(match), name, decision.block_sizes, device)
+                SEEN.suspects.setdefault(key.digest, Suspect(key, match.op, name, match.location))
+                left_out = allowed != ALL_SITES and key.digest not in allowed
+            if left_out:
+                decision = replace(decision, verdict="kept", reason="left out to find what fails")
+        result.append(decision)
+    return result
+
+
+def bisect_failures(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Those that fail, found by halving; all, where they fail only together.
+
+    Args:
+      suspects: of which the whole fails.
+      fails: whether some of them fail.
+
+    Example:
+      >>> bisect_failures(range(8), lambda some: 5 in some)
+      [5]
+    """
+    if len(suspects) <= 1:
+        return list(suspects)
+    half = len(suspects) // 2
+    found = [
+        one for part in (suspects[:half], suspects[half:]) if fails(part) for one in bisect_failures(part, fails)
+    ]
+    return found or list(suspects)

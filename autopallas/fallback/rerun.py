@@ -1,0 +1,144 @@
+"""Runs a call again that failed, as it is written, and finds the replaced site that is at fault.
+
+A call of an optimized function that fails while it is lowered, compiled, launched or run is done again with nothing
+replaced.  If that works, the failure was of a replaced site.  The one at fault is found by halving, remembered on disk,
+and from then on the next implementation, at last the original, takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, Suspect, allowing, bisect_failures
+from autopallas.fallback.warn import warn_not_used
+from autopallas.faults import one_line
+from autopallas.tuning.cache import WARNED
+from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
+
+__all__ = ["Blamed", "Recoverable", "is_users_error", "mark_users_error", "record_failures", "rerun"]
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """A failure, and the site it is blamed on; none where it did not happen again."""
+
+    stage: str
+    error: str
+    suspect: Suspect | None = None
+
+
+def mark_users_error(error: Exception) -> None:
+    """Says of an error that the user's own function raised it."""
+    error.__dict__["_autopallas_theirs"] = True
+
+
+def is_users_error(error: Exception) -> bool:
+    """Whether the user's own function raised it."""
+    return "_autopallas_theirs" in error.__dict__
+
+
+class Recoverable(Protocol):
+    """What a call that failed offers."""
+
+    def __call__(self) -> Any:
+        """Does the call, and waits for its result."""
+
+    def trace(self) -> Any:
+        """Traces it, as ``jax.jit(f).trace`` does."""
+
+    def spent(self) -> bool:
+        """Whether arguments are gone, which were donated."""
+
+
+def rerun(call: Recoverable, error: Exception) -> tuple[Any, list[Blamed]] | None:
+    """The result of a call that failed with ``error`` while sites were replaced, and what is to blame.
+
+    None where that is not known, since the failing call may have had effects, which must not happen twice.
+
+    Raises:
+      Exception: what the call raises with nothing replaced: then it is the program's own.
+    """
+    SEEN.suspects.clear()
+    fault: _Fault | None = None
+    with allowing(NO_SITES):
+        effects = bool(call.trace().jaxpr.effects)
+    if effects:
+        fault = _compiled(call, ALL_SITES)
+        if fault is None:
+            return None
+    with allowing(NO_SITES):
+        result = call()
+    fault, check = fault or _compiled(call, ALL_SITES), _compiled
+    if fault is None and not call.spent():
+        fault, check = _run(call, ALL_SITES), _run
+    suspects = sorted(SEEN.suspects)
+    if fault is None:
+        fault = _Fault.of("run", error)
+        if not call.spent():  # it works now: what was wrong then is nobody's fault
+            return result, [Blamed(fault.stage, fault.error)]
+        return result, [Blamed(fault.stage, fault.error, SEEN.suspects[key]) for key in suspects]
+    found = {tuple(suspects): fault}
+
+    def fails(keys: Sequence[str]) -> bool:
+        again = check(call, tuple(keys))
+        if again is not None:
+            found[tuple(keys)] = again
+        return again is not None
+
+    blamed = []
+    for key in bisect_failures(suspects, fails):
+        own = found.get((key,), fault)
+        blamed.append(Blamed(own.stage, own.error, SEEN.suspects[key]))
+    return result, blamed
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    stage: str
+    error: str
+
+    @staticmethod
+    def of(stage: str, error: Exception) -> _Fault:
+        text = one_line(error)
+        return _Fault("memory" if stage == "run" and is_memory(error) else stage, text)
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether an error is about too little memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _compiled(call: Recoverable, allowed: tuple[str, ...]) -> _Fault | None:
+    stage = "trace"
+    try:
+        with allowing(allowed):
+            traced = call.trace()
+            stage = "lowering"
+            lowered = traced.lower()
+            stage = "compile"
+            lowered.compile()
+    except Exception as error:
+        return _Fault.of(stage, error)
+    return None
+
+
+def _run(call: Recoverable, allowed: tuple[str, ...]) -> _Fault | None:
+    try:
+        with allowing(allowed):
+            call()
+    except Exception as error:
+        return _Fault.of("run", error)
+    return None
+
+
+def record_failures(blamed: Sequence[Blamed]) -> None:
+    """Remembers what is to blame, on disk, and says so."""
+    for one in blamed:
+        if one.suspect is None:
+            reason = f"{one.stage} failed with {one.error}"
+            WARNED.once(reason, f"autopallas ran a call again as it is written, since with replaced sites {reason}")
+            continue
+        ProbeResults.current().put(ProbeResult.of(one.suspect.key, one.stage, one.error))
+        warn_not_used(one.suspect.op, one.suspect.location, one.suspect.implementation, one.stage, one.error)

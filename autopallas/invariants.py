@@ -1,0 +1,224 @@
+"""What holds after each pass of the pipeline, checked under strict: a pass that breaks it is named.
+
+Every check is linear in the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph
+from autopallas.graph.edit import check
+from autopallas.graph.flatten import Child
+from autopallas.patterns import Match
+from autopallas.plan.decision import Decision
+from autopallas.sites.index_notation import View
+
+__all__ = ["InvariantError", "check_bodies", "check_decisions", "check_graph", "check_program", "check_sites"]
+
+
+class InvariantError(RuntimeError):
+    """A pass of the pipeline gave what cannot be right."""
+
+
+def _broken(name: str, what: str) -> InvariantError:
+    return InvariantError(f"after the pass {name!r}, {what}")
+
+
+def check_bodies(name: str, root: Body) -> None:
+    """Checks a tree of bodies: every variable is defined once, in one body, and before it is read; what an equation
+    gives a body fits the body's inputs, and what the body gives the equation's results.
+
+    Raises:
+      InvariantError: that is not so, after the pass ``name``.
+    """
+    seen: set[Var] = set()
+
+    def define(variables: Iterable[Var]) -> None:
+        for variable in variables:
+            if variable in seen:
+                raise _broken(name, f"the variable {variable} is defined twice")
+            seen.add(variable)
+
+    for body in root.walk():
+        where = f"in {' > '.join(body.path) or 'the program'}"
+        if len(body.constvars) != len(body.consts):
+            raise _broken(name, f"a constant {where} has no value")
+        define((*body.constvars, *body.invars))
+        own = {*body.constvars, *body.invars}
+        for position, equation in enumerate(body.equations):
+            for atom in equation.invars:
+                if not (isinstance(atom, Literal) or atom in own):
+                    raise _broken(name, f"an operand of {equation.primitive.name} {where} is not defined before it")
+            define(equation.outvars)
+            own.update(equation.outvars)
+            for child in body.children.get(position, ()):
+                _check_link(name, equation, child)
+        for atom in body.outvars:
+            if not (isinstance(atom, Literal) or atom in own):
+                raise _broken(name, f"a result {where} is not defined")
+        if any(not 0 <= position < len(body.equations) for position in body.children):
+            raise _broken(name, f"a body {where} belongs to no equation")
+
+
+def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
+    """Whether a body takes what its equation gives it, and gives what the equation gives."""
+    kind, inner = equation.primitive.name, child.body
+    taken, given = _shapes(v.aval for v in inner.invars), _shapes(v.aval for v in inner.outvars)
+    operands, results = _shapes(v.aval for v in equation.invars), _shapes(v.aval for v in equation.outvars)
+    fits = True
+    if kind == "scan":
+        constants, carried = compat.scan_parts(equation)
+        last = constants + carried
+        steps = [(int(equation.params["length"]), *shape) for shape in (*taken[last:], *given[carried:])]
+        fits = [*taken[:last], *given[:carried]] == [*operands[:last], *results[:carried]]
+        fits = fits and steps == [*operands[last:], *results[carried:]]
+    elif kind == "cond":
+        fits = (taken, given) == (operands[1:], results)
+    elif kind == "while" and child.parameter == "body_jaxpr":
+        first = equation.params["cond_nconsts"]
+        fits = (taken, given) == (operands[first:], results)
+    elif kind in ("checkpoint", "remat", "remat2", "jit", "pjit"):
+        fits = (taken, given) == (operands, results)
+    elif kind == "shard_map":
+        fits = (len(taken), len(given)) == (len(operands), len(results))
+    if not fits:
+        raise _broken(name, f"the body of a {kind} does not fit its operands and results")
+
+
+def _shapes(avals: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [tuple(getattr(aval, "shape", ())) for aval in avals]
+
+
+def check_graph(name: str, graph: Graph) -> None:
+    """Checks a numbered graph: every variable has one number, whose type is its own; operands come before results; each
+    definition gives what it is said to define; the bodies are held where they are said to be.
+
+    Raises:
+      InvariantError: that is not so, after the pass ``name``.
+    """
+    bodies = list(graph.root.walk())
+    if set(bodies) != set(graph.numbers):
+        raise _broken(name, "bodies and numbered bodies are not the same")
+    for body in bodies:
+        numbers, places = graph.numbers[body], graph.positions[body]
+        variables = [*body.constvars, *body.invars, *(v for e in body.equations for v in e.outvars)]
+        if len(numbers) != len(variables):
+            raise _broken(name, "a body has numbers of variables of another one")
+        for variable in variables:
+            number = numbers.get(variable, -1)
+            if not 0 <= number < len(graph.avals):
+                raise _broken(name, f"the variable {variable} has no number")
+            if number not in places:
+                raise _broken(name, f"value {number} is at no place of a body that has it")
+            if _kind(variable.aval) != _kind(graph.avals[number]):
+                raise _broken(name, f"the variable {variable} has the number of a value of another type")
+        given = {*body.constvars, *body.invars}
+        for number, (position, variable) in places.items():
+            here = variable in (body.equations[position].outvars if position >= 0 else given)
+            if not here or numbers[variable] != number:
+                raise _broken(name, f"value {number} is not where it is said to be")
+    for node in graph.nodes:
+        for number in node.inputs:
+            if not 0 <= number < len(graph.avals):
+                raise _broken(name, f"{node.name} reads a value that does not exist")
+    for number, node in graph.definitions.items():
+        if number not in node.outputs:
+            raise _broken(name, f"the definition of value {number} does not give it")
+        if any(operand >= number for operand in node.inputs):
+            raise _broken(name, f"value {number} is computed from one that comes after it")
+        if number in graph.literals or number in graph.constants:
+            raise _broken(name, f"value {number} is both given and computed")
+    for body, (holder, position) in graph.holders.items():
+        if all(child.body is not body for child in holder.children.get(position, ())):
+            raise _broken(name, "a body is not held where it is said to be")
+
+
+def _kind(aval: Any) -> tuple[Any, Any]:
+    return getattr(aval, "shape", None), getattr(aval, "dtype", None)
+
+
+def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
+    """Checks sites: operands and results are values of the program, of the types that the site's original has; labels
+    of axes fit the operands; no site reads what it replaces, and no two replace the same.
+
+    Raises:
+      InvariantError: that is not so, after the pass ``name``.
+    """
+    taken: set[int] = set()
+    for match in matches:
+        where = f"the {match.op} at {match.location}"
+        if not taken.isdisjoint(match.replaced):
+            raise _broken(name, f"{where} replaces what another site replaces")
+        taken.update(match.replaced)
+        for number, read in match.reads.items():
+            if number in read:
+                raise _broken(name, f"{where} reads what it replaces")
+        for part in match.passes:
+            cotangents = [backward.cotangent for backward in part.backwards]
+            for number in (*part.operands, *part.replaced, *cotangents):
+                exists = 0 <= number < len(graph.avals) and number not in graph.supposed
+                if not exists:
+                    raise _broken(name, f"{where} names a value that the program does not have")
+            for numbers, avals in ((part.operands, part.original.in_avals), (part.results, part.original.out_avals)):
+                own = [_kind(graph.avals[number]) for number in numbers]
+                if own != list(map(_kind, avals)):
+                    raise _broken(name, f"{where} has values of other types than its original")
+            for position, _ in (gradient for backward in part.backwards for gradient in backward.gradients):
+                if not 0 <= position < len(part.operands):
+                    raise _broken(name, f"{where} has a gradient of no operand")
+            if not hasattr(part.site, "shardable_axes") or getattr(part.site, "prelude", None) is not None:
+                continue  # behind a prelude, labels are of what it makes of the operands
+            shapes, axes = [graph.shape(number) for number in part.operands], part.site.shardable_axes()
+            for use in axes.operands:
+                known = 0 <= use.position < len(shapes)
+                if not known or not _fits(use.view, shapes[use.position], part.site.sizes):
+                    raise _broken(name, f"{where} has labels that do not fit its operands")
+            for view, number in zip(axes.results, part.results, strict=True):
+                if not _fits(view, graph.shape(number), part.site.sizes):
+                    raise _broken(name, f"{where} has labels that do not fit its results")
+
+
+def _fits(view: View, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
+    """Whether labels exist and stay within an array."""
+    if len(view) != len(shape) or not all(0 <= label < len(sizes) for _, labels in view for label in labels):
+        return False
+    ends = (offset + math.prod(sizes[label] for label in labels) for offset, labels in view)
+    return all(end <= size for end, size in zip(ends, shape, strict=True))
+
+
+def check_decisions(name: str, matches: Sequence[Match], decisions: Sequence[Decision]) -> None:
+    """Checks decisions: there is one for each site, and what is applied is an implementation of a site that may be
+    replaced.
+
+    Raises:
+      InvariantError: that is not so, after the pass ``name``.
+    """
+    if len(matches) != len(decisions):
+        raise _broken(name, "there is not one decision for each site")
+    for match, decision in zip(matches, decisions, strict=True):
+        where = f"the {match.op} at {match.location}"
+        applied = decision.verdict == "applied"
+        if applied and match.obstacle:
+            raise _broken(name, f"{where} is replaced where that must not be")
+        if applied and not decision.implementation:
+            raise _broken(name, f"{where} is replaced by nothing")
+
+
+def check_program(name: str, original: ClosedJaxpr, program: ClosedJaxpr) -> None:
+    """Checks a rewritten program: it takes and gives what the original does, and defines what it reads.
+
+    Raises:
+      InvariantError: that is not so, after the pass ``name``.
+    """
+    for ours, theirs in ((program.in_avals, original.in_avals), (program.out_avals, original.out_avals)):
+        if list(map(_kind, ours)) != list(map(_kind, theirs)):
+            raise _broken(name, "the program has another signature")
+    try:
+        check(program)
+    except ValueError as error:
+        raise InvariantError(f"after the pass {name!r}, {error}") from None

@@ -1,0 +1,227 @@
+"""Reads and rebuilds jaxprs: bodies, constants, places in source code, dead code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import add
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import DebugInfo
+
+from autopallas import compat
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.places import in_package
+
+__all__ = [
+    "bodies",
+    "debug_info",
+    "inline_equation",
+    "is_leaf",
+    "live_equations",
+    "location",
+    "name_stack",
+    "name_stacks",
+    "open_jaxpr",
+    "operation_name",
+    "reader",
+    "rebuild",
+    "reshape_equation",
+    "without_dead_code",
+    "zeros_equation",
+]
+
+
+def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[Any]]:
+    """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
+    found: Any = body
+    return (found.jaxpr, list(found.consts)) if hasattr(body, "consts") else (found, [])
+
+
+def rebuild(
+    body: Any,
+    constvars: Sequence[Var],
+    consts: Sequence[Any],
+    invars: Sequence[Var],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
+) -> Any:
+    """A jaxpr with the effects of ``body``, open or closed as that is."""
+    info = debug_info("autopallas", len(invars), len(outvars))
+    effects = open_jaxpr(body)[0].effects
+    new = Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=info)
+    if isinstance(body, ClosedJaxpr):
+        return ClosedJaxpr(new, list(consts))
+    assert not consts
+    return new
+
+
+def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
+    """Debug information for a jaxpr that no Python function gave."""
+    return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
+
+
+def is_leaf(equation: JaxprEqn) -> bool:
+    """Whether an equation is one of those, most of all, that have no jaxpr among their parameters; others may too."""
+    return equation.primitive in _LEAVES
+
+
+def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
+    """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
+    found: list[tuple[str, int | None, JaxprLike]] = []
+    if is_leaf(equation):
+        return found
+    for name, value in equation.params.items():
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is tuple or kind is list:
+            for i, x in enumerate(value):
+                if type(x) not in _PLAIN and isinstance(x, _JAXPRS):
+                    found.append((name, i, x))
+        elif isinstance(value, _JAXPRS):
+            found.append((name, None, value))
+    return found
+
+
+_JAXPRS = (Jaxpr, ClosedJaxpr)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types of most parameters, none of which is a jaxpr."""
+_LEAVES = frozenset(
+    getattr(jax.lax, f"{name}_p")
+    for name in """add sub mul div neg max min exp log sqrt rsqrt tanh erf logistic integer_pow pow select_n eq ge gt le
+    lt ne and or not dot_general reduce_sum reduce_max convert_element_type broadcast_in_dim reshape transpose squeeze
+    slice concatenate iota""".split()
+)
+"""The primitives of most equations, none of which has a jaxpr for a parameter."""
+
+
+def name_stacks(calls: Sequence[JaxprEqn]) -> Any:
+    """The name stacks of calls, each of which holds the next, one behind the other; None of no calls."""
+    return reduce(add, [call.source_info.name_stack for call in calls]) if calls else None
+
+
+def inline_equation(
+    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn], around: Any
+) -> JaxprEqn:
+    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls, ``around``, in
+    front."""
+    source = equation.source_info
+    traceback, stack = source.traceback, source.name_stack
+    for call in reversed(calls):  # a library's jit: the line that calls it is the user's
+        if traceback is not None and _place(traceback) != "unknown":
+            break
+        outer = call.source_info.traceback
+        traceback = traceback if outer is None else outer
+    source = source.replace(traceback=traceback, name_stack=around + stack if calls else stack)
+    return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
+
+
+def location(equation: JaxprEqn | None) -> str:
+    """ "file:line (function)" of the code that made an equation, or "unknown".
+
+    Where an installed package made it, the line of the user's that led there comes first:
+    "file:line (function), in package/file:line (function)".
+    """
+    if equation is None or equation.source_info.traceback is None:
+        return "unknown"
+    return _place(equation.source_info.traceback)
+
+
+@lru_cache(maxsize=4096)
+def _place(traceback: Any) -> str:
+    innermost = ""  # that in a package, without the path to it
+    whole = "unknown"
+    for frame in compat.user_frames(traceback):
+        line = f":{frame.start_line} ({frame.function_name})"
+        place = f"{frame.file_name}{line}"
+        package = _in_package(frame.file_name)
+        if package is None:
+            return in_package(place, innermost) if innermost else place
+        if not innermost:
+            innermost, whole = f"{package}{line}", place
+    return whole
+
+
+@lru_cache(maxsize=4096)
+def _in_package(file: str) -> str | None:
+    """The part of a path behind the folder of installed packages, or of this one; None of a file elsewhere."""
+    if file.startswith(_OURS):
+        return "autopallas/" + file.removeprefix(_OURS).replace(os.sep, "/")
+    parts = file.replace(os.sep, "/").rsplit("/site-packages/", 1)
+    parts = parts if len(parts) == 2 else file.replace(os.sep, "/").rsplit("/dist-packages/", 1)
+    return parts[1] if len(parts) == 2 else None
+
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def operation_name(equation: JaxprEqn) -> str:
+    """The name of an equation's primitive; "scatter-apply" of a ``scatter`` that applies a function to what is there,
+    which shares its primitive with the one that replaces it."""
+    name: str = equation.primitive.name
+    applies = name == "scatter" and equation.params["update_jaxpr"] is not None
+    return "scatter-apply" if applies else name
+
+
+def name_stack(equation: JaxprEqn) -> str:
+    """The scopes and transformations under which an equation was made: "transpose(jvp(loss))/layer"."""
+    return str(equation.source_info.name_stack)
+
+
+def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
+    """An equation whose result is a variable in another shape."""
+    equation: JaxprEqn
+    (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
+    result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
+    return equation.replace(invars=[variable], outvars=[result])
+
+
+def zeros_equation(aval: Any) -> tuple[JaxprEqn, Var]:
+    """An equation whose result is nothing but zeros, and that result."""
+    shape, dtype = (*aval.shape, 1), aval.dtype  # an axis more: what has none would be a literal
+    program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
+    (equation,) = program.eqns
+    result = Var(aval)
+    return equation.replace(params=equation.params | {"shape": aval.shape}, outvars=[result]), result
+
+
+def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
+    """An equation that stands for anything that reads some operands and gives a result: it is never run."""
+    return like.replace(
+        primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
+    )
+
+
+def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
+    """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
+    jaxpr, consts = open_jaxpr(program)
+    equations = _needed(jaxpr)
+    if equations is not None:
+        rest: ClosedJaxpr = rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+        return rest
+    live, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(live, consts)
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
+    """The equations whose results are read; None where one that is read only in part could be made smaller."""
+    from jax.interpreters.partial_eval import dce_rules
+
+    found = live_equations(jaxpr.eqns, jaxpr.outvars)
+    divisible = (e for e in found if e.primitive in dce_rules and e.primitive.name != "custom_jvp_call")
+    return None if any(True for _ in divisible) else found
+
+
+def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Literal]) -> list[JaxprEqn]:
+    """The equations from which results are computed, and those with side effects, in order."""
+    read = {atom for atom in results if isinstance(atom, Var)}
+    found: list[JaxprEqn] = []
+    for equation in reversed(equations):
+        if compat.has_side_effects(equation) or not read.isdisjoint(equation.outvars):
+            found.append(equation)
+            read.update([atom for atom in equation.invars if isinstance(atom, Var)])
+    return found[::-1]

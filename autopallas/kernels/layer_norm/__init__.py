@@ -1,0 +1,1 @@
+"""LayerNorm: rows less their mean, divided by their standard deviation."""

@@ -1,0 +1,67 @@
+"""LayerNorm: the declaration of the operation (Ba, Kiros and Hinton, 2016, arXiv:1607.06450)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.spec import Dtype, Spec
+
+__all__ = ["OPERATION", "LayerNormSpec", "reference"]
+
+
+@dataclass(frozen=True)
+class LayerNormSpec(Spec):
+    """One normalisation of B times M rows of N columns, rounded at the end:
+    ``(x - mean(x)) / sqrt(mean((x - mean(x))**2) + epsilon) * scale + shift``.
+
+    Operands: x [B, M, N]; scale and shift [B|1, N|1], floating, each of which a site may lack.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    x_dtype: Dtype
+    scale_dtype: Dtype | None
+    shift_dtype: Dtype | None
+    result_dtype: Dtype
+    epsilon: float
+    outside: bool = False
+    """Whether epsilon is added to the standard deviation, and not to the variance."""
+
+    def __str__(self) -> str:
+        scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
+        shift = "" if self.shift_dtype is None else f", shift {self.shift_dtype}"
+        batch = f"B={self.batch} " if self.batch != 1 else ""
+        sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
+        return f"layer_norm {sizes}{scale}{shift}, epsilon {self.epsilon:.3g}"
+
+
+def reference(
+    spec: LayerNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
+) -> jax.Array:
+    """The formula of :class:`LayerNormSpec`, in its accumulation dtype.  The result is [B, M, N]."""
+    wide = x.astype(spec.accumulation_dtype)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    root = jnp.sqrt(variance) + spec.epsilon if spec.outside else jnp.sqrt(variance + spec.epsilon)
+    result = centred / root
+    result = result if scale is None else result * scale.astype(wide.dtype)[:, None]
+    result = result if shift is None else result + shift.astype(wide.dtype)[:, None]
+    return result.astype(spec.result_dtype)
+
+
+OPERATION = DeclaredOperation(
+    "layer_norm",
+    reference=reference,
+    operands={"x": "B M N", "scale": "B N", "shift": "B N"},
+    result="B M N",
+    sizes={"B": "batch", "M": "rows", "N": "columns"},
+    rows="B M",
+    sample=LayerNormSpec(
+        1, 4096, 1024, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), None, jnp.dtype(jnp.bfloat16), 1e-6
+    ),
+)

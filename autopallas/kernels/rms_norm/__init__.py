@@ -1,0 +1,1 @@
+"""RMSNorm: rows divided by the root of their mean square."""

@@ -1,0 +1,66 @@
+"""RMSNorm: the declaration of the operation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.spec import Dtype, Spec
+
+__all__ = ["OPERATION", "RmsNormSpec", "reference"]
+
+
+@dataclass(frozen=True)
+class RmsNormSpec(Spec):
+    """One normalisation of B times M rows of N columns, rounded at the end:
+    ``x / sqrt(mean(x**2) + epsilon) * scale + shift``.
+
+    Operands: x [B, M, N]; scale and shift [B|1, N|1], floating, each of which a site may lack.
+    """
+
+    batch: int
+    rows: int
+    columns: int
+    x_dtype: Dtype
+    scale_dtype: Dtype | None
+    shift_dtype: Dtype | None
+    result_dtype: Dtype
+    epsilon: float
+    outside: bool = False
+    """Whether epsilon is added to the root, and not to the mean."""
+
+    def __str__(self) -> str:
+        scale = "" if self.scale_dtype is None else f", scale {self.scale_dtype}"
+        shift = "" if self.shift_dtype is None else f", shift {self.shift_dtype}"
+        batch = f"B={self.batch} " if self.batch != 1 else ""
+        sizes = f"{batch}M={self.rows} N={self.columns} {self.x_dtype}"
+        return f"rms_norm {sizes}{scale}{shift}, epsilon {self.epsilon:.3g}"
+
+
+def reference(
+    spec: RmsNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
+) -> jax.Array:
+    """The formula of :class:`RmsNormSpec`, in its accumulation dtype.  The result is [B, M, N]."""
+    wide = x.astype(spec.accumulation_dtype)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)
+    result = wide / root
+    result = result if scale is None else result * scale.astype(wide.dtype)[:, None]
+    result = result if shift is None else result + shift.astype(wide.dtype)[:, None]
+    return result.astype(spec.result_dtype)
+
+
+OPERATION = DeclaredOperation(
+    "rms_norm",
+    reference=reference,
+    operands={"x": "B M N", "scale": "B N", "shift": "B N"},
+    result="B M N",
+    sizes={"B": "batch", "M": "rows", "N": "columns"},
+    rows="B M",
+    sample=RmsNormSpec(
+        1, 4096, 1024, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32), None, jnp.dtype(jnp.bfloat16), 1e-6
+    ),
+)

@@ -1,0 +1,15 @@
+"""LayerNorm: rows that are centred and divided by their standard deviation, in any spelling (:mod:`row_moments`)."""
+
+from __future__ import annotations
+
+from autopallas.graph import Graph
+from autopallas.kernels.layer_norm.operation import OPERATION, LayerNormSpec
+from autopallas.patterns.match import Match, NearMiss
+from autopallas.patterns.row_moments import found_normalisations
+
+__all__ = ["find"]
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Every LayerNorm in a graph, and what nearly was one."""
+    return found_normalisations(graph, OPERATION.name, LayerNormSpec, centred=True)

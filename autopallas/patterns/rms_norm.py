@@ -1,0 +1,15 @@
+"""RMSNorm: rows that are divided by the root of their mean square, in any spelling (:mod:`row_moments`)."""
+
+from __future__ import annotations
+
+from autopallas.graph import Graph
+from autopallas.kernels.rms_norm.operation import OPERATION, RmsNormSpec
+from autopallas.patterns.match import Match, NearMiss
+from autopallas.patterns.row_moments import found_normalisations
+
+__all__ = ["find"]
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Every RMSNorm in a graph, and what nearly was one."""
+    return found_normalisations(graph, OPERATION.name, RmsNormSpec, centred=False)

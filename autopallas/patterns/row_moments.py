@@ -1,0 +1,659 @@
+"""Normalisations of rows, whatever the spelling: a value as a polynomial of a tile and of the moments of its rows.
+
+A value is read as ``P * q**e * scale + shift``.  ``P`` is a polynomial of x, of the row's mean of x, of its mean of
+x * x, and of a root of one of those; ``q`` is such a polynomial without x, and scale and shift do not vary with the
+rows.  A sum over the columns takes each power of x to a moment.  So ``E[(x - m)**2]`` and ``E[x**2] - m**2`` are one
+polynomial, and so are a scale before and after the product with the reciprocal root.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopallas import jaxprs
+from autopallas.compat import Var
+from autopallas.faults import contained
+from autopallas.graph import Graph, Node, Ref, Space
+from autopallas.graph.edit import surviving
+from autopallas.graph.labels import Atom
+from autopallas.numerics.casts import rounds
+from autopallas.patterns.backward import LAYOUT
+from autopallas.patterns.declared_match import declared_match
+from autopallas.patterns.escapes import complete
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
+from autopallas.sites.spec import Spec
+
+__all__ = ["Normalisation", "found_normalisations", "normalisations"]
+
+_DEEPEST = 48
+"""Operations on one path that are read."""
+_MOST_TERMS = 24
+_MOST_USERS = 24
+"""Values behind a root among which the normalisation is looked for."""
+_WAYS = 4
+"""How often shorter ways to take a normalisation are tried."""
+_CLOSE = 2e-7
+"""Relative difference of factors that are equal: constants such as 1 / N are rounded to float32."""
+_ABOUT_ONE = 1e-6
+"""The same of a factor of the whole result."""
+
+_ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
+_MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
+_STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type"}
+
+_GAIN = (
+    "the rows are multiplied by a further number, as with a variance over N - 1, or with a norm in place of the root "
+    "of a mean"
+)
+_PLAIN = (
+    "Divide by jnp.sqrt(jnp.mean(x * x) + epsilon) or by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the "
+    "scale."
+)
+_FLOAT16 = "the squares are computed in float16, which does not hold those of numbers beyond 256"
+_WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
+
+Monomial = tuple[int, int, int, int]
+"""Exponents of x, of the mean of x, of the mean of x * x, and of the root."""
+Polynomial = dict[Monomial, float]
+
+_ONE: Monomial = (0, 0, 0, 0)
+_X: Monomial = (1, 0, 0, 0)
+_MEAN: Monomial = (0, 1, 0, 0)
+_MEAN_OF_MEAN: Monomial = (0, 2, 0, 0)
+_SQUARE: Monomial = (0, 0, 1, 0)
+_ROOT: Monomial = (0, 0, 0, 1)
+
+
+class _Unlike(Exception):
+    """A value is none that a normalisation is made of; the message says why, for whoever debugs."""
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """``(x - centre) * scale / sqrt(moment + epsilon) + shift`` along the columns, where a program computes it.
+
+    Attributes:
+      result: the node that gives it.
+      centred: whether the mean is subtracted, and the moment is the variance; else the mean of squares.
+      epsilon: what is added to the moment, or to the root if ``outside``.
+      x, scale, shift: uses of values; the latter two do not vary with the rows.
+      dimensions: the labels of each axis of the result.
+      columns: those along which it is normalised.
+      sizes: of all labels.
+    """
+
+    result: Node
+    centred: bool
+    epsilon: float
+    outside: bool
+    x: Ref
+    scale: Ref | None
+    shift: Ref | None
+    dimensions: tuple[tuple[Atom, ...], ...]
+    columns: tuple[Atom, ...]
+    sizes: dict[Atom, int]
+
+
+def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
+    """The normalisations of a graph, and by the number of a root whether what it is part of is centred, why it is
+    none, and the advice.  Found once.
+
+    Each is given with what it is scaled by and what is added, and then with less: a scale of which the program computes
+    another gradient than the sum over all rows, as for each example by itself, stays outside.
+    """
+    if "normalisations" not in graph.notes:
+        found: dict[int, tuple[Normalisation, ...]] = {}
+        reasons: dict[int, tuple[bool, str, str]] = {}
+        alive = surviving(graph)
+        for node in graph.nodes:
+            if node.name in _ROOTS and node.outputs[0] in alive:
+                with contained(node):
+                    search = _Search(graph, node, alive)
+                    try:
+                        with bounded(graph):
+                            ways = search.found()
+                    except Mismatch as mismatch:
+                        reasons[node.outputs[0]] = search.centred, mismatch.reason, mismatch.advice
+                        continue
+                    if ways:
+                        found.setdefault(ways[0].result.outputs[0], ways)
+        graph.notes["normalisations"] = [tuple(found.values()), tuple(reasons.items())]
+    ways_of, reasons_of = graph.notes["normalisations"]
+    return list(ways_of), dict(reasons_of)  # type: ignore[call-overload]
+
+
+def found_normalisations(
+    graph: Graph, op: str, spec: Callable[..., Spec], centred: bool
+) -> tuple[list[Match], list[NearMiss]]:
+    """Those of one operation, with their backwards.
+
+    Args:
+      graph: the program.
+      op: a declared operation of rows B and M and columns N, with operands x, scale and shift, which vary along B.
+      spec: makes its spec.
+      centred: whether it subtracts the mean.
+    """
+    found, reasons = normalisations(graph)
+    misses = [
+        NearMiss(op, jaxprs.location(graph.definitions[number].equation), reason, number, advice)
+        for number, (nearly_centred, reason, advice) in reasons.items()
+        if nearly_centred == centred
+    ]
+    chosen = [ways for ways in found if ways[0].centred == centred]
+    for _ in range(_WAYS):
+        sites: list[tuple[Match, Node]] = []
+        for one in (ways[0] for ways in chosen):
+            with contained(one.result):
+                match = _match(graph, op, spec, one)
+                if match is not None:
+                    sites.append((match, one.result))
+        matches, missed = complete(graph, sites)
+        incomplete = {miss.value for miss in missed}
+        if not any(len(ways) > 1 and ways[0].result.outputs[0] in incomplete for ways in chosen):
+            break
+        chosen = [ways[1:] or ways if ways[0].result.outputs[0] in incomplete else ways for ways in chosen]
+    return matches, [*misses, *missed]
+
+
+def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation) -> Match | None:
+    operands = {"x": one.x, "scale": one.scale, "shift": one.shift}
+    dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
+    sizes = {"batch": 0, "rows": 0, "columns": 0}  # the site has them
+    dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
+    form = spec(**sizes, **dtypes, epsilon=one.epsilon, outside=one.outside)
+    every = [atom for own in one.dimensions for atom in own]
+    shared = {atom for ref in (one.scale, one.shift) if ref is not None for _, own in ref.view for atom in own}
+    rows = [atom for atom in every if atom not in one.columns]
+    letters = {
+        "B": [atom for atom in rows if atom in shared],
+        "M": [atom for atom in rows if atom not in shared],
+        "N": list(one.columns),
+    }
+    return declared_match(graph, op, form, one.result, operands, letters, one.dimensions, one.sizes)
+
+
+# ---------------------------------------------------------------------- polynomials
+
+
+def _product(a: Polynomial, b: Polynomial) -> Polynomial:
+    result: Polynomial = {}
+    for one, p in a.items():
+        for other, q in b.items():
+            monomial = (one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3])
+            result[monomial] = result.get(monomial, 0.0) + p * q
+    if len(result) > _MOST_TERMS or any(m[0] > 2 for m in result):
+        raise _Unlike("the rows are normalised by other numbers than their mean and their mean square")
+    return _tidy(result)
+
+
+def _sum(a: Polynomial, b: Polynomial, sign: float = 1.0) -> Polynomial:
+    result = dict(a)
+    for monomial, q in b.items():
+        result[monomial] = result.get(monomial, 0.0) + sign * q
+    return _tidy(result)
+
+
+def _tidy(polynomial: Polynomial) -> Polynomial:
+    """Without terms that cancelled but for rounding."""
+    largest = max(map(abs, polynomial.values()), default=0.0)
+    return {m: c for m, c in polynomial.items() if abs(c) > 1e-7 * largest or m == _ONE and c}
+
+
+def _number(polynomial: Polynomial) -> float | None:
+    if any(m != _ONE for m in polynomial):
+        return None
+    return polynomial.get(_ONE, 0.0)
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
+
+
+def _moment(polynomial: Polynomial) -> tuple[bool, float, float] | None:
+    """(centred, factor, added) if a polynomial is ``factor * moment + added`` with a positive factor."""
+    rest = dict(polynomial)
+    factor, mean, added = (rest.pop(m, 0.0) for m in (_SQUARE, _MEAN_OF_MEAN, _ONE))
+    if rest or factor <= 0 or not (mean == 0 or _near(-mean, factor)):
+        return None
+    return mean != 0, factor, added
+
+
+@dataclass(frozen=True)
+class _Form:
+    """``numerator * base**exponent * scale + shift``."""
+
+    numerator: Polynomial
+    base: tuple[tuple[Monomial, float], ...] = ()
+    exponent: float = 0.0
+    scale: Ref | None = None
+    shift: Ref | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a polynomial."""
+        return not self.exponent and self.scale is None and self.shift is None
+
+
+class _Reader:
+    """Reads values of one site as forms.
+
+    Attributes:
+      x: the number of the tile that is normalised, below casts.
+      columns, rows: the labels of both.
+      reads: the values as which equations read it, with their views.
+    """
+
+    def __init__(self, scope: Scope, x: int, columns: Sequence[Atom], rows: Sequence[Atom]):
+        self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self.x, self.columns, self.rows = x, tuple(columns), frozenset(rows)
+        self.reads: dict[int, Ref] = {}
+        self._view: object = None
+        self._root: Polynomial | None = None
+        self._known: dict[object, _Form] = {}
+
+    def form(self, ref: Ref, depth: int = 0) -> _Form:
+        """A use of a value as a form.
+
+        Raises:
+          _Unlike: it is none.
+        """
+        if depth > _DEEPEST:
+            raise _Unlike(f"more than {_DEEPEST} operations make the normalisation")
+        at = _seen(self.space, ref, self.x)
+        if at.value == self.x:
+            view = self.space.view(at.view)
+            if self._view not in (None, view):
+                raise _Unlike("the rows are normalised by numbers of other rows")
+            self._view = view
+            self.reads.setdefault(ref.value, ref)
+            return _Form({_X: 1.0})
+        key = at.value, self.space.view(at.view)
+        if key not in self._known:
+            value = self.scope.number(at)
+            if value is not None:
+                if not math.isfinite(value):
+                    raise _Unlike("a number that is not finite is part of it")
+                self._known[key] = _Form({_ONE: float(value)})
+            elif self._is_shared(at) and not self._is_moment(at):
+                self._known[key] = _Form({_ONE: 1.0}, scale=self._source(ref))
+            else:
+                self._known[key] = self._read(at, depth)
+        return self._known[key]
+
+    def _is_shared(self, at: Ref) -> bool:
+        """Whether several rows have a value in common: all of them, or those of one sequence, say."""
+        return not self.rows or not self.rows <= self.space.atoms(at)
+
+    def _source(self, ref: Ref) -> Ref:
+        """The same elements before they were repeated for each row: there a program has the cotangent, for whatever
+        comes before may stand outside of a loop or a checkpoint."""
+        fewest = len(self.space.atoms(self.space.canonical(ref)))
+        return next(at for at in self.space.chain(ref) if len(self.space.atoms(at)) == fewest)
+
+    def _read(self, at: Ref, depth: int) -> _Form:
+        name = self.scope.name(at)
+        if name in ("reduce_sum", "dot_general"):
+            return self._summed(at, depth)
+        operands = self.space.uses(at)
+        if operands is None or not operands:
+            raise _Unlike("the rows are combined with something else")
+        if name == "select_n":
+            case = self.scope.number(operands[0])
+            if case is None:
+                raise _Unlike("a mask chooses between the rows and something else")
+            return self.form(operands[1 + int(case)], depth + 1)
+        return self._combined(at, name or "", operands, [self.form(operand, depth + 1) for operand in operands])
+
+    def _is_moment(self, at: Ref) -> bool:
+        """Whether a value without labels of rows is computed from the only row there is."""
+        return not self.rows and at.value > self.x
+
+    def _combined(self, at: Ref, name: str, operands: Sequence[Ref], forms: list[_Form]) -> _Form:
+        match name:
+            case "convert_element_type":
+                source, target = (self.graph.dtype(r.value) for r in (operands[0], at))
+                if not rounds(source, target):
+                    raise _Unlike(f"it is cast from {source} to {target}")
+                if not self.space.atoms(at) & set(self.columns) and target.itemsize < self.graph.dtype(self.x).itemsize:
+                    raise _Unlike("a number of the rows is rounded more than they are")
+                return self._squared(at, forms[0])
+            case "add" | "add_any" | "sub":
+                return self._added(forms[0], forms[1], -1.0 if name == "sub" else 1.0)
+            case "neg":
+                return self._times(forms[0], _Form({_ONE: -1.0}))
+            case "mul":
+                return self._squared(at, self._times(forms[0], forms[1]))
+            case "div":
+                return self._times(forms[0], self._power(forms[1], -1.0))
+            case "square":
+                return self._squared(at, self._times(forms[0], forms[0]))
+            case "integer_pow":
+                exponent = self.graph.definitions[at.value].params["y"]
+                if exponent == 2:
+                    return self._squared(at, self._times(forms[0], forms[0]))
+                return self._power(forms[0], float(exponent))
+            case "pow":
+                number = _number(forms[1].numerator) if forms[1].plain else None
+                if number == 2:
+                    return self._squared(at, self._times(forms[0], forms[0]))
+                return self._power(forms[0], math.nan if number is None else number)
+            case "sqrt":
+                return self._power(forms[0], 0.5)
+            case "rsqrt":
+                return self._power(forms[0], -0.5)
+            case "max":  # a variance is not below 0
+                for one, other in (forms, forms[::-1]):
+                    moment = _moment(one.numerator) if one.plain else None
+                    if moment is not None and moment[2] >= 0 and other.plain and _number(other.numerator) == 0.0:
+                        return one
+        raise _Unlike(f"the rows pass through {name}")
+
+    def _squared(self, at: Ref, form: _Form) -> _Form:
+        """The form; in float16 squares, of x or of its mean, and means of squares are none."""
+        squared = any(m[0] == 2 or m[1] == 2 or m[2] for m in form.numerator)
+        if squared and self.graph.dtype(at.value) == np.float16:
+            raise Mismatch(_FLOAT16, advice=_WIDE)
+        return form
+
+    def _added(self, a: _Form, b: _Form, sign: float) -> _Form:
+        if (a.base, a.exponent, a.scale) == (b.base, b.exponent, b.scale) and None in (a.shift, b.shift):
+            if b.shift is not None and sign < 0:
+                raise _Unlike("something that does not vary with the rows is subtracted")
+            return replace(a, numerator=_sum(a.numerator, b.numerator, sign), shift=a.shift or b.shift)
+        for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column beside what varies with the rows
+            alone = not other.exponent and other.shift is None and other.numerator == {_ONE: 1.0}
+            if alone and other.scale is not None and one.shift is None and one.exponent:
+                if other is b and sign < 0:
+                    raise _Unlike("something that does not vary with the rows is subtracted")
+                return replace(one, numerator=_sum({}, one.numerator, own), shift=other.scale)
+        raise _Unlike("two different things are added to it")
+
+    def _times(self, a: _Form, b: _Form) -> _Form:
+        if a.shift is not None or b.shift is not None:
+            raise _Unlike("it is multiplied by something after something was added")
+        if a.scale is not None and b.scale is not None:
+            raise _Unlike("it is multiplied by several things that do not vary with the rows")
+        if a.exponent and b.exponent and a.base != b.base:
+            raise _Unlike("the rows are divided by two different numbers")
+        base, exponent = a.base or b.base, a.exponent + b.exponent
+        return _Form(_product(a.numerator, b.numerator), base if exponent else (), exponent, a.scale or b.scale)
+
+    def _power(self, form: _Form, exponent: float) -> _Form:
+        """A number of a row, or a known number, to a power out of 1/2, -1/2 and -1."""
+        if exponent not in (0.5, -0.5, -1.0) or form.scale is not None or form.shift is not None:
+            raise _Unlike("something else than a root or a reciprocal is taken")
+        number = _number(form.numerator)
+        if form.exponent:
+            if number is None or number <= 0:
+                raise _Unlike("a root is taken of more than one number of the row")
+            return _Form({_ONE: number**exponent}, form.base, form.exponent * exponent)
+        if number is not None:
+            if number <= 0:
+                raise _Unlike("a root is taken of a number that is not positive")
+            return _Form({_ONE: number**exponent})
+        if any(m[0] for m in form.numerator):
+            raise _Unlike("a root or a reciprocal is taken of the rows themselves")
+        if exponent == 0.5:
+            if self._root not in (None, form.numerator) or _ROOT in form.numerator:
+                raise _Unlike("several different roots are taken")
+            self._root = form.numerator
+            return _Form({_ROOT: 1.0})
+        if exponent == -1.0 and form.numerator.keys() == {_ROOT}:
+            assert self._root is not None
+            return _Form({_ONE: 1 / form.numerator[_ROOT]}, tuple(sorted(self._root.items())), -0.5)
+        return _Form({_ONE: 1.0}, tuple(sorted(form.numerator.items())), exponent)
+
+    def _summed(self, at: Ref, depth: int) -> _Form:
+        """A sum over the columns, of one value or of the product of two."""
+        node = self.graph.definitions[at.value]
+        dimensions = [(0, (atom,)) for atom in self.columns]
+        if node.name == "reduce_sum":
+            shape, axes, kept = self.graph.shape(node.inputs[0]), node.params["axes"], iter(at.view)
+            summed = [d for d in sorted(axes) if shape[d] != 1]
+            if [shape[d] for d in summed] != [self.space.sizes[atom] for atom in self.columns]:
+                raise _Unlike("it is summed over other columns than those that it has")
+            gone = dict(zip(summed, dimensions, strict=True))
+            view = tuple(gone.get(d, (0, ())) if d in axes else next(kept) for d in range(len(shape)))
+            form = self.form(Ref(node.inputs[0], view), depth + 1)
+        else:
+            shape = self.graph.shape(node.inputs[0])
+            axes = node.params["dimension_numbers"][0][0]
+            if [shape[d] for d in axes] != [self.space.sizes[atom] for atom in self.columns]:
+                raise _Unlike("a product is summed over other columns than those that it has")
+            left, right, _ = self.space.dot(at, dimensions)
+            form = self._squared(at, self._times(self.form(left, depth + 1), self.form(right, depth + 1)))
+        if not form.plain:
+            raise _Unlike("something is summed that was normalised before")
+        count = math.prod(self.space.sizes[atom] for atom in self.columns)
+        result: Polynomial = {}
+        for (power, *others), coefficient in form.numerator.items():
+            monomial = (0, others[0] + (power == 1), others[1] + (power == 2), others[2])
+            result[monomial] = result.get(monomial, 0.0) + coefficient * count
+        return _Form(_tidy(result))
+
+    def conclusion(self, form: _Form) -> tuple[bool, float, bool, float]:
+        """(centred, epsilon, outside, gain) of a form that normalises x.
+
+        Raises:
+          _Unlike: it does something else.
+        """
+        numerator, base = dict(form.numerator), dict(form.base)
+        gain, mean = numerator.pop(_X, 0.0), numerator.pop(_MEAN, 0.0)
+        if numerator or gain == 0 or not (mean == 0 or _near(-mean, gain)):
+            raise _Unlike("the rows are not just centred and scaled")
+        outside, epsilon = False, 0.0
+        if form.exponent == -1.0 and _ROOT in base and self._root is not None:
+            factor, epsilon, outside = base.pop(_ROOT), base.pop(_ONE, 0.0), True
+            if base or factor <= 0:
+                raise _Unlike("the rows are divided by another number than the root of a mean")
+            base, gain, epsilon = self._root, gain / factor, epsilon / factor
+        elif form.exponent != -0.5:
+            raise _Unlike("the rows are divided by another number than the root of a mean")
+        moment = _moment(base)
+        if moment is None or moment[0] != (mean != 0):
+            raise _Unlike("the rows are divided by another number than the root of a mean")
+        centred, factor, added = moment
+        if outside and added:
+            raise _Unlike("something is added both to the mean and to its root")
+        gain /= math.sqrt(factor)
+        epsilon = epsilon / math.sqrt(factor) if outside else added / factor
+        if epsilon < 0:
+            raise _Unlike("a positive number is subtracted from the mean")
+        return centred, epsilon, outside, gain
+
+
+# ---------------------------------------------------------------------- where they are
+
+
+@dataclass
+class _Search:
+    """Looks for the normalisation that one root is part of."""
+
+    graph: Graph
+    root: Node
+    alive: frozenset[int]
+    centred: bool = False
+    """Whether what nearly is one subtracts its mean."""
+    _subtracts: bool = False
+
+    def found(self) -> tuple[Normalisation, ...]:
+        """The normalisation with all that is scaled and added behind it, then with less; none where nothing looks like
+        one.
+
+        Raises:
+          Mismatch: something nearly is one, and why it is not.
+        """
+        if not self._is_root():
+            return ()
+        candidates = list(dict.fromkeys(self._candidates()))
+        results = self._behind() if candidates else []
+        reason: Mismatch | None = None
+        for x, axes in candidates:
+            read: dict[int, Normalisation] = {}
+            for node in results:
+                try:
+                    normalisation = self._read(node, x, axes)
+                except _Unlike:
+                    continue
+                except Mismatch as mismatch:
+                    if reason is None:
+                        reason, self.centred = mismatch, self._subtracts
+                    continue
+                if normalisation is not None:
+                    read[node.outputs[0]] = normalisation
+            if read:
+                return self._whole(read)
+        if reason is not None:
+            raise reason
+        return ()
+
+    def _is_root(self) -> bool:
+        if self.root.name != "pow":
+            return True
+        exponent = self.graph.literals.get(self.root.inputs[1])
+        return exponent is not None and abs(float(exponent)) == 0.5
+
+    def _candidates(self) -> Iterator[tuple[int, frozenset[int]]]:
+        """(value, its summed dimensions) of tiles of which the root's operand may hold moments, the innermost first."""
+        scope = Scope(self.graph)
+        space = scope.space
+        todo, seen = [space.full(self.root.inputs[0])], 0
+        while todo and seen < _MOST_USERS:
+            seen += 1
+            at = space.canonical(todo.pop())
+            if (contraction := space.contraction(at)) is not None and scope.name(at) == "dot_general":
+                left, _, dimensions = contraction
+                yield from self._inner(scope, left, frozenset(a for _, atoms in dimensions for a in atoms))
+                return
+            if scope.name(at) == "reduce_sum":
+                operand, dimensions = space.reduced(at)
+                yield from self._inner(scope, operand, frozenset(a for _, atoms in dimensions for a in atoms))
+                return
+            todo += [o for o in (space.operands(at) or [])[::-1] if scope.number(o) is None]
+
+    def _inner(self, scope: Scope, ref: Ref, columns: frozenset[Atom]) -> Iterator[tuple[int, frozenset[int]]]:
+        space = scope.space
+        path: list[Ref] = []
+        at: Ref | None = ref
+        while at is not None and len(path) < _MOST_USERS:
+            read, at = at, space.canonical(at)
+            if scope.name(at) != "convert_element_type":
+                path += [at, read] if read != at else [at]
+            carrying = [o for o in space.uses(at) or [] if space.atoms(o) & columns]
+            alike = carrying and all(space.same(carrying[0], other) for other in carrying)
+            at = carrying[0] if alike and scope.name(at) in _MADE_OF_ROWS else None
+        for at in path[::-1]:
+            atoms = [space.resolve(own) for _, own in at.view]
+            axes = frozenset(d for d, own in enumerate(atoms) if own and set(own) <= columns)
+            if axes and math.prod(self.graph.shape(at.value)[d] for d in axes) == space.extent(sorted(columns)):
+                yield at.value, axes
+
+    def _behind(self) -> list[Node]:
+        """The nodes that are computed from the root by steps of a normalisation, in order."""
+        waiting = {n: user for user in self.graph.users[self.root.outputs[0]] for n in user.outputs[:1]}
+        found: dict[int, Node] = {}
+        while waiting and len(found) < _MOST_USERS:
+            number = min(waiting)
+            node = waiting.pop(number)
+            if node.name in _STEPS and number in self.alive and len(node.outputs) == 1:
+                found[number] = node
+                waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in found})
+        return list(found.values())
+
+    def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
+        """What a node gives as a normalisation of x; None where it lacks its columns.
+
+        Raises:
+          _Unlike: it is none.
+        """
+        graph, shape = self.graph, self.graph.shape(node.outputs[0])
+        if node.name in LAYOUT or math.prod(shape) != math.prod(graph.shape(x)) or 0 in shape:
+            return None
+        scope = Scope(graph)
+        space = scope.space
+        result = space.full(node.outputs[0])
+        at = _use(scope, result, x)
+        if at is None:
+            return None
+        columns = [atom for d in sorted(axes) for atom in space.resolve(at.view[d][1])]
+        dimensions = tuple(space.resolve(own) for _, own in result.view)
+        every = [atom for own in dimensions for atom in own]
+        if not columns or every[len(every) - len(columns) :] != columns:
+            raise _Unlike("it is normalised along other axes than the last ones")
+        reader = _Reader(scope, x, columns, [atom for atom in every if atom not in columns])
+        before = space.refinements
+        form = reader.form(result)
+        if space.refinements != before:
+            raise _Unlike("an axis of it is cut in two")
+        centred, epsilon, outside, gain = reader.conclusion(form)
+        self._subtracts = centred
+        if abs(gain - 1) > _ABOUT_ONE:
+            raise Mismatch(_GAIN, advice=_PLAIN)
+        read = [*reader.reads.values()]
+        use = read[0] if len(read) == 1 else at
+        others = (form.scale, form.shift)
+        scale, shift = (None if ref is None else Ref(ref.value, space.view(ref.view)) for ref in others)
+        rows = Ref(use.value, space.view(use.view))
+        return Normalisation(
+            node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes)
+        )
+
+    def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
+        """The first one with the only thing that is made of it, as long as that is a normalisation too; last comes the
+        first one alone.
+
+        A cast to a wider dtype at the end is what comes next reads it through.
+        """
+        number = min(read)
+        ways = [read[number]]
+        root = self.graph.root
+        given = {self.graph.numbers[root][v] for v in root.outvars if isinstance(v, Var)}
+        while number not in given:
+            further = self._next(number) & read.keys()
+            if len(further) != 1:
+                break
+            (number,) = further
+            node = read[number].result
+            before, after = (self.graph.dtype(n) for n in (node.inputs[0], number))
+            if node.name != "convert_element_type" or after.itemsize < before.itemsize:
+                ways.append(read[number])
+        return tuple(ways[::-1])
+
+    def _next(self, number: int) -> set[int]:
+        """What is made of a value, layout aside."""
+        found: set[int] = set()
+        todo = [number]
+        while todo and len(found) < _MOST_USERS:
+            for user in self.graph.users[todo.pop()]:
+                if user.name in LAYOUT:
+                    todo += user.outputs[:1]
+                else:
+                    found.update(user.outputs[:1])
+        return found
+
+
+def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
+    """The use of a value from which a result is computed element by element."""
+    space = scope.space
+    todo, seen = [result], 0
+    while todo and seen < 2 * _MOST_USERS:
+        seen += 1
+        at = _seen(space, todo.pop(), x)
+        if at.value == x:
+            return at
+        if at.value > x:
+            todo += (space.uses(at) or [])[::-1]
+    return None
+
+
+def _seen(space: Space, ref: Ref, value: int) -> Ref:
+    """The same elements before layout operations, but no further than in a certain value."""
+    for at in space.chain(ref):
+        if at.value == value:
+            return at
+    return space.canonical(ref)

@@ -1,0 +1,274 @@
+"""Operations that are declared: what their folder lacks has a default that follows from the declaration.
+
+A declaration names the operands and their axes by letters, as einsum does, and gives the computation in plain JAX.
+From that come the site (how a program's arrays are read and written, ``vmap``, devices, the derivative), the
+implementations "xla" and "reference", search inputs, and empty tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.sites.device import Device
+from autopallas.sites.division import Division, PositionOperand, ShardableAxes
+from autopallas.sites.index_notation import Label, Operand, View, read, write
+from autopallas.sites.operation import Operation, Supported, Unsupported, operation_named
+from autopallas.sites.spec import Dtype, NoBlockSizes, Spec
+
+__all__ = ["DeclaredOperation", "DeclaredSite"]
+
+Labels: TypeAlias = tuple[Label, ...]
+Arrays: TypeAlias = Mapping[str, jax.Array]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredOperation(Operation):
+    """An operation with a declaration.
+
+    An implementation in a module of its own offers ``supports(spec, device)``, ``forward(spec, block_sizes, operands)``
+    and ``backward(spec, block_sizes, operands, cotangent, wanted)``, which gives the cotangents of the operands whose
+    names are wanted.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where an operand
+    does not vary along it.
+
+    Attributes:
+      reference: the computation in plain JAX, ``reference(spec, **operands)``; it casts its result to
+        ``spec.result_dtype``.
+      operands: the letters of each operand's axes, such as ``{"x": "B M N", "scale": "B N"}``.
+      result: the letters of the result.
+      sizes: the field of the spec that holds the size of each letter, such as ``{"M": "rows"}``.
+      rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and devices
+        may share any.
+      sample: a typical spec.
+    """
+
+    reference: Callable[..., jax.Array] = field(kw_only=True)
+    operands: Mapping[str, str] = field(kw_only=True)
+    result: str = field(kw_only=True)
+    sizes: Mapping[str, str] = field(kw_only=True)
+    rows: str = field(kw_only=True)
+    sample: Spec = field(kw_only=True)
+
+    def module(self, name: str) -> Any | None:
+        """A module of the operation's folder, or its default."""
+        found = Operation.module(self, name)
+        if found is not None:
+            return found
+        if name in ("reference", "xla"):
+            return _Differentiated(self.reference)
+        defaults: dict[str, Any] = {
+            "block_sizes": SimpleNamespace(BlockSizes=NoBlockSizes),
+            "tuned_block_sizes": _NoTable(),
+            "example": SimpleNamespace(operands=_normal),
+            "cases": None,
+        }
+        return defaults.get(name)
+
+    def has(self, name: str) -> bool:
+        return name in ("reference", "xla") or Operation.has(self, name)
+
+    def shape(self, spec: Spec, operand: str) -> tuple[int, ...]:
+        """The shape of a canonical operand that varies along all its letters."""
+        return tuple(getattr(spec, self.sizes[letter]) for letter in self.operands[operand].split())
+
+    def program(self) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
+        """A program that computes the operation, and the types of its arguments: the reference of the sample."""
+        dtypes: dict[str, Dtype | None] = {name: getattr(self.sample, f"{name}_dtype") for name in self.operands}
+        given = {n: jax.ShapeDtypeStruct(self.shape(self.sample, n), d) for n, d in dtypes.items() if d is not None}
+
+        def program(*arrays: jax.Array) -> jax.Array:
+            return self.reference(self.sample, **dict(zip(given, arrays, strict=True)))
+
+        return program, tuple(given.values())
+
+
+@dataclass(frozen=True)
+class DeclaredSite:
+    """A place in a program that computes a declared operation.
+
+    Attributes:
+      op: the operation's name.
+      form: the spec; its sizes are those of the labels.
+      sizes: of each label.
+      operands: how each canonical operand is read, by name.
+      letters: the labels of each letter.
+      result: the view of the result.
+      uses: for each array that the site is given, which value it is, by the position that ``operands`` have.  Several
+        are one value where a program's backward tells the uses of a value apart.
+    """
+
+    op: str
+    form: Any
+    sizes: tuple[int, ...]
+    operands: tuple[tuple[str, Operand], ...]
+    letters: tuple[tuple[str, Labels], ...]
+    result: View
+    uses: tuple[int, ...]
+
+    @property
+    def operation(self) -> DeclaredOperation:
+        found = operation_named(self.op)
+        assert isinstance(found, DeclaredOperation)
+        return found
+
+    @cached_property
+    def spec(self) -> Any:
+        """The canonical description, which kernels and tables know."""
+        extents = {letter: math.prod(self.sizes[label] for label in labels) for letter, labels in self.letters}
+        return replace(self.form, **{name: extents[letter] for letter, name in self.operation.sizes.items()})
+
+    @property
+    def has_backward(self) -> bool:
+        return True
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return ()
+
+    # ------------------------------------------------------------------ to canonical arrays and back
+
+    def _groups(self, letters: str) -> list[Labels]:
+        labels = dict(self.letters)
+        return [labels[letter] for letter in letters.split()]
+
+    def _values(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """One array for each value."""
+        return [operands[self.uses.index(value)] for value in range(max(self.uses) + 1)]
+
+    def _canonical(self, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        axes = self.operation.operands
+        return {name: read(own, values, self.sizes, self._groups(axes[name])) for name, own in self.operands}
+
+    # ------------------------------------------------------------------ what the site primitive runs
+
+    def forward(
+        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """(the program's result, nothing to save)."""
+        out = kernel.forward(self.spec, block_sizes, self._canonical(self._values(operands)))
+        return (write(out, self.result, self.sizes, self._groups(self.operation.result)),), ()
+
+    def backward(
+        self,
+        kernel: Any,
+        block_sizes: Any,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Of several uses of one value the first has its whole cotangent, the others zeros: they are added up."""
+        values = self._values(operands)
+        wanted = list(dict.fromkeys(self.uses[position] for position in active))
+
+        def prepare(*chosen: jax.Array) -> dict[str, jax.Array]:
+            filled = list(values)
+            for value, array in zip(wanted, chosen, strict=True):
+                filled[value] = array
+            return self._canonical(filled)
+
+        canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
+        cotangent = read(
+            Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result)
+        )
+        names = frozenset(name for name, own in self.operands if own.position in wanted)
+        gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
+        filled = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}
+        found = dict(zip(wanted, pull(filled), strict=True))
+        return tuple(
+            found.pop(self.uses[position]) if self.uses[position] in found else jnp.zeros_like(operands[position])
+            for position in active
+        )
+
+    # ------------------------------------------------------------------ on several devices, and under vmap
+
+    def shardable_axes(self) -> ShardableAxes:
+        """The rows may be divided: each is computed without the others."""
+        labels = frozenset(label for group in self._groups(self.operation.rows) for label in group)
+        reads = (
+            Operand(position, own.view)
+            for position, value in enumerate(self.uses)
+            for _, own in self.operands
+            if own.position == value
+        )
+        return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),))
+
+    def per_device(self, division: Division) -> tuple[DeclaredSite, tuple[PositionOperand, ...]]:
+        """What each device computes."""
+        return self.standalone(division), ()
+
+    def standalone(self, division: Division) -> DeclaredSite:
+        """No device needs another."""
+        return replace(self, sizes=division.local(self.sizes))
+
+    def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:
+        """The site under vmap: operands with an axis have it in front, and so has the result."""
+        label: Labels = (len(self.sizes),)
+        of_values = [axes[self.uses.index(value)] for value in range(max(self.uses) + 1)]
+        first = self.operation.rows.split()[0]
+        return replace(
+            self,
+            sizes=(*self.sizes, size),
+            operands=tuple((name, own.batched(of_values, label)) for name, own in self.operands),
+            letters=tuple((a, (*label, *labels) if a == first else labels) for a, labels in self.letters),
+            result=((0, label), *self.result),
+        )
+
+
+class _Differentiated:
+    """The implementation that a reference is: its derivative is JAX's."""
+
+    def __init__(self, reference: Callable[..., jax.Array]):
+        self._reference = reference
+
+    def supports(self, spec: Any, device: Device) -> Supported | Unsupported:
+        return Supported()
+
+    def forward(self, spec: Any, block_sizes: Any, operands: Arrays) -> jax.Array:
+        return self._reference(spec, **operands)
+
+    def backward(
+        self, spec: Any, block_sizes: Any, operands: Arrays, cotangent: jax.Array, wanted: frozenset[str]
+    ) -> Arrays:
+        def varied(chosen: Arrays) -> jax.Array:
+            return self._reference(spec, **{**operands, **chosen})
+
+        _, pull = jax.vjp(varied, {name: operands[name] for name in sorted(wanted)})
+        found: Arrays
+        (found,) = pull(cotangent)
+        return found
+
+
+class _NoTable:
+    """Tuned block sizes where nothing was measured."""
+
+    BUCKETS: tuple[Any, ...] = ()
+    TABLE: Mapping[str, Any] = {}
+
+    def find(self, *_: Any) -> None:
+        return None
+
+    def infer_block_sizes(self, *_: Any) -> NoBlockSizes:
+        return NoBlockSizes()
+
+    def table_key(self, spec: Any, implementation: str, direction: str) -> tuple[str, str, str, str, str]:
+        return implementation, direction, str(spec.widest_dtype), "", ""
+
+
+def _normal(site: DeclaredSite, types: Sequence[Any], key: int = 0) -> list[np.ndarray[Any, Any]]:
+    """Inputs for a search: normally distributed numbers; zeros for what has no floating dtype."""
+    random = np.random.default_rng(key)
+    values: list[np.ndarray[Any, Any]] = []
+    for kind in (types[site.uses.index(value)] for value in range(max(site.uses) + 1)):
+        floating = jnp.issubdtype(kind.dtype, jnp.floating)
+        given = random.standard_normal(kind.shape, np.float32) if floating else np.zeros(kind.shape)
+        values.append(np.asarray(given, kind.dtype))
+    return [values[value] for value in site.uses]

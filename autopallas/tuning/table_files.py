@@ -1,0 +1,174 @@
+"""The files of the tables: ``autopallas/tuning/data/<device>/<operation>.csv``, read when a device is first asked for.
+
+One row stands on one line, so that a difference or a merge is one of rows, and each column is named once.  On CPUs the
+processor's vector extensions are a second key: of rows that differ in nothing else, the one for this processor counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from autopallas.tuning import processor
+from autopallas.tuning.row import DEVICES, Bucket, Key, Row, Rows, key_of_least_time
+
+__all__ = ["DATA", "Files", "device_of", "folder_of"]
+
+DATA = Path(__file__).with_name("data")
+"""The folder of the tables' files."""
+
+_KEY = ("implementation", "direction", "dtype", "bucket", "invariants")
+_FIGURES: Mapping[str, Callable[[str], object]] = {
+    "extensions": lambda text: text or None,
+    "kernel_us": float,
+    "original_us": float,
+    "kernel_bytes": int,
+    "original_bytes": int,
+    "evidence": str,
+    "date": str,
+    "versions": str,
+    "batch": int,
+    "spelling": str,
+}
+"""The columns of a row behind its key, and what each is read as; block sizes, by name, stand before the times."""
+
+
+def folder_of(device: str) -> str:
+    """The folder of a device's files: its name with "_" for spaces, and what else no file name should have encoded.
+
+    Example:
+      >>> folder_of("NVIDIA H100"), folder_of("TPU v5e"), folder_of("a/b_c")
+      ('NVIDIA_H100', 'TPU_v5e', 'a%2Fb%5Fc')
+    """
+    encoded = re.sub(rb"[^A-Za-z0-9 -]", lambda found: b"%%%02X" % found[0][0], device.encode())
+    return encoded.decode().replace(" ", "_")
+
+
+def device_of(folder: str) -> str:
+    """The device whose folder this is.
+
+    Example:
+      >>> device_of("NVIDIA_H100"), device_of("a%2Fb%5Fc")
+      ('NVIDIA H100', 'a/b_c')
+    """
+    spaced = folder.replace("_", " ").encode()
+    return re.sub(rb"%([0-9A-F]{2})", lambda found: bytes.fromhex(found[1].decode()), spaced).decode()
+
+
+class Files(Mapping[str, Rows]):
+    """The rows of one operation by device, as its files have them.
+
+    Args:
+      operation: its name.
+      block_sizes: the class of its block sizes, a dataclass of integers.
+      buckets: in the order that rows are written in.
+    """
+
+    def __init__(self, operation: str, block_sizes: type[Any], buckets: Sequence[Bucket]):
+        self._operation = operation
+        self._block_sizes = block_sizes
+        self._buckets = [bucket.name for bucket in buckets]
+        self._views: dict[tuple[str, str | None], Rows] = {}
+
+    def __getitem__(self, device: str) -> Rows:
+        here = processor.vector_extensions() if device == "cpu" else None
+        view = self._views.get((device, here))
+        if view is None:
+            view = self._views[device, here] = MappingProxyType(_for_processor(self.read(device), here))
+        if not view:
+            raise KeyError(device)
+        return view
+
+    def __iter__(self) -> Iterator[str]:
+        found = {device_of(path.parent.name) for path in DATA.glob(f"*/{self._operation}.csv")}
+        return iter(sorted(found, key=lambda name: (DEVICES.index(name) if name in DEVICES else len(DEVICES), name)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def path(self, device: str) -> Path:
+        """The file of a device's rows, which need not exist."""
+        return DATA / folder_of(device) / f"{self._operation}.csv"
+
+    def read(self, device: str) -> list[tuple[Key, Row]]:
+        """All rows of a device, those of every processor, in the order of its file; none where there is no file."""
+        try:
+            text = self.path(device).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        return [self._row(line) for line in csv.DictReader(io.StringIO(text))]
+
+    def _row(self, line: Mapping[str, str]) -> tuple[Key, Row]:
+        implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
+        sizes = {name: int(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
+        figures: dict[str, Any] = {name: read(line[name]) for name, read in _FIGURES.items()}
+        return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
+
+    def text(self, rows: Sequence[tuple[Key, Row]]) -> str:
+        """Rows as a file has them: in the order of their keys, and of the buckets."""
+
+        def order(item: tuple[Key, Row]) -> tuple[object, ...]:
+            (*first, bucket, invariants), row = item
+            place = self._buckets.index(bucket) if bucket in self._buckets else len(self._buckets)
+            return (*first, place, invariants, row.measured_with)
+
+        sizes = [field.name for field in dataclasses.fields(self._block_sizes)]
+        written = io.StringIO()
+        columns = [*_KEY, "extensions", *sizes, *(name for name in _FIGURES if name != "extensions")]
+        writer = csv.DictWriter(written, columns, lineterminator="\n")
+        writer.writeheader()
+        for key, row in sorted(rows, key=order):
+            figures = {name: getattr(row, name) for name in _FIGURES}
+            writer.writerow({**dict(zip(_KEY, key, strict=True)), **row.block_sizes.to_dict(), **figures})
+        return written.getvalue()
+
+    def write(self, device: str, rows: Rows, both_objectives: bool = False) -> Path:
+        """Writes rows of a device into its file, in the place of those of the same key and vector extensions.
+
+        Args:
+          device: as tables name it.
+          rows: with block sizes of the operation's class.
+          both_objectives: whether these are all that there is for their keys: a second row of an old key, for
+            :data:`~autopallas.tuning.row.LEAST_MEMORY`, then goes.
+
+        Returns:
+          The file.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+
+        def place(key: Key, row: Row) -> tuple[Key, str]:
+            return key_of_least_time(key) if both_objectives else key, row.measured_with
+
+        replaced = {place(key, row) for key, row in rows.items()}
+        kept = [(key, row) for key, row in self.read(device) if place(key, row) not in replaced]
+        path = self.path(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when complete: a file that is cut short would be believed.
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(self.text([*kept, *rows.items()]), encoding="utf-8", newline="")
+        os.replace(unfinished, path)
+        self._views.clear()
+        return path
+
+
+def _for_processor(rows: Sequence[tuple[Key, Row]], here: str | None) -> dict[Key, Row]:
+    """Of rows that differ in their vector extensions alone those of this processor's, else of such as multiply alike,
+    else those of AVX2; the rows of both objectives from one processor."""
+
+    def rank(extensions: str) -> tuple[bool, bool, bool]:
+        return extensions == here, processor.alike(extensions, here), extensions == "avx2"
+
+    best: dict[Key, str] = {}
+    for key, row in rows:
+        place = key_of_least_time(key)
+        best[place] = max(best.get(place, row.measured_with), row.measured_with, key=rank)
+    return {key: row for key, row in rows if row.measured_with == best[key_of_least_time(key)]}

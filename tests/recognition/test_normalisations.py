@@ -1,0 +1,191 @@
+"""RMSNorm and LayerNorm in the spellings of public code: found, with their backward, and right."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopallas
+from recognition.compare import compare, with_gradients
+
+WIDTH = 33
+
+
+def array(*shape, dtype=jnp.float32, seed=0, scale=1.0, offset=0.0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape) * scale + offset, dtype)
+
+
+def mean(x):
+    return jnp.mean(x, -1, keepdims=True)
+
+
+def in_float32(norm):
+    return lambda x, g, b: norm(x.astype(jnp.float32), 1.0, 0.0).astype(x.dtype) * g
+
+
+RMS = {
+    "rsqrt": lambda x, g, b: x * lax.rsqrt(mean(jnp.square(x)) + 1e-6) * g,
+    "divided": lambda x, g, b: g * x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6),
+    "norm": lambda x, g, b: x / (jnp.linalg.norm(x, axis=-1, keepdims=True) * WIDTH**-0.5 + 1e-6) * g,
+    "einsum": lambda x, g, b: x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x) / WIDTH + 1e-6)[..., None] * (1 + g),
+    "power": lambda x, g, b: x * jnp.power(mean(x * x) + 1e-6, -0.5) * g + b,
+    "in float32": in_float32(lambda x, g, b: x * lax.rsqrt(mean(x * x) + 1e-6)),
+}
+LAYER = {
+    "var": lambda x, g, b: (x - mean(x)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b,
+    "fast variance": lambda x, g, b: (
+        (x - mean(x)) * (lax.rsqrt(jnp.maximum(0, mean(x * x) - mean(x) ** 2) + 1e-5) * g) + b
+    ),
+    "std": lambda x, g, b: g * (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-5) + b,
+    "standardize": lambda x, g, b: jax.nn.standardize(x) * g + b,
+    "centred once": lambda x, g, b: (lambda c: c * lax.rsqrt(mean(c * c) + 1e-5))(x - mean(x)) * g + b,
+    "in float32": in_float32(lambda x, g, b: (x - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)),
+}
+SPELLINGS = [("rms_norm", name) for name in RMS] + [("layer_norm", name) for name in LAYER]
+
+
+def spelling(op, name):
+    return (RMS if op == "rms_norm" else LAYER)[name]
+
+
+def operands(dtype, scale=1.0, offset=0.0, weights=None):
+    weights = dtype if weights is None else weights
+    x = array(2, 7, WIDTH, dtype=dtype, scale=scale, offset=offset)
+    return x, array(WIDTH, dtype=weights, seed=1), array(WIDTH, dtype=weights, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "dtype"),
+    # The number that makes a norm the root of a mean is rounded in bfloat16: the rows are multiplied by another one.
+    [(*s, dtype) for s in SPELLINGS for dtype in ("float32", "bfloat16") if (s[1], dtype) != ("norm", "bfloat16")],
+)
+def test_every_spelling_is_found_with_its_backward(op, name, dtype):
+    outcome = compare(spelling(op, name), operands(dtype))
+    assert outcome.complaints == []
+    assert outcome.counts(op) == 1
+    step = with_gradients(spelling(op, name), operands(dtype))
+    optimized = autopallas.optimize(step, objective="always", strict=True)
+    given, expected = optimized(*operands(dtype)), step(*operands(dtype))
+    for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        limit = (1e-5 if dtype == "float32" else 4e-2) * max(1, np.abs(np.asarray(b, np.float64)).max())
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=0, atol=limit)
+    assert [(site.op, site.direction) for site in optimized.report().sites] == [(op, "forward+backward")]
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32")]
+)
+def test_dtypes_may_differ_and_numbers_may_be_large(dtype, weights, scale):
+    for op, norms in (("rms_norm", RMS), ("layer_norm", LAYER)):
+        outcome = compare(norms["in float32"], operands(dtype, scale, scale / 2, weights))
+        assert outcome.complaints == []
+        assert outcome.counts(op) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [("rms_norm", "rsqrt"), ("layer_norm", "var"), ("layer_norm", "fast variance")]
+)
+def test_rows_of_zeros_infinities_and_nan_are_as_in_the_original(op, name):
+    x, g, b = operands("float32")
+    x = x.at[0, 0].set(0.0).at[0, 1, 3].set(jnp.inf).at[1, 2, 0].set(jnp.nan)
+    function = spelling(op, name)
+    optimized = autopallas.optimize(function, objective="always", strict=True)
+    given, expected = optimized(x, g, b), function(x, g, b)
+    np.testing.assert_array_equal(np.isfinite(given), np.isfinite(expected))
+    np.testing.assert_allclose(given[np.isfinite(expected)], expected[np.isfinite(expected)], rtol=1e-4, atol=1e-5)
+    assert optimized.report().counts()[op] == 1
+
+
+@pytest.mark.parametrize(("op", "name"), [("rms_norm", "rsqrt"), ("layer_norm", "var")])
+def test_transforms_around_a_train_step(op, name):
+    norm = spelling(op, name)
+
+    def layer(x, weights):
+        g, b, w = weights
+        return x + jnp.tanh(norm(x, g, b) @ w)
+
+    sizes = (WIDTH,), (WIDTH,), (WIDTH, WIDTH)
+    layers = [tuple(array(*size, seed=9 * n + i, scale=0.3) for i, size in enumerate(sizes)) for n in range(3)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    x = array(4, 5, WIDTH)
+    programs = {
+        "scan": lambda x, s: lax.scan(lambda x, one: (layer(x, one), None), x, s)[0],
+        "checkpoint": lambda x, s: lax.scan(lambda x, one: (jax.checkpoint(layer)(x, one), None), x, s)[0],
+        "vmap": lambda x, s: jax.vmap(lambda x: layer(x, jax.tree.map(lambda w: w[0], s)))(x),
+        "vmap of weights": lambda x, s: jax.vmap(layer)(x[:3], s),
+    }
+    for form, program in programs.items():
+        outcome = compare(program, (x, stacked))
+        assert outcome.complaints == [], form
+        assert outcome.counts(op) == 1, form
+
+
+def test_a_norm_of_heads_before_attention_is_one_of_its_own():
+    q = array(2, 6, 24)
+
+    def heads(q, g):
+        q = q.reshape(2, 6, 4, 6)
+        return (q * lax.rsqrt(mean(q * q) + 1e-6) * g).transpose(0, 2, 1, 3)
+
+    outcome = compare(heads, (q, array(6, seed=1)))
+    assert outcome.complaints == []
+    assert outcome.counts("rms_norm") == 1
+
+
+LOOK_ALIKES = {
+    "another axis": lambda x, g: x * lax.rsqrt(jnp.mean(x * x, -2, keepdims=True) + 1e-6) * g,
+    "other rows": lambda x, g: x * lax.rsqrt(mean(x * x) + 1e-6)[::-1] * g,
+    "another array": lambda x, g: jnp.sin(x) * lax.rsqrt(mean(x * x) + 1e-6) * g,
+    "a norm": lambda x, g: x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) * g,
+    "N - 1": lambda x, g: (x - mean(x)) / jnp.sqrt(x.var(-1, keepdims=True, ddof=1) + 1e-5) * g,
+    "not centred": lambda x, g: x / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * g,
+    "centred, mean square": lambda x, g: (x - mean(x)) / jnp.sqrt(mean(x * x) + 1e-5) * g,
+    "a cube root": lambda x, g: x * jnp.power(mean(x * x) + 1e-6, -1 / 3) * g,
+    "absolute values": lambda x, g: x / (mean(jnp.abs(x)) + 1e-6) * g,
+    "a floor": lambda x, g: x / jnp.maximum(jnp.sqrt(mean(x * x)), 1e-3) * g,
+    "the mean of a part": lambda x, g: x * lax.rsqrt(mean(x[..., :16] ** 2) + 1e-6) * g,
+    "squared mean": lambda x, g: x * lax.rsqrt(mean(x) ** 2 + 1e-6) * g,
+    "less epsilon": lambda x, g: x * lax.rsqrt(mean(x * x) - 1e-6) * g,
+    "random columns": lambda x, g: x * lax.rsqrt(mean((x * g) ** 2) + 1e-6),
+    "epsilon twice": lambda x, g: x / (jnp.sqrt(mean(x * x) + 1e-6) + 1e-6) * g,
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes_are_left_alone(name):
+    args = array(2, 7, WIDTH, offset=0.5), array(WIDTH, seed=1)
+    outcome = compare(LOOK_ALIKES[name], args)
+    assert outcome.complaints == []
+    assert outcome.counts("rms_norm") + outcome.counts("layer_norm") == 0
+
+
+def test_squares_in_float16_are_left_alone_and_it_is_said_why():
+    x, g, _ = operands("float16", scale=300.0)
+    outcome = compare(RMS["rsqrt"], (x, g, g), gradients=False)
+    assert outcome.counts("rms_norm") == 0
+    assert any("float16" in reason for reason in outcome.reasons())
+
+
+def test_a_factor_of_the_rows_is_a_near_miss_that_says_so():
+    report = autopallas.explain(autopallas.optimize(LOOK_ALIKES["N - 1"]), array(2, 7, WIDTH), array(WIDTH))
+    assert any("N - 1" in miss.reason for miss in report.near_misses if miss.op == "layer_norm")
+
+
+def test_what_is_used_elsewhere_keeps_the_norm():
+    def both(x, g):
+        root = lax.rsqrt(mean(x * x) + 1e-6)
+        return x * root * g, root
+
+    outcome = compare(both, (array(3, WIDTH), array(WIDTH)))
+    assert outcome.complaints == []
+    assert outcome.counts("rms_norm") == 0
+    assert any("also used" in reason or "used elsewhere" in reason for reason in outcome.reasons())
+
+
+def test_nothing_is_replaced_without_evidence():
+    optimized = autopallas.optimize(RMS["rsqrt"])
+    report = autopallas.explain(optimized, *operands("float32"))
+    (site,) = report.sites
+    assert (site.op, site.verdict) == ("rms_norm", "kept")
