@@ -9,7 +9,7 @@ from collections.abc import Iterator
 __all__ = ["paused"]
 
 _OF_PYTHON = 1000
-"""More objects than the interpreter itself has frozen (from Python 3.12 on: hundreds), and fewer than a program would."""
+"""More objects than Python itself has frozen (from 3.12 on: hundreds), and fewer than a program would."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """``python -m benchmarks.tracing``: what tracing costs with recognition and rewrite, beside the plain trace.
 
-Models of unrolled layers, each traced in turns as it is written and under autopallas.optimize, always by a function that
-JAX has not seen before.  A ratio of 1.5 says that tracing took 1.5 times the processor time, by the median of ratios
-that are formed within rounds.  Nothing is compiled or run.
+Models of unrolled layers, each traced in turns as it is written and under autopallas.optimize, always by a function
+that JAX has not seen before.  A ratio of 1.5 says that tracing took 1.5 times the processor time, by the median of
+ratios that are formed within rounds.  Nothing is compiled or run.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def row(name: str, direction: str, depth: int, rounds: int) -> dict[str, Any]:
     ratios = sorted(b / a for a, b in pairs)
     quarter = len(ratios) // 4
     return {
-        "model": name, "direction": direction, "layers": depth, "sites": len(report.sites), "applied": sum(site.verdict == "applied" for site in report.sites),
+        "model": name, "direction": direction, "layers": depth, "sites": len(report.sites),
+        "applied": sum(site.verdict == "applied" for site in report.sites),
         "near_misses": len(report.near_misses), "plain_cpu_seconds": float(f"{plain:.4g}"),
         "cpu_seconds": float(f"{own:.4g}"), "rounds": rounds,
         "cpu_ratio": [round(x, 3) for x in (statistics.median(ratios), ratios[quarter], ratios[-1 - quarter])],

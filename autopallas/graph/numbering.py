@@ -117,7 +117,7 @@ class Graph:
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
         self._said: dict[int, tuple[dict[str, Any], Hashable | None]] = {}
-        """By the identity of an equation's parameters, which calls of one jit function share: these, and what they say."""
+        """By the identity of an equation's parameters, which calls of one function share: these, and what they say."""
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
         """Per slice in a loop with so many loops around it: the array."""
