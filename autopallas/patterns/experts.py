@@ -287,9 +287,8 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
             elif name in ("add", "select_n"):
                 chosen = multiplied and (weighed or len(inputs) > 3)
             else:
-                chosen = (
-                    weighed and multiplied and _sums_along(node, [along[i] for i in inputs])
-                ) or _may_pick(graph, node, product, gathered)
+                sums = weighed and multiplied and _sums_along(node, [along[i] for i in inputs])
+                chosen = sums or _may_pick(graph, node, product, gathered)
             if chosen and not node.body.transposed and not compat.is_transposed(node.equation):
                 found.append(node)
         starts = name in _STARTS
