@@ -9,8 +9,9 @@ polynomial, and so are a scale before and after the product with the reciprocal 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.edit import surviving
 from autopallas.graph.labels import Atom
+from autopallas.graph.proof_cache import ProofCache
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.declared_match import declared_match
@@ -98,6 +100,15 @@ class Normalisation:
     columns: tuple[Atom, ...]
     sizes: dict[Atom, int]
 
+    def at(self, graph: Graph, image: Mapping[int, int]) -> Normalisation:
+        """The same, said of corresponding values."""
+        x, scale, shift = (
+            None if ref is None else Ref(image[ref.value], ref.view) for ref in (self.x, self.scale, self.shift)
+        )
+        assert x is not None
+        result = graph.definitions[image[self.result.outputs[0]]]
+        return replace(self, result=result, x=x, scale=scale, shift=shift)
+
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
     """The normalisations of a graph, and by the number of a root whether what it is part of is centred, why it is
@@ -110,21 +121,48 @@ def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[
         found: dict[int, tuple[Normalisation, ...]] = {}
         reasons: dict[int, tuple[bool, str, str]] = {}
         alive = surviving(graph)
+        given = {graph.numbers[graph.root][v] for v in graph.root.outvars if isinstance(v, Var)}
+        others: ProofCache[_Outcome] = ProofCache(graph, [(n in alive, n in given) for n in range(len(graph.avals))])
         for node in graph.nodes:
             if node.name in _ROOTS and node.outputs[0] in alive:
                 with contained(node):
-                    search = _Search(graph, node, alive)
+                    search = _Search(graph, node, alive, given)
                     try:
                         with bounded(graph):
-                            ways = search.found()
-                    except Mismatch as mismatch:
-                        reasons[node.outputs[0]] = search.centred, mismatch.reason, mismatch.advice
-                        continue
-                    if ways:
-                        found.setdefault(ways[0].result.outputs[0], ways)
+                            outcome = _outcome(search, others)
+                    except Mismatch as mismatch:  # out of steps
+                        outcome = _Outcome((), (search.centred, mismatch.reason, mismatch.advice))
+                    if outcome.reason is not None:
+                        reasons[node.outputs[0]] = outcome.reason
+                    elif outcome.ways:
+                        found.setdefault(outcome.ways[0].result.outputs[0], outcome.ways)
         graph.notes["normalisations"] = [tuple(found.values()), tuple(reasons.items())]
     ways_of, reasons_of = graph.notes["normalisations"]
     return list(ways_of), dict(reasons_of)  # type: ignore[call-overload]
+
+
+class _Outcome(NamedTuple):
+    """Of a search: the ways to take a normalisation, or whether what nearly is one is centred, why it is none, and the
+    advice."""
+
+    ways: tuple[Normalisation, ...]
+    reason: tuple[bool, str, str] | None = None
+
+
+def _outcome(search: _Search, others: ProofCache[_Outcome]) -> _Outcome:
+    """The outcome of a search, which is that at another root of the same form where there is one."""
+    graph = search.graph
+    for outcome, image in others.like(search.root, None):
+        return outcome._replace(ways=tuple(one.at(graph, image) for one in outcome.ways))
+
+    def proof(watched: Graph) -> _Outcome:
+        search.graph = watched
+        try:
+            return _Outcome(search.found())
+        except Mismatch as mismatch:
+            return _Outcome((), (search.centred, mismatch.reason, mismatch.advice))
+
+    return others.prove(search.root, None, proof)
 
 
 def found_normalisations(
@@ -477,6 +515,8 @@ class _Search:
     graph: Graph
     root: Node
     alive: frozenset[int]
+    given: Set[int]
+    """The results of the program."""
     centred: bool = False
     """Whether what nearly is one subtracts its mean."""
     _subtracts: bool = False
@@ -611,9 +651,7 @@ class _Search:
         """
         number = min(read)
         ways = [read[number]]
-        root = self.graph.root
-        given = {self.graph.numbers[root][v] for v in root.outvars if isinstance(v, Var)}
-        while number not in given:
+        while number not in self.given:
             further = self._next(number) & read.keys()
             if len(further) != 1:
                 break
