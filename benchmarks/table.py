@@ -149,9 +149,8 @@ def main(arguments: Sequence[str]) -> int:
             print(case)
         return 0
     tables = importlib.import_module(f"autopallas.kernels.{options.kernel}.tuned_block_sizes")
-    operation = importlib.import_module(f"autopallas.kernels.{options.kernel}").OPERATION
     device = Device.current()
-    implementation = options.implementation or operation.requested(None, device)[0]
+    implementation = options.implementation or tables.TABLE.operation.requested(None, device)[0]
     measured: dict[Key, Row] = {}
     missing = 0
     for number, case in enumerate(cases, 1):

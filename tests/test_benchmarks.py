@@ -15,7 +15,7 @@ import pytest
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cross_entropy
 from autopallas.kernels.grouped_matmul import cases as cases_of_grouped_matmul
-from autopallas.tuning import Failure, Measurement, Timing
+from autopallas.tuning import Failure, Measurement, Timing, table_files
 from benchmarks import attention, cli, cross_entropy, environment, grouped_matmul, peak, resident, rows, table, terminal
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
@@ -243,6 +243,15 @@ def test_a_tuned_row_holds_what_was_measured_of_the_best_candidate() -> None:
     assert str(list(tuned.row.block_sizes.to_dict().values())) in tuned.tried
     assert tuned.row.evidence == "measured"
     assert tuned.row.speedup == pytest.approx(max(r for r in tuned.tried.values() if r), rel=1e-2)
+
+
+def test_rows_for_the_table_are_printed_as_its_file_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["--filter", "forward float32 uneven M8 K64 G2", "--candidates", "1", "--seconds", "0.1", "--print"]
+    assert cli.main(["table", "grouped_matmul", *wanted]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    header = (table_files.DATA / "cpu/grouped_matmul.csv").read_text().splitlines()[0]
+    assert header in printed
+    assert any(line.startswith("xla,forward,float32,G2 M/G4,small,") for line in printed)
 
 
 def test_settings_in_force_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
-from autopallas.tuning.table import Key, Row, table_device
+from autopallas.tuning.table import Key, Row, Table, table_device
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
@@ -257,12 +257,16 @@ def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> l
     """Writes the rows into the tables' files, beside those that were not tuned for now."""
     written, found = [], _rows(outcomes)
     for op, rows in found.items():
-        files = operation_named(op).part("tuned_block_sizes").TABLE.files
+        table = operation_named(op).part("tuned_block_sizes").TABLE
+        if not isinstance(table, Table):
+            written.append(f"wrote none of {len(rows)} rows: {op} has no table")
+            continue
+        path = table.files.path(device)
         try:
-            files.write(device, rows, both_objectives=True)
+            table.files.write(device, rows, both_objectives=True)
         except OSError as error:
-            raise CommandError(f"--table: {files.path(device)} cannot be written: {error.strerror or error}") from None
-        written.append(f"wrote {len(rows)} rows into {files.path(device)}")
+            raise CommandError(f"--table: {path} cannot be written: {error.strerror or error}") from None
+        written.append(f"wrote {len(rows)} rows into {path}")
     return written
 
 

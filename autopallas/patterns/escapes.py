@@ -16,6 +16,7 @@ from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.patterns.backward import Backward, Forward, Lookup, Search, settle
+from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, NearMiss
 
 __all__ = ["CALLS", "complete"]
@@ -109,7 +110,7 @@ def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
     for backward in search.found:
         cotangents = _gradients(graph, backward, numbers, still)
         body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
-        if body is None:
+        if body is None or not all(is_available(graph, number, (match.body,), body, True) for number in numbers):
             return None
         backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents)))
     if not backwards:

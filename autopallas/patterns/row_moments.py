@@ -35,23 +35,24 @@ __all__ = ["Normalisation", "found_normalisations", "normalisations"]
 _DEEPEST = 48
 """Operations on one path that are read."""
 _MOST_TERMS = 24
+_MOST_TILES = 12
+"""Values out of which x is looked for."""
 _MOST_USERS = 24
 """Values behind a root among which the normalisation is looked for."""
-_WAYS = 4
+_WAYS = 6
 """How often shorter ways to take a normalisation are tried."""
 _CLOSE = 2e-7
 """Relative difference of factors that are equal: constants such as 1 / N are rounded to float32."""
 _ABOUT_ONE = 1e-6
 """The same of a factor of the whole result."""
+_NEARLY_ONE = 0.6, 1.7
+"""A factor that is worth telling, as of a variance over N - 1."""
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
 _STEPS = LAYOUT | {"mul", "div", "add", "add_any", "sub", "neg", "convert_element_type"}
 
-_GAIN = (
-    "the rows are multiplied by a further number, as with a variance over N - 1, or with a norm in place of the root "
-    "of a mean"
-)
+_GAIN = "the rows are multiplied by a further number, as with a variance over N - 1"
 _PLAIN = (
     "Divide by jnp.sqrt(jnp.mean(x * x) + epsilon) or by jnp.sqrt(jnp.var(x) + epsilon), and put the number into the "
     "scale."
@@ -87,6 +88,7 @@ class Normalisation:
       dimensions: the labels of each axis of the result.
       columns: those along which it is normalised.
       sizes: of all labels.
+      earlier: scale and shift before layout operations, which a body may have that lacks the others.
     """
 
     result: Node
@@ -99,6 +101,7 @@ class Normalisation:
     dimensions: tuple[tuple[Atom, ...], ...]
     columns: tuple[Atom, ...]
     sizes: dict[Atom, int]
+    earlier: tuple[Ref | None, Ref | None]
 
     def at(self, graph: Graph, image: Mapping[int, int]) -> Normalisation:
         """The same, said of corresponding values."""
@@ -520,6 +523,7 @@ class _Search:
     centred: bool = False
     """Whether what nearly is one subtracts its mean."""
     _subtracts: bool = False
+    _reason: Mismatch | None = None
 
     def found(self) -> tuple[Normalisation, ...]:
         """The normalisation with all that is scaled and added behind it, then with less; none where nothing looks like
@@ -530,26 +534,12 @@ class _Search:
         """
         if not self._is_root():
             return ()
-        candidates = list(dict.fromkeys(self._candidates()))
-        results = self._behind() if candidates else []
-        reason: Mismatch | None = None
-        for x, axes in candidates:
-            read: dict[int, Normalisation] = {}
-            for node in results:
-                try:
-                    normalisation = self._read(node, x, axes)
-                except _Unlike:
-                    continue
-                except Mismatch as mismatch:
-                    if reason is None:
-                        reason, self.centred = mismatch, self._subtracts
-                    continue
-                if normalisation is not None:
-                    read[node.outputs[0]] = normalisation
+        for x, axes in dict.fromkeys(self._candidates()):
+            read = dict(self._behind(x, axes))
             if read:
                 return self._whole(read)
-        if reason is not None:
-            raise reason
+        if self._reason is not None:
+            raise self._reason
         return ()
 
     def _is_root(self) -> bool:
@@ -580,12 +570,16 @@ class _Search:
         space = scope.space
         path: list[Ref] = []
         at: Ref | None = ref
-        while at is not None and len(path) < _MOST_USERS:
+        while at is not None and len(path) < _MOST_TILES:
             read, at = at, space.canonical(at)
             if scope.name(at) != "convert_element_type":
                 path += [at, read] if read != at else [at]
-            carrying = [o for o in space.uses(at) or [] if space.atoms(o) & columns]
+            operands = space.uses(at) or []
+            carrying = [o for o in operands if space.atoms(o) & columns]
             alike = carrying and all(space.same(carrying[0], other) for other in carrying)
+            if scope.name(at) in ("mul", "div"):  # rows times a number of each, as of an earlier norm, are x themselves
+                others = [o for o in operands if not space.atoms(o) & columns]
+                alike = alike and all(scope.number(o) is not None for o in others)
             at = carrying[0] if alike and scope.name(at) in _MADE_OF_ROWS else None
         for at in path[::-1]:
             atoms = [space.resolve(own) for _, own in at.view]
@@ -593,17 +587,30 @@ class _Search:
             if axes and math.prod(self.graph.shape(at.value)[d] for d in axes) == space.extent(sorted(columns)):
                 yield at.value, axes
 
-    def _behind(self) -> list[Node]:
-        """The nodes that are computed from the root by steps of a normalisation, in order."""
+    def _behind(self, x: int, axes: frozenset[int]) -> Iterator[tuple[int, Normalisation]]:
+        """(number, what it is) of the values behind the root that are normalisations of x, in order.
+
+        What is made of a value that is none of x is not looked at: in a deep program, that would be all of it.
+        """
         waiting = {n: user for user in self.graph.users[self.root.outputs[0]] for n in user.outputs[:1]}
-        found: dict[int, Node] = {}
-        while waiting and len(found) < _MOST_USERS:
+        seen: set[int] = set()
+        while waiting and len(seen) < _MOST_USERS:
             number = min(waiting)
             node = waiting.pop(number)
-            if node.name in _STEPS and number in self.alive and len(node.outputs) == 1:
-                found[number] = node
-                waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in found})
-        return list(found.values())
+            seen.add(number)
+            if node.name not in _STEPS or number not in self.alive or len(node.outputs) != 1:
+                continue
+            try:
+                found = self._read(node, x, axes)
+            except _Unlike:
+                continue
+            except Mismatch as mismatch:
+                if self._reason is None:
+                    self._reason, self.centred = mismatch, self._subtracts
+                continue
+            if found is not None:
+                yield number, found
+            waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in seen})
 
     def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
         """What a node gives as a normalisation of x; None where it lacks its columns.
@@ -632,15 +639,22 @@ class _Search:
             raise _Unlike("an axis of it is cut in two")
         centred, epsilon, outside, gain = reader.conclusion(form)
         self._subtracts = centred
+        if not _NEARLY_ONE[0] < gain < _NEARLY_ONE[1]:
+            raise _Unlike("the rows are divided by their norm, not by the root of a mean")
         if abs(gain - 1) > _ABOUT_ONE:
             raise Mismatch(_GAIN, advice=_PLAIN)
         read = [*reader.reads.values()]
         use = read[0] if len(read) == 1 else at
-        others = (form.scale, form.shift)
-        scale, shift = (None if ref is None else Ref(ref.value, space.view(ref.view)) for ref in others)
+
+        def viewed(ref: Ref | None, before: bool = False) -> Ref | None:
+            ref = space.canonical(ref) if ref is not None and before else ref
+            return None if ref is None else Ref(ref.value, space.view(ref.view))
+
+        scale, shift = viewed(form.scale), viewed(form.shift)
+        earlier = viewed(form.scale, True), viewed(form.shift, True)
         rows = Ref(use.value, space.view(use.view))
         return Normalisation(
-            node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes)
+            node, centred, epsilon, outside, rows, scale, shift, dimensions, tuple(columns), dict(space.sizes), earlier
         )
 
     def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
@@ -660,7 +674,12 @@ class _Search:
             before, after = (self.graph.dtype(n) for n in (node.inputs[0], number))
             if node.name != "convert_element_type" or after.itemsize < before.itemsize:
                 ways.append(read[number])
-        return tuple(ways[::-1])
+        found: list[Normalisation] = []
+        for one in ways[::-1]:
+            found.append(one)
+            if one.earlier != (one.scale, one.shift):
+                found.append(replace(one, scale=one.earlier[0], shift=one.earlier[1]))
+        return tuple(found)
 
     def _next(self, number: int) -> set[int]:
         """What is made of a value, layout aside."""

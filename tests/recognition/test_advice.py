@@ -152,7 +152,7 @@ CASES = [
     (epsilon, ATTENTION, "jax.nn.softmax"),
     (sorted_scores, ATTENTION, "element by element"),
     (attend_with_a_rule, ATTENTION, "custom_jvp or custom_vjp"),
-    (logits_returned, ATTENTION, "in a separate function"),
+    (logits_returned, ATTENTION, "from a separate function"),
     (loss_in_a_loop, ATTENTION, "without the loop"),
     (experts_of_every_weight, MIXTURE, "choose with top_k"),
     (experts_through_a_sort, MIXTURE, "Between the products of an expert"),

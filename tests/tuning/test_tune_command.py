@@ -45,6 +45,10 @@ def nothing(query, key, value):
     return query + key * value
 
 
+def norm(x):
+    return x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
 def untraceable(query, key, value):
     raise ValueError("not today")
 
@@ -230,6 +234,16 @@ def test_the_table_is_written_with_the_rows_that_were_found(capsys, no_search, t
     new = [(k, row.block_sizes.query_block) for k, row in written if row not in [old for _, old in before]]
     assert new == [(key, 8), (lean, 4)]
     assert [item for item in written if item[0] not in (key, lean)] == [item for item in before if item[0] != key]
+
+
+def test_an_operation_without_a_table_is_named(capsys, monkeypatch):
+    def search(match, implementation, key, first, seconds, known=None, observe=None):
+        row = Row(first.to_dict(), 8.0, 99.0, 8, 999, "measured", "2026-11-21", "jax")
+        return Entry(key.description, "tuned", row.block_sizes, row, "", (), seconds)
+
+    monkeypatch.setattr(tune, "search", search)
+    shown = run(capsys, f"{__name__}:norm", "--shapes", "f32[64,256]", "--table")
+    assert "wrote none of 1 rows: rms_norm has no table" in shown
 
 
 # --- saved reports ---------------------------------------------------------------------------------------------------
