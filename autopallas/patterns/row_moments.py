@@ -110,7 +110,7 @@ class Normalisation:
         )
         assert x is not None
         result = graph.definitions[image[self.result.outputs[0]]]
-        return replace(self, result=result, x=x, scale=scale, shift=shift)
+        return replace(self, result=result, x=x, scale=scale, shift=shift, earlier=(scale, shift))
 
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
