@@ -30,32 +30,25 @@ def _broken(name: str, what: str) -> InvariantError:
 
 
 def check_bodies(name: str, root: Body) -> None:
-    """Checks a tree of bodies: every variable is defined once, in one body, and before it is read; what an equation
-    gives a body fits the body's inputs, and what the body gives the equation's results.
+    """Checks a tree of bodies: in each, every variable is defined once, and before it is read; what an equation gives a
+    body fits the body's inputs, and what the body gives the equation's results.
+
+    Bodies may share variables: the branches of a ``cond`` over one function are one jaxpr.
 
     Raises:
       InvariantError: that is not so, after the pass ``name``.
     """
-    seen: set[Var] = set()
-
-    def define(variables: Iterable[Var]) -> None:
-        for variable in variables:
-            if variable in seen:
-                raise _broken(name, f"the variable {variable} is defined twice")
-            seen.add(variable)
-
     for body in root.walk():
         where = f"in {' > '.join(body.path) or 'the program'}"
         if len(body.constvars) != len(body.consts):
             raise _broken(name, f"a constant {where} has no value")
-        define((*body.constvars, *body.invars))
-        own = {*body.constvars, *body.invars}
+        own: set[Var] = set()
+        _define(name, own, (*body.constvars, *body.invars))
         for position, equation in enumerate(body.equations):
             for atom in equation.invars:
                 if not (isinstance(atom, Literal) or atom in own):
                     raise _broken(name, f"an operand of {equation.primitive.name} {where} is not defined before it")
-            define(equation.outvars)
-            own.update(equation.outvars)
+            _define(name, own, equation.outvars)
             for child in body.children.get(position, ()):
                 _check_link(name, equation, child)
         for atom in body.outvars:
@@ -63,6 +56,13 @@ def check_bodies(name: str, root: Body) -> None:
                 raise _broken(name, f"a result {where} is not defined")
         if any(not 0 <= position < len(body.equations) for position in body.children):
             raise _broken(name, f"a body {where} belongs to no equation")
+
+
+def _define(name: str, own: set[Var], variables: Iterable[Var]) -> None:
+    for variable in variables:
+        if variable in own:
+            raise _broken(name, f"the variable {variable} is defined twice")
+        own.add(variable)
 
 
 def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:

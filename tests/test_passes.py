@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopallas
@@ -272,3 +273,16 @@ def test_a_program_with_another_signature_is_found(program):
     other = jax.make_jaxpr(lambda x: x)(X)
     with pytest.raises(InvariantError, match="another signature"):
         check_program("splice", program, other)
+
+
+def test_branches_of_a_cond_may_be_one_function():
+    def layer(x):
+        return jax.nn.softmax(x @ x.T) @ x
+
+    def function(x):
+        return jax.lax.cond(x[0, 0] > 0, layer, layer, x)
+
+    x = jnp.ones((4, 4))
+    optimized = autopallas.optimize(function, objective="always", strict=True)
+    np.testing.assert_allclose(optimized(x), function(x), rtol=1e-6)
+    assert optimized.report().counts()["attention"] == 2

@@ -384,18 +384,21 @@ class Lookup:
         tied: set[int] = set()  # cotangents that meet values of the site: a sum of one may be that of any other site
         root = graph.numbers[forward.body][forward.root]
         inner = forward.own - {root}  # one factor is not the other's cotangent
-        for i, result in zip(wanted, pattern.outvars, strict=True):
-            if not isinstance(result, Var):
-                continue
-            equations = _leading_to(pattern.equations, result)
-            of_site = any(atom in known for e in equations for atom in e.invars if isinstance(atom, Var))
-            candidates = [*found, *self._cotangents(equations, known, cotangent, frame)]
-            for candidate in dict.fromkeys(c for c in candidates if c not in inner):
+        leading = [
+            (i, result, _leading_to(pattern.equations, result))
+            for i, result in zip(wanted, pattern.outvars, strict=True)
+            if isinstance(result, Var)
+        ]
+        of_site = {i for i, _, e in leading if any(a in known for x in e for a in x.invars if isinstance(a, Var))}
+        # What only adds a cotangent up says nothing of the site: it is looked for of those that are found already.
+        for i, result, equations in sorted(leading, key=lambda given: given[0] not in of_site):
+            started = self._cotangents(equations, known, cotangent, frame) if i in of_site else ()
+            for candidate in dict.fromkeys(c for c in (*found, *started) if c not in inner):
                 numbers = self._follow(equations, known | {cotangent: candidate}, frame)
                 if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed | {root}:
                     backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
                     backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
-                    if of_site:
+                    if i in of_site:
                         tied.add(candidate)
         for backward in found.values():
             for i, levels in backward.levels.items():

@@ -307,7 +307,7 @@ def _arguments(extra, inputs):
 def test_refused_with_reason_and_line_and_exactly_as_it_was(name):
     function, reason, extra, inputs = REFUSALS[name]
     arguments = _arguments(extra, inputs)
-    optimized = optimized_like_a_user(function)
+    optimized = optimized_like_a_user(function, ops=("attention",))
     given = compiled(with_gradients(optimized, arguments))(*arguments)
     report = optimized.report()
     assert report.counts()["attention"] == 0
@@ -331,7 +331,7 @@ def test_refused_with_reason_and_line_and_exactly_as_it_was(name):
 def test_a_train_step_reports_it_once_too_for_its_forward(name):
     function, _, extra, inputs = REFUSALS[name]
     arguments = _arguments(extra, inputs)
-    optimized = optimized_like_a_user(with_gradients(function, arguments))
+    optimized = optimized_like_a_user(with_gradients(function, arguments), ops=("attention",))
     jax.make_jaxpr(lambda *args: optimized(*args))(*arguments)
     (miss,) = optimized.report().near_misses
     assert f"({name}" in miss.location
