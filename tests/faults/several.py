@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.graph import Graph
-from autopallas.patterns.cross_entropy_region import Region
+from autopallas.patterns.cross_entropy.region import Region
 from tests.faults.programs import attention, cross_entropy, grouped_matmul
 
 ODD = 20

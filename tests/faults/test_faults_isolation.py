@@ -20,27 +20,27 @@ ALL = Counter(attention=2, cross_entropy=2, grouped_matmul=4)
 
 CANDIDATE = {
     # what fails for one candidate: (operation, the programs in which it costs one site)
-    "patterns.attention:_Proofs.at": ("attention", (several, step)),
-    "patterns.attention:match_of": ("attention", (several, step)),
-    "patterns.attention:AttentionDraft.search": ("attention", (step,)),
-    "patterns.attention:AttentionDraft.match_with": ("attention", (step,)),
-    "patterns.cross_entropy:Region.read": ("cross_entropy", (several, step)),
-    "patterns.cross_entropy:_match": ("cross_entropy", (several, step)),
-    "patterns.grouped_matmul:ragged_dot": ("grouped_matmul", (several, step)),
-    "patterns.grouped_matmul:with_epilogue": ("grouped_matmul", (several,)),
-    "patterns.experts:_found": ("grouped_matmul", (several, step)),
-    "patterns.experts:Draft.match": ("grouped_matmul", (several, step)),
-    "patterns.experts:Draft.search": ("grouped_matmul", (step,)),
-    "patterns.experts:Draft.match_with": ("grouped_matmul", (step,)),
+    "patterns.attention.recognise:_Proofs.at": ("attention", (several, step)),
+    "patterns.attention.recognise:match_of": ("attention", (several, step)),
+    "patterns.attention.recognise:AttentionDraft.search": ("attention", (step,)),
+    "patterns.attention.recognise:AttentionDraft.match_with": ("attention", (step,)),
+    "patterns.cross_entropy.recognise:Region.read": ("cross_entropy", (several, step)),
+    "patterns.cross_entropy.recognise:_match": ("cross_entropy", (several, step)),
+    "patterns.grouped_matmul.recognise:ragged_dot": ("grouped_matmul", (several, step)),
+    "patterns.grouped_matmul.recognise:with_epilogue": ("grouped_matmul", (several,)),
+    "patterns.mixture_of_experts.recognise:_found": ("grouped_matmul", (several, step)),
+    "patterns.mixture_of_experts.recognise:Draft.match": ("grouped_matmul", (several, step)),
+    "patterns.mixture_of_experts.recognise:Draft.search": ("grouped_matmul", (step,)),
+    "patterns.mixture_of_experts.recognise:Draft.match_with": ("grouped_matmul", (step,)),
 }
 
 SET_UP = {
     # what a pattern prepares: (operation, sites that are left of it)
-    "patterns.attention:_reach": ("attention", 0),
-    "patterns.attention:_Proofs.__init__": ("attention", 0),
-    "patterns.cross_entropy:_exponents": ("cross_entropy", 0),
-    "patterns.experts:_candidates": ("grouped_matmul", 2),
-    "patterns.experts:choice_axes": ("grouped_matmul", 2),
+    "patterns.attention.recognise:_reach": ("attention", 0),
+    "patterns.attention.recognise:_Proofs.__init__": ("attention", 0),
+    "patterns.cross_entropy.recognise:_exponents": ("cross_entropy", 0),
+    "patterns.mixture_of_experts.recognise:_candidates": ("grouped_matmul", 2),
+    "patterns.mixture_of_experts.recognise:choice_axes": ("grouped_matmul", 2),
 }
 
 

@@ -62,7 +62,12 @@ def put_back(name: str) -> Iterator[None]:
             setattr(one, last, new)
 
     # What is bound at import has to be bound before it is replaced.
-    for module in ("optimize", "patterns.attention", "patterns.cross_entropy", "patterns.grouped_matmul"):
+    for module in (
+        "optimize",
+        "patterns.attention.recognise",
+        "patterns.cross_entropy.recognise",
+        "patterns.grouped_matmul.recognise",
+    ):
         importlib.import_module(f"autopallas.{module}")
     for operation in ("attention", "cross_entropy", "grouped_matmul"):
         importlib.import_module(f"autopallas.kernels.{operation}.xla")
@@ -172,13 +177,13 @@ def _zero_over_zero(replace: Replace) -> None:
 
         return folded
 
-    replace("patterns.experts_choice", "_folded", change)
-    replace("patterns.experts_choice", "Choices._left_out", lambda old: lambda self, *of: True)
+    replace("patterns.mixture_of_experts.choice", "_folded", change)
+    replace("patterns.mixture_of_experts.choice", "Choices._left_out", lambda old: lambda self, *of: True)
 
 
 def _nothing_assumed(replace: Replace) -> None:
     """Where no maximum is subtracted, scores are taken to be small, and no site says so."""
-    replace("patterns.attention_site", "ProvedAttention.assumptions", lambda old: property(lambda self: ()))
+    replace("patterns.attention.site", "ProvedAttention.assumptions", lambda old: property(lambda self: ()))
 
 
 def _has(*features: str) -> Callable[[RandomProgram], bool]:

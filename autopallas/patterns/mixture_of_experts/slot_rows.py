@@ -10,7 +10,7 @@ from jax import lax
 
 from autopallas.graph import Space
 from autopallas.graph.labels import Atom, View
-from autopallas.patterns.experts_reading import SlotRows
+from autopallas.patterns.mixture_of_experts.reading import SlotRows
 
 __all__ = ["Index", "RowsOfSlots"]
 

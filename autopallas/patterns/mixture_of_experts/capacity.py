@@ -13,8 +13,8 @@ from itertools import islice, product
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.experts_counts import Linear, Reader, Running, first_ones, running_counts
-from autopallas.patterns.experts_values import Key, Values
+from autopallas.patterns.mixture_of_experts.counts import Linear, Reader, Running, first_ones, running_counts
+from autopallas.patterns.mixture_of_experts.values import Key, Values
 
 __all__ = ["unproved"]
 

@@ -1,9 +1,9 @@
 """Mixtures in which every expert computes every token: ``out[t] = sum over e of y[t, e]``, mostly zero.
 
 The anchor is the sum over experts.  What is summed is read, and proved to be zero where an expert was not chosen, by
-:mod:`autopallas.patterns.experts_reading`.  The site reaches from there back to what depends neither on a choice of
-experts nor on one of their products: tokens, matrices, and the numbers that routing is made of.  So the routing is
-carried as it is, its derivative too.
+:mod:`autopallas.patterns.mixture_of_experts.reading`.  The site reaches from there back to what depends neither on a
+choice of experts nor on one of their products: tokens, matrices, and the numbers that routing is made of.  So the
+routing is carried as it is, its derivative too.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from autopallas.patterns.backward import (
     settle,
 )
 from autopallas.patterns.carry import is_available
-from autopallas.patterns.experts_axes import choice_axes, passed_on
-from autopallas.patterns.experts_loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
-from autopallas.patterns.experts_picks import GATHERED, PICKED
-from autopallas.patterns.experts_reading import read
-from autopallas.patterns.experts_refusals import DENSE
-from autopallas.patterns.experts_site import NoMixture, Sites
-from autopallas.patterns.experts_slots import DISPATCHED, SCATTERED
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.mixture_of_experts.axes import choice_axes, passed_on
+from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
+from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
+from autopallas.patterns.mixture_of_experts.reading import read
+from autopallas.patterns.mixture_of_experts.refusals import DENSE
+from autopallas.patterns.mixture_of_experts.site import NoMixture, Sites
+from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 
 __all__ = ["find"]
 

@@ -21,8 +21,8 @@ from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.advice import FLOATS, NORMALISE
-from autopallas.patterns.attention_draft import AttentionDraft, Proved
-from autopallas.patterns.attention_site import Labels
+from autopallas.patterns.attention.draft import AttentionDraft, Proved
+from autopallas.patterns.attention.site import Labels
 from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
 from autopallas.patterns.carry import Carrier, ProgramBuilder
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of

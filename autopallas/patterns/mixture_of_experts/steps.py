@@ -6,7 +6,7 @@ from autopallas import compat
 from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.loop_slices import is_zero
-from autopallas.patterns.experts_signs import Signs
+from autopallas.patterns.mixture_of_experts.signs import Signs
 
 __all__ = ["Steps"]
 

@@ -4,7 +4,7 @@
 If every slot (e, c) holds one token at most, and ``combine`` is zero wherever ``dispatch`` is, then a slot that counts
 for a token holds that token, and ``out[s] = sum over e of (sum over c of combine[s, e, c]) f_e(x[s])``.
 
-Both are shown in :mod:`autopallas.patterns.experts_capacity`.
+Both are shown in :mod:`autopallas.patterns.mixture_of_experts.capacity`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.experts_capacity import unproved
-from autopallas.patterns.experts_values import Values
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.mixture_of_experts.capacity import unproved
+from autopallas.patterns.mixture_of_experts.values import Values
 
 __all__ = ["DISPATCHED", "SCATTERED", "Slots", "Unproved", "slots_of"]
 

@@ -19,13 +19,13 @@ from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
 from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
-from autopallas.patterns.experts_loops import loop_at, rolled
-from autopallas.patterns.experts_reading import PickedRows, Reading, SlotRows, read
-from autopallas.patterns.experts_refusals import DENSE
-from autopallas.patterns.experts_signs import Outside
-from autopallas.patterns.experts_slot_rows import RowsOfSlots
-from autopallas.patterns.experts_slots import Slots
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.mixture_of_experts.loops import loop_at, rolled
+from autopallas.patterns.mixture_of_experts.reading import PickedRows, Reading, SlotRows, read
+from autopallas.patterns.mixture_of_experts.refusals import DENSE
+from autopallas.patterns.mixture_of_experts.signs import Outside
+from autopallas.patterns.mixture_of_experts.slot_rows import RowsOfSlots
+from autopallas.patterns.mixture_of_experts.slots import Slots
 from autopallas.sites.index_notation import Operand, View
 
 __all__ = ["NoMixture", "Sites"]

@@ -16,12 +16,12 @@ from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.kernels.attention.site import AttentionSite
 from autopallas.patterns.advice import AT_HAND, IN_THE_BODY, QUERIES_ONCE, SIDE_EFFECTS, SIDE_INPUT_ONCE, WHOLE_GRADIENT
-from autopallas.patterns.attention_site import ProvedAttention
+from autopallas.patterns.attention.score_terms import Product
+from autopallas.patterns.attention.site import ProvedAttention
 from autopallas.patterns.backward import LAYOUT, Backward, Forward, Level, Search, differentiable
 from autopallas.patterns.carry import Carrier, fewest_side_elements, is_available
 from autopallas.patterns.expressions import computed_from
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch
-from autopallas.patterns.score_terms import Product
 
 __all__ = ["AttentionDraft", "Escape", "Proved", "match_of"]
 

@@ -14,8 +14,8 @@ from jax.lax import GatherScatterMode
 
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension, View, is_product
-from autopallas.patterns.experts_axes import position_of
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.mixture_of_experts.axes import position_of
 
 __all__ = ["GATHERED", "PICKED", "Pick", "Picking", "Place", "SlotPick", "pick_at", "slots_at"]
 

@@ -29,7 +29,8 @@ from autopallas.patterns.advice import (
     WHOLE_COLUMNS,
     WHOLE_ROWS,
 )
-from autopallas.patterns.cross_entropy_flows import Flow, Flows
+from autopallas.patterns.cross_entropy.flows import Flow, Flows
+from autopallas.patterns.cross_entropy.row_statistics import RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
@@ -43,7 +44,6 @@ from autopallas.patterns.expressions import (
 )
 from autopallas.patterns.indexing import picked
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.row_statistics import RowStatistics
 
 __all__ = ["HeadLogits", "Region", "Terminal"]
 

@@ -25,13 +25,13 @@ from autopallas.graph.extract import closed, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
-from autopallas.patterns.experts_axes import choice_axes
-from autopallas.patterns.experts_choice import Choices
-from autopallas.patterns.experts_refusals import DENSE
-from autopallas.patterns.experts_signs import Signs
-from autopallas.patterns.experts_steps import Steps
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.mixture_of_experts.axes import choice_axes
+from autopallas.patterns.mixture_of_experts.choice import Choices
+from autopallas.patterns.mixture_of_experts.refusals import DENSE
+from autopallas.patterns.mixture_of_experts.signs import Signs
+from autopallas.patterns.mixture_of_experts.steps import Steps
 
 __all__ = ["Loop", "added_on_the_way", "even_sums", "loop_at", "rolled", "selected_on_the_way"]
 

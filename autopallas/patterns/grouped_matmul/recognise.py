@@ -16,10 +16,10 @@ from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
-from autopallas.patterns import experts
-from autopallas.patterns.epilogue import with_epilogue
+from autopallas.patterns import mixture_of_experts
+from autopallas.patterns.grouped_matmul.epilogue import with_epilogue
+from autopallas.patterns.grouped_matmul.ragged_dot import ragged_dot
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
-from autopallas.patterns.ragged_dot import ragged_dot
 
 __all__ = ["find"]
 
@@ -59,7 +59,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     dense: list[Match] = []
     missed: list[NearMiss] = []
     with contained():
-        dense, missed = experts.find(graph, alive, assume_finite)
+        dense, missed = mixture_of_experts.find(graph, alive, assume_finite)
     return sorted([*matches, *dense], key=lambda match: match.results[0]), [*misses.values(), *missed]
 
 

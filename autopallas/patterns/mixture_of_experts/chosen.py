@@ -11,11 +11,11 @@ from typing import Any
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom
 from autopallas.patterns.advice import PICK_ROWS, SORT_TOKENS
-from autopallas.patterns.experts_axes import position_of
-from autopallas.patterns.experts_picks import Picking
-from autopallas.patterns.experts_slots import SCATTERED
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Mismatch
+from autopallas.patterns.mixture_of_experts.axes import position_of
+from autopallas.patterns.mixture_of_experts.picks import Picking
+from autopallas.patterns.mixture_of_experts.slots import SCATTERED
 
 __all__ = ["CHOOSE", "refuse_chosen", "refuse_slots_read"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.experts_choice import folded
-from autopallas.patterns.experts_values import MOST, Values
+from autopallas.patterns.mixture_of_experts.choice import folded
+from autopallas.patterns.mixture_of_experts.values import MOST, Values
 
 __all__ = ["Linear", "Reader", "Running", "first_ones", "running_counts"]
 

@@ -27,9 +27,9 @@ from autopallas.patterns.advice import (
     WHOLE_COLUMNS,
     WHOLE_GRADIENT,
 )
-from autopallas.patterns.attention_site import Labels
+from autopallas.patterns.attention.site import Labels
 from autopallas.patterns.carry import Carrier, ProgramBuilder, fewest_side_elements
-from autopallas.patterns.cross_entropy_region import Region, Terminal
+from autopallas.patterns.cross_entropy.region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Side

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom, Dimension
-from autopallas.patterns.experts_axes import positions_along
-from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.mixture_of_experts.axes import positions_along
+from autopallas.patterns.mixture_of_experts.signs import Signs
 
 __all__ = ["Interval", "interval"]
 

@@ -3,8 +3,9 @@ gradient the two products of ``dlogits``.
 
 The anchor is a contraction whose result flows, through elementwise operations and layout alone, into an exponential
 that is summed over the axis of one operand.  Everything that the logits flow into has to end in a reduction that a
-kernel can take (:mod:`autopallas.patterns.row_statistics`) or in a product with x or w; then neither the logits nor
-anything of their size is needed any more.  Numbers per row are the program's own business, whatever it does with them.
+kernel can take (:mod:`autopallas.patterns.cross_entropy.row_statistics`) or in a product with x or w; then neither the
+logits nor anything of their size is needed any more.  Numbers per row are the program's own business, whatever it does
+with them.
 
 The backward is the same once more: ``dlogits`` is an elementwise program of the logits and of numbers per row, and ends
 in products.  So it is found whatever made it, automatic differentiation or a rule of the user's.
@@ -29,9 +30,9 @@ from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED
 from autopallas.patterns.backward import LAYOUT
-from autopallas.patterns.cross_entropy_flows import Flows
-from autopallas.patterns.cross_entropy_passes import passes
-from autopallas.patterns.cross_entropy_region import Region
+from autopallas.patterns.cross_entropy.flows import Flows
+from autopallas.patterns.cross_entropy.passes import passes
+from autopallas.patterns.cross_entropy.region import Region
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
 from autopallas.patterns.order import circle
 
@@ -108,9 +109,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 elif region.labelled:
                     mismatch = together.get(node.outputs[0], mismatch)
                     where = jaxprs.location(node.equation)
-                    misses.append(
-                        NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice)
-                    )
+                    misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice))
     _part(graph, matches, matched, assume_finite)
     return matches, misses
 
@@ -144,9 +143,7 @@ def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
     return None
 
 
-def _beside(
-    graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]
-) -> list[_Candidate]:
+def _beside(graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]) -> list[_Candidate]:
     """Products that give no exponents, but perhaps what is read together with logits: as many numbers.
 
     None, where to follow them all would take longer than to read the program a few times.

@@ -8,9 +8,9 @@ from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
-from autopallas.patterns.experts_axes import positions_along
-from autopallas.patterns.experts_choice import folded
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.mixture_of_experts.axes import positions_along
+from autopallas.patterns.mixture_of_experts.choice import folded
 
 __all__ = ["MOST", "Key", "Values"]
 

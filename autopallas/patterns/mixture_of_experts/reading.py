@@ -30,16 +30,16 @@ from autopallas.patterns.advice import (
     ONE_NUMBER,
     PICK_ROWS,
 )
-from autopallas.patterns.experts_choice import Choice, Choices
-from autopallas.patterns.experts_chosen import CHOOSE, refuse_chosen, refuse_slots_read
-from autopallas.patterns.experts_intervals import Interval
-from autopallas.patterns.experts_picks import GATHERED, PICKED, Picking, SlotPick, pick_at, slots_at
-from autopallas.patterns.experts_refusals import DENSE, refuse_hidden, refuse_weight, weights
-from autopallas.patterns.experts_signs import Signs
-from autopallas.patterns.experts_slots import DISPATCHED, SCATTERED, Slots, Unproved, slots_of
 from autopallas.patterns.expressions import Scope, operation
+from autopallas.patterns.grouped_matmul.ragged_dot import precision
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.ragged_dot import precision
+from autopallas.patterns.mixture_of_experts.choice import Choice, Choices
+from autopallas.patterns.mixture_of_experts.chosen import CHOOSE, refuse_chosen, refuse_slots_read
+from autopallas.patterns.mixture_of_experts.intervals import Interval
+from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED, Picking, SlotPick, pick_at, slots_at
+from autopallas.patterns.mixture_of_experts.refusals import DENSE, refuse_hidden, refuse_weight, weights
+from autopallas.patterns.mixture_of_experts.signs import Signs
+from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED, Slots, Unproved, slots_of
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Instruction, Side, conversion_params, parameters
 from autopallas.sites.index_notation import Operand, View
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
-from autopallas.patterns.experts_axes import choice_axes
-from autopallas.patterns.experts_signs import Signs
+from autopallas.patterns.mixture_of_experts.axes import choice_axes
+from autopallas.patterns.mixture_of_experts.signs import Signs
 
 __all__ = ["Quotients"]
 

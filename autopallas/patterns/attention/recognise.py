@@ -32,13 +32,13 @@ from autopallas.patterns.advice import (
     OWN_DTYPE,
     SAME_SUM,
 )
-from autopallas.patterns.attention_blocks import BlockDraft, blocks, sum_with
-from autopallas.patterns.attention_draft import AttentionDraft, Escape, Proved, match_of
+from autopallas.patterns.attention.blocks import BlockDraft, blocks, sum_with
+from autopallas.patterns.attention.draft import AttentionDraft, Escape, Proved, match_of
+from autopallas.patterns.attention.row_factor import RowFactor, row_factor
+from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.backward import Lookup, Search, settle
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded, describe_reason
-from autopallas.patterns.row_factor import RowFactor, row_factor
-from autopallas.patterns.score_terms import Product
 from autopallas.patterns.softmax import Exponential, LogSumExp, NoNormaliser, SeveralBlocks, Softmax, Term
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})

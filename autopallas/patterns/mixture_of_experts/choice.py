@@ -13,11 +13,11 @@ from jax.lax import GatherScatterMode
 from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.graph.labels import Atom, Dimension, is_product
-from autopallas.patterns.experts_axes import choice_axes, narrow_positions, position_of, positions_along
-from autopallas.patterns.experts_intervals import Interval, interval
-from autopallas.patterns.experts_quotients import Quotients
-from autopallas.patterns.experts_signs import Signs
 from autopallas.patterns.expressions import Scope
+from autopallas.patterns.mixture_of_experts.axes import choice_axes, narrow_positions, position_of, positions_along
+from autopallas.patterns.mixture_of_experts.intervals import Interval, interval
+from autopallas.patterns.mixture_of_experts.quotients import Quotients
+from autopallas.patterns.mixture_of_experts.signs import Signs
 from autopallas.sites.elementwise import Constant, Side
 
 __all__ = ["Choice", "Choices", "folded"]

@@ -1,0 +1,5 @@
+"""Mixtures of experts in any spelling, as products of the rows that each expert has to compute."""
+
+from autopallas.patterns.mixture_of_experts.recognise import find
+
+__all__ = ["find"]
