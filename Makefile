@@ -4,6 +4,8 @@ VENV ?= .venv
 ARGS ?=
 # Compiling takes most of the time, on one core per test.
 WORKERS ?= auto
+# Which cases of parametrized tests run: fast, compatibility, or nightly, which is all (tests/conftest.py).
+TIER ?= fast
 # The random programs that make fuzz judges: the first seed, and how many.
 FUZZ_SEED ?= 0
 FUZZ_PROGRAMS ?= 2000
@@ -12,7 +14,7 @@ FUZZ_PROGRAMS ?= 2000
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test test-line test-other-line test-corpus forms fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
+.PHONY: help demo test nightly test-line test-other-line test-corpus forms fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -21,11 +23,21 @@ help:  ## Lists the targets
 demo: $(VENV)/.installed  ## Trains a small GPT as it is written and optimized, and compares (ARGS="--help")
 	$(ALLOCATOR) $(VENV)/bin/python examples/train_gpt.py $(ARGS)
 
-test: test-line test-other-line  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons with current JAX
+test:  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons with current JAX, there a choice of them
+	@status=0; \
+	$(MAKE) --no-print-directory TIER=fast test-line || status=1; \
+	$(MAKE) --no-print-directory TIER=compatibility test-other-line || status=1; \
+	exit $$status
 
-test-line: $(VENV)/.installed  ## Runs the tests on the default Python alone (ARGS: arguments of pytest)
+nightly:  ## Runs all cases of all tests on both lines, which takes most of two hours on two cores
+	@status=0; \
+	$(MAKE) --no-print-directory TIER=nightly test-line || status=1; \
+	$(MAKE) --no-print-directory TIER=nightly test-other-line || status=1; \
+	exit $$status
+
+test-line: $(VENV)/.installed  ## Runs the tests on the default Python alone (TIER: fast, compatibility, nightly; ARGS: of pytest)
 	@echo "== Tests on $$($(VENV)/bin/python -c 'import platform, jax; print(f"Python {platform.python_version()} with JAX {jax.__version__}")')"
-	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 --durations=5 $(ARGS)
+	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 --tier=$(TIER) --durations=5 $(ARGS)
 
 test-other-line: $(VENV)/.installed  ## Runs the tests on the other line alone, if this machine has a Python for it
 	@wanted="$$($(VENV)/bin/python -c 'import sys; print("3.11" if sys.version_info >= (3, 12) else "3.12+")')"; \

@@ -1,9 +1,21 @@
-"""Every test runs on the CPU and without any setting of the machine's user."""
+"""Every test runs on the CPU and without any setting of the machine's user.
+
+There are three tiers (``--tier``).  All tests take most of an hour on two cores, for they compile thousands of
+programs; so ``make test`` runs a few cases of each parametrized test, chosen once and for all by their names: "fast" on
+one line of JAX, and "compatibility", which is fewer still, on the other.  ``make nightly`` runs all cases on both.
+"""
 
 import atexit
+import contextlib
+import ctypes
+import gc
+import hashlib
 import os
 import shutil
 import tempfile
+from collections import defaultdict
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 for _name in [name for name in os.environ if name.startswith("AUTOPALLAS_")]:
@@ -16,3 +28,45 @@ atexit.register(shutil.rmtree, os.environ["AUTOPALLAS_CACHE_DIR"], ignore_errors
 # Compilation takes most of a test's time.  LLVM's optimisations are more than half of that; they change how fast a
 # program is, which no test measures, not what it computes or how much memory XLA plans for it.
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
+
+import jax  # noqa: E402  (after what it reads)
+
+CASES = {"fast": 8, "compatibility": 2}
+"""How many cases of a parametrized test a tier has; all others have all."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tier",
+        choices=["fast", "compatibility", "nightly"],
+        default="nightly",
+        help="which cases of parametrized tests run: a few, fewer, or all (nightly, the default)",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    most = CASES.get(config.getoption("tier"))
+    if most is None:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    chosen = {id(item) for found in cases.values() for item in sorted(found, key=_shuffled)[:most]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = [item for item in items if id(item) in chosen]
+
+
+def _shuffled(item):
+    """A number that is the same on every machine, and does not follow the order of a grid."""
+    return hashlib.sha256(item.nodeid.rpartition("/")[2].encode()).digest()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory():
+    """Gives the memory of a module's programs back: one process that runs all modules would need 12 GB."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # the C library of Linux keeps what is freed, unless told
+        ctypes.CDLL(None).malloc_trim(0)

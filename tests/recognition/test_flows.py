@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from autopallas.graph import Graph, flatten
-from autopallas.patterns import cross_entropy, cross_entropy_flows
+from autopallas.patterns import cross_entropy
+from autopallas.patterns.cross_entropy import flows as cross_entropy_flows
 from recognition.stacks import attention, looked_up, one_hot_mixture, rematerialised, slots, stack
 
 
