@@ -70,7 +70,7 @@ check-tpu:  ## Compiles the TPU kernels for every generation, without a TPU, wit
 check-tpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
-	  tests/kernels tests/partition/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
+	  tests/kernels tests/sharding/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
 	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/tuning/test_ahead_of_time.py tests/tuning/test_ranking.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from partition.peers import UNANSWERED
+from sharding.peers import UNANSWERED
 
 
 def free_address():
@@ -24,7 +24,7 @@ def outcomes(processes, devices, scenario):
     address = free_address()
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "partition.peers", address, str(processes), str(number), scenario],
+            [sys.executable, "-m", "sharding.peers", address, str(processes), str(number), scenario],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
