@@ -64,7 +64,11 @@ def _shuffled(item):
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory():
-    """Gives the memory of a module's programs back: one process that runs all modules would need 12 GB."""
+    """Gives the memory of a module's programs back.
+
+    One process that runs all modules would need 12 GB; and each compiled program has memory mappings of its own, of
+    which Linux grants a process 65,530: behind them XLA's compiler crashes.
+    """
     yield
     jax.clear_caches()
     gc.collect()
