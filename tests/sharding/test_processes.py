@@ -80,6 +80,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for_forever():
     assert (verdict, reason) == ("kept", UNANSWERED)
 
 
+@pytest.mark.nightly
 def test_a_program_that_one_process_lowers_alone_is_not_waited_for_as_long():
     found = outcomes(2, 1, "lowered")
     assert_same_programs_and_results(found)

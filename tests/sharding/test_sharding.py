@@ -99,6 +99,7 @@ def test_meshes_with_explicit_and_automatic_axes(name):
     assert wrong_with(1, found(4, module="sharding.typed")[f"several kinds of axes: {name}"]) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 2])
 def test_divided_by_types_on_fewer_devices(devices):
     chosen = FEW_TYPED if devices > 1 else FEW_TYPED[-2:]
@@ -135,6 +136,7 @@ def test_a_site_in_a_map_over_some_axes_needs_to_know_how_the_rest_is_divided():
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 8])
 def test_meshes_whose_axes_change_their_type(devices):
     """On several devices, how automatic axes are divided is known where optimize is outermost, and there alone."""
