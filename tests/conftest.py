@@ -32,6 +32,10 @@ os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('
 
 import jax  # noqa: E402  (after what it reads)
 
+# What only compiles, for devices that are not here, is `make check-tpu` and `make check-gpu`.
+if os.environ.get("FULL_GRID") != "1":
+    collect_ignore_glob = ["kernels/*/test_*_compile.py", "tuning/test_tables_tpu_compile.py"]
+
 CASES = {"fast": 3, "compatibility": 1}
 """How many cases of a parametrized test a tier has."""
 TESTS = {"compatibility": 8}

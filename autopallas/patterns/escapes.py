@@ -112,7 +112,7 @@ def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
         body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
         if body is None or not all(is_available(graph, number, (match.body,), body, True) for number in numbers):
             return None
-        backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents)))
+        backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents), backward.mapped))
     if not backwards:
         return None
     return replace(

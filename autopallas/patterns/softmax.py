@@ -151,6 +151,7 @@ class Softmax:
         self.offset = offset  # of the keys within a longer axis, as beside a sink column
         self.note: Mismatch | None = None  # what stood in the way of reading a denominator
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
+        self.added_behind = False  # whether scores that a mask may fill were less their maximum before something was added
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
         self._memory: dict[Hashable, tuple[int, Any]] = {}
 
@@ -334,6 +335,10 @@ class Softmax:
                     x = Apply(lax.neg_p, {}, (x,), self.scope.dtype(x))
             else:
                 left, right = (self._stripped(o, depth=depth + 1) for o in (a, b))
+                if not self.space.same(self.space.canonical(a), self.space.canonical(b)):
+                    if any(side.rows and self._is_offset(o) for side, o in ((left, a), (right, b))):
+                        self.added_behind = True
+                        return _Stripped(ref, [])  # less what all keys have, the digits of what is added are kept
                 x = self._on_wide(node, left.x, right.x)
                 rows = [*left.rows, *(t.scaled(sign) for t in right.rows)]
                 under = [*left.under_mask, *(t.scaled(sign) for t in right.under_mask)]
@@ -462,6 +467,19 @@ class Softmax:
         """Whether some of the scores, of which a value is computed, are replaced by a finite number beyond a size."""
         numbers = map(self.scope.number, self._behind(ref, self._across_keys, _MOST_TERMS))
         return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
+
+    def _is_offset(self, ref: Ref) -> bool:
+        """Whether all scores of a row may be as large as a fill, or as what the program adds to them."""
+
+        def operands(at: Ref) -> Sequence[Ref]:
+            name, found = self.scope.name(at), self.space.operands(at) or []
+            if name == "select_n":
+                return found[1:]
+            return found if name in ("add", "add_any", "sub", "neg", "convert_element_type") else []
+
+        behind = self._behind(ref, operands, _MOST_TERMS)
+        given = (at for at in behind if not self.scope.depends(at.value) and self.carries_axis(at))
+        return self.is_filled(ref, _BLURS_BY) or any(self.scope.number(at) is None for at in given)
 
     def _is_filled_with_infinities(self, ref: Ref) -> bool:
         """Whether some of the scores of which a value is computed, other than by exponentials, are infinite."""

@@ -103,6 +103,8 @@ class DeclaredSite:
       result: the view of the result.
       uses: for each array that the site is given, which value it is, by the position that ``operands`` have.  Several
         are one value where a program's backward tells the uses of a value apart.
+      read_at: for each value, at which position it is read, where that is not its first use: under ``vmap`` one use may
+        have the axis, and another not.
     """
 
     op: str
@@ -112,6 +114,7 @@ class DeclaredSite:
     letters: tuple[tuple[str, Labels], ...]
     result: View
     uses: tuple[int, ...]
+    read_at: tuple[int, ...] = ()
 
     @property
     def operation(self) -> DeclaredOperation:
@@ -140,11 +143,29 @@ class DeclaredSite:
 
     def _values(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """One array for each value."""
-        return [operands[self.uses.index(value)] for value in range(max(self.uses) + 1)]
+        return [operands[position] for position in self._positions()]
+
+    def _positions(self) -> tuple[int, ...]:
+        """The position at which each value is read."""
+        return self.read_at or tuple(self.uses.index(value) for value in range(max(self.uses) + 1))
 
     def _canonical(self, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
         axes = self.operation.operands
         return {name: read(own, values, self.sizes, self._groups(axes[name])) for name, own in self.operands}
+
+    def _as_large_as_the_result(self, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Operands of which one varies along each axis of the result: several cotangents may be asked of what none of
+        the operands has several of."""
+        letters = self.operation.operands
+        for letter in self.operation.result.split():
+            size = getattr(self.spec, self.operation.sizes[letter])
+            having = [name for name in operands if letter in letters[name].split()]
+            axes = {name: letters[name].split().index(letter) for name in having}
+            if all(operands[name].shape[axis] != size for name, axis in axes.items()):
+                name, axis = next(iter(axes.items()))
+                shape = (*operands[name].shape[:axis], size, *operands[name].shape[axis + 1 :])
+                operands = operands | {name: jnp.broadcast_to(operands[name], shape)}
+        return operands
 
     # ------------------------------------------------------------------ what the site primitive runs
 
@@ -173,7 +194,7 @@ class DeclaredSite:
             filled = list(values)
             for value, array in zip(wanted, chosen, strict=True):
                 filled[value] = array
-            return self._canonical(filled)
+            return self._as_large_as_the_result(self._canonical(filled))
 
         canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
         cotangent = read(
@@ -197,7 +218,7 @@ class DeclaredSite:
             Operand(position, own.view)
             for position, value in enumerate(self.uses)
             for _, own in self.operands
-            if own.position == value
+            if own.position == value and (not self.read_at or self.read_at[value] == position)
         )
         return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),))
 
@@ -212,11 +233,16 @@ class DeclaredSite:
     def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:
         """The site under vmap: operands with an axis have it in front, and so has the result."""
         label: Labels = (len(self.sizes),)
-        of_values = [axes[self.uses.index(value)] for value in range(max(self.uses) + 1)]
+        positions = [
+            next((p for p, used in enumerate(self.uses) if used == value and axes[p] is not None), before)
+            for value, before in enumerate(self._positions())
+        ]
+        of_values = [axes[position] for position in positions]
         first = self.operation.rows.split()[0]
         return replace(
             self,
             sizes=(*self.sizes, size),
+            read_at=tuple(positions),
             operands=tuple((name, own.batched(of_values, label)) for name, own in self.operands),
             letters=tuple((a, (*label, *labels) if a == first else labels) for a, labels in self.letters),
             result=((0, label), *self.result),

@@ -398,3 +398,44 @@ def test_a_gradient_divided_by_a_probability_that_vanishes_is_assumed_away():
     assert any("vanishes" in assumption for site in report.sites for assumption in site.assumptions)
     exact = autopallas.optimize(step, objective="always", assume_finite=False)
     np.testing.assert_array_equal(np.isnan(exact(x, head)), np.isnan(step(x, head)))
+
+
+ADDED_BEHIND = {
+    "replaced": lambda s, keep: jnp.where(keep, s, -1e9),
+    "added": lambda s, keep: s + jnp.where(keep, 0, -1e9),
+    "multiplied": lambda s, keep: s + (1 - keep) * -1e9,
+    "given": lambda s, keep: s + MASK,
+}
+MASK = jnp.where(jnp.tri(5, k=-1, dtype=bool), 0, -1e9)
+"""Hides all keys of the first row."""
+
+
+@pytest.mark.parametrize("masked", ADDED_BEHIND)
+@pytest.mark.parametrize("subtract", ["maximum", "logsumexp"])
+def test_what_is_added_behind_the_maximum_of_a_fill_keeps_its_digits(masked, subtract):
+    """In a row of nothing but the fill what is left is 0, to which a bias of 0.5 is added; to the fill it is lost."""
+    q, k, v, bias = (array(5, 5, seed=n) for n in range(4))
+
+    def attend(q, k, v, mask):
+        s = ADDED_BEHIND[masked](q @ k.T, jnp.tri(5, k=-1, dtype=bool))
+        s = s if masked != "given" else q @ k.T + mask
+        row = s.max(-1, keepdims=True) if subtract == "maximum" else jax.nn.logsumexp(s, -1, keepdims=True)
+        return jax.nn.softmax(s - row + bias, -1) @ v
+
+    optimized = optimized_like_a_user(attend, ops=("attention",))
+    np.testing.assert_allclose(optimized(q, k, v, MASK), attend(q, k, v, MASK), rtol=1e-5, atol=1e-6)
+    if subtract == "maximum":
+        (miss,) = optimized.report().near_misses
+        assert "after their maximum is subtracted" in miss.reason
+
+
+def test_what_is_added_behind_the_maximum_of_plain_scores_is_part_of_the_site():
+    q, k, v, bias = (array(5, 5, seed=n) for n in range(4))
+
+    def attend(q, k, v):
+        s = q @ k.T
+        return jax.nn.softmax(s - s.max(-1, keepdims=True) + bias, -1) @ v
+
+    optimized = optimized_like_a_user(attend)
+    np.testing.assert_allclose(optimized(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-6)
+    assert optimized.report().counts()["attention"] == 1

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from support.compare import compare, with_gradients
+from support.compare import compare, optimized_like_a_user, with_gradients
 
 import autopallas
 
@@ -189,3 +189,25 @@ def test_nothing_is_replaced_without_evidence():
     report = autopallas.explain(optimized, *operands("float32"))
     (site,) = report.sites
     assert (site.op, site.verdict) == ("rms_norm", "kept")
+
+
+@pytest.mark.parametrize("normalise", [
+    lambda x, g: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g,
+    lambda x, g: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * g,
+], ids=["rms", "layer"])  # fmt: skip
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+def test_several_cotangents_of_one_normalisation(normalise, wanted):
+    """A Jacobian, and gradients of examples that share what is normalised."""
+    x, g, y = array(5, 4, seed=0), array(4, seed=1), array(3, 5, 4, seed=2)
+
+    def jacobian(x, g, y):
+        return jax.jacrev(normalise, wanted)(x, g)
+
+    def of_examples(x, g, y):
+        return jax.vmap(lambda one: jax.grad(lambda *a: jnp.sin(normalise(*a) * one).sum(), wanted)(x, g))(y)
+
+    for program in (jacobian, of_examples):
+        optimized = optimized_like_a_user(program)
+        for a, b in zip(jax.tree.leaves(optimized(x, g, y)), jax.tree.leaves(program(x, g, y)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert sum(optimized.report().counts().values()) == 1

@@ -513,6 +513,11 @@ class _Attempt:
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:
         """The normaliser, the terms beside it, none of which depends on the scores, and what else multiplies a row."""
+        if softmax.added_behind:
+            raise Mismatch(
+                "something is added to the scores after their maximum is subtracted, which may be that of a mask",
+                advice="Add it before the maximum is taken: jax.nn.softmax(scores + added).",
+            )
         try:
             exact = self._prove_exact(softmax, found)
             if not found.guarded:
