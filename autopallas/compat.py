@@ -6,13 +6,34 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax._src import config, source_info_util
 from jax.interpreters import ad, batching, mlir
+
+Dtype: TypeAlias = np.dtype[np.generic]
+"""A dtype."""
+PyTree: TypeAlias = Any
+"""A tree of arrays, as a user's functions take and give them: it has no type that can be said."""
+Params: TypeAlias = dict[str, Any]
+"""The parameters of an equation by name, whose types are each primitive's own: JAX gives them none."""
+ArrayFunction: TypeAlias = Callable[..., PyTree]
+"""A function of arrays whose results are arrays, or trees of them: what JAX's transformations take and give."""
+
+
+class Shaped(Protocol):
+    """What has a shape and a dtype: an array, or the type of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Dtype: ...
+
 
 if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
 
@@ -69,11 +90,17 @@ JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
 """A jaxpr, open or closed."""
 
 __all__ = [
+    "ArrayFunction",
     "ClosedJaxpr",
+    "Dtype",
     "Jaxpr",
     "JaxprEqn",
     "JaxprLike",
     "Literal",
+    "Params",
+    "PyTree",
+    "Shaped",
+    "TraceContext",
     "Var",
     "ad",
     "array_type",
@@ -270,6 +297,18 @@ def jit_settings(function: Any) -> dict[str, Any] | None:
         if getattr(info, name, None) is not None:
             settings[name] = getattr(info, name)
     return {k: v for k, v in settings.items() if v not in (None, False)}
+
+
+Setting = TypeVar("Setting")
+
+
+class TraceContext(Protocol[Setting]):
+    """A context variable of JAX's."""
+
+    @property
+    def value(self) -> Setting: ...
+
+    def __call__(self, value: Setting) -> AbstractContextManager[None]: ...
 
 
 def trace_context(default: Any) -> Any:

@@ -9,11 +9,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autopallas.cli import CommandError
+from autopallas.sites.spec import Sizes
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
@@ -77,7 +77,7 @@ def _show(options: argparse.Namespace) -> int:
         return _print_json({"digest": entry.digest} | entry.to_dict())
     told = _summary(entry)
     lines = [(name, str(told[name])) for name in ("key", *(name for name in told if name != "key"))]
-    lines += [(name, str(entry.key[name])) for name in ("platform", "runtime", "kernel_version")]
+    lines += [(name, str(dict(entry.key)[name])) for name in ("platform", "runtime", "kernel_version")]
     if entry.lean is not None:
         lines.append(("least memory", _result(entry.lean)))
     settings = entry.key["versions"] | entry.key["flags"]
@@ -181,10 +181,7 @@ def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
         bucketed = " ".join(map(str, bucket)) if isinstance(bucket, list) else ""
         return {"key": entry.digest} | shown | {"bucket": bucketed, "outcome": entry.outcome, "result": told}
     row = entry.row
-    if row is None:
-        result = f"{entry.outcome}: {entry.reason}"
-    else:
-        result = _result(replace(row, block_sizes=entry.block_sizes or {}))
+    result = f"{entry.outcome}: {entry.reason}" if row is None else _result(row.of(entry.block_sizes or {}))
     return {
         "key": entry.digest,
         "operation": entry.key["operation"],
@@ -197,7 +194,7 @@ def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
     }
 
 
-def _result(row: Row) -> str:
+def _result(row: Row[Sizes]) -> str:
     smaller = row.kernel_bytes / max(row.original_bytes, 1)
     return f"{_sizes(row.block_sizes)}: {row.speedup:.2f}x the speed, {smaller:.2f}x the memory ({row.date})"
 

@@ -23,6 +23,7 @@ from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.table import Key, Row, Table, table_device
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
@@ -270,8 +271,8 @@ def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> l
     return written
 
 
-def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row]]:
-    found: dict[str, dict[Key, Row]] = {}
+def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row[BlockSizes]]]:
+    found: dict[str, dict[Key, Row[BlockSizes]]] = {}
     for subject, outcome in outcomes:
         if rows := outcome.rows(subject.match.op):
             found.setdefault(subject.match.op, {}).update(rows)

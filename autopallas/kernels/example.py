@@ -7,18 +7,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+from autopallas.compat import Dtype
 
 __all__ = ["harmless", "is_float", "normal"]
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 
-def is_float(dtype: np.dtype[Any]) -> bool:
+def is_float(dtype: Dtype) -> bool:
     """Whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def normal(random: np.random.Generator, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> Array:
+def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, scale: float = 1.0) -> Array:
     """Normally distributed numbers."""
     return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
 

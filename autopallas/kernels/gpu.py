@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
@@ -38,7 +40,6 @@ __all__ = [
     "too_few_threads",
 ]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 SHARED_MEMORY = 227 * 2**10
 """Bytes of shared memory that one block of an H100 may have."""
@@ -138,7 +139,7 @@ def array_bytes(*arrays: Any) -> int:
     return sum(int(math.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
-def swizzle(columns: int, dtype: Any) -> int:
+def swizzle(columns: int, dtype: DTypeLike) -> int:
     """Bytes of the widest swizzle that a tile's rows of so many columns are whole numbers of.
 
     Raises:
@@ -197,7 +198,7 @@ def mosaic() -> Any:
     return mosaic_gpu
 
 
-def tile(shape: Sequence[int], dtype: Any, widest: int = 128) -> Any:
+def tile(shape: Sequence[int], dtype: DTypeLike, widest: int = 128) -> Any:
     """Shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
 
     Args:
@@ -224,7 +225,7 @@ def call(
     transcendentals: int = 0,
     approximate: bool = False,
     by_lanes: bool = False,
-) -> Callable[..., Any]:
+) -> ArrayFunction:
     """A ``plgpu.kernel`` as every GPU kernel here has it: named, scoped, and interpreted where that is asked for.
 
     Args:

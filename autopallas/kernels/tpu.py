@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
+from autopallas.compat import ArrayFunction
 from autopallas.kernels.tpu_schedule_tracing import in_main_memory, limit_of, part_of, tables_of
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -89,7 +91,7 @@ def generation(device: Device) -> Generation:
 # ---------------------------------------------------------------------- tiles and memory
 
 
-def sublanes(dtype: Any) -> int:
+def sublanes(dtype: DTypeLike) -> int:
     """Elements along the second minor dimension of a tile: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
     return 32 // int(np.dtype(dtype).itemsize)
 
@@ -99,7 +101,7 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def block_bytes(shape: Sequence[int], dtype: Any, buffers: int = 1) -> int:
+def block_bytes(shape: Sequence[int], dtype: DTypeLike, buffers: int = 1) -> int:
     """Bytes that a block takes in vector memory, its last two dimensions filled up to whole tiles.
 
     Args:
@@ -116,7 +118,7 @@ def block_bytes(shape: Sequence[int], dtype: Any, buffers: int = 1) -> int:
     return buffers * math.prod(leading) * rows * rounded(columns, LANES) * int(np.dtype(dtype).itemsize)
 
 
-def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: Any) -> None:
+def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: DTypeLike) -> None:
     """Raises where Mosaic would not take a block: each of its last two dimensions is the array's, or divisible by the
     tile's.
 
@@ -196,7 +198,7 @@ def call(
     scratch_shapes: Sequence[Any] = (),
     prefetched: int = 0,
     aliases: dict[int, int] | None = None,
-) -> Callable[..., Any]:
+) -> ArrayFunction:
     """A ``pallas_call`` as every TPU kernel here has it: named, scoped, priced, and within the generation's memory.
 
     Args:
@@ -217,7 +219,7 @@ def call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    def made(tables: Sequence[Any] | None) -> Callable[..., Any]:
+    def made(tables: Sequence[Any] | None) -> ArrayFunction:
         """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
         body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
         extents = tuple(grid)
@@ -267,7 +269,7 @@ def _without_scalars(spec: Any, tables: Sequence[Any]) -> Any:
     return replace(spec, index_map=lambda *ids: spec.index_map(*ids, *tables))
 
 
-def cost_of(body: Callable[..., Any], *types: Any, times: int, arrays: Iterable[Any]) -> Any:
+def cost_of(body: ArrayFunction, *types: Any, times: int, arrays: Iterable[Any]) -> Any:
     """What a kernel costs, as XLA's scheduler wants to know it.
 
     Args:

@@ -9,7 +9,7 @@ part is run.  What kernels read and write lies in main memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction
 
 __all__ = [
     "Record",
@@ -99,7 +100,7 @@ def limit_of(asked: int | None) -> int | None:
     return asked if asked is None or most is None else min(asked, most)
 
 
-def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Callable[..., Any]:
+def in_main_memory(call: ArrayFunction, shapes: Any, scalars: int) -> ArrayFunction:
     """A kernel as it is made for results of some shapes; in a simulation its arrays lie in main memory.
 
     Left to itself, a compiler that simulates keeps arrays in vector memory until kernels have no room there.
@@ -110,7 +111,7 @@ def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Calla
       scalars: how many leading operands are tables, and stay where they are.
     """
     if _current.value is None:
-        made: Callable[..., Any] = call(shapes)
+        made: ArrayFunction = call(shapes)
         return made
     from jax.experimental.pallas import tpu as pltpu
 
@@ -173,7 +174,7 @@ class Table:
       [3, 1, 4, 1, 5]
     """
 
-    def __init__(self, values: np.ndarray[Any, np.dtype[Any]]):
+    def __init__(self, values: np.ndarray):
         self._least = int(values.min())
         self._step = int(values[1] - values[0]) if len(values) > 1 else 0
         self._affine = bool(np.all(values == values[0] + self._step * np.arange(len(values))))
@@ -197,7 +198,7 @@ class Table:
         return (shifted & np.int32(2**self._bits - 1 if self._bits < 32 else -1)) + np.int32(self._least)
 
 
-def _packed(values: np.ndarray[Any, np.dtype[Any]], bits: int, each: int) -> list[int]:
+def _packed(values: np.ndarray, bits: int, each: int) -> list[int]:
     words = []
     for first in range(0, len(values), each):
         word = sum(int(x) << bits * n for n, x in enumerate(values[first : first + each]))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
@@ -190,13 +191,13 @@ def _attention_backward(
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-_SideInput: TypeAlias = tuple[int, np.dtype[Any]]
+_SideInput: TypeAlias = tuple[int, Dtype]
 _INT32 = np.dtype(np.int32)
 
 
 @lru_cache(maxsize=256)
 def _score_program(
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     scale: float,
     logits_soft_cap: float | None,
     bias: _SideInput | None,
@@ -237,7 +238,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

@@ -17,7 +17,7 @@ from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 _SEGMENTS = 4
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.tiles import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "picture", "tile_states", "usual"]
 
 Array: TypeAlias = jax.Array
-States: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+States: TypeAlias = np.ndarray
 
 IMPLEMENTATIONS = frozenset({"xla", "pallas_tpu"})
 """Those that skip hidden tiles; for the others such a mask is no mask."""
@@ -266,7 +267,7 @@ def _parts(length: int, most: int) -> Edges:
     return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _least(bound: float, dtype: Any) -> float:
+def _least(bound: float, dtype: Dtype) -> float:
     """The least maximum beside which the exponential of a score up to ``bound`` is 0, as a number of the dtype."""
     largest = float(jnp.finfo(dtype).max)
     # Where numbers are so great that they are further apart than that, a greater one is needed all the same.

@@ -8,7 +8,7 @@ Mosaic that its layouts have no rule for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import ArrayFunction
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
@@ -218,7 +219,7 @@ def backward_elements(spec: AttentionSpec, programs: TilePrograms) -> Elements:
 
 
 def _traced(
-    spec: AttentionSpec, function: Callable[..., Any], names: tuple[str, ...], dtypes: tuple[Any, ...]
+    spec: AttentionSpec, function: ArrayFunction, names: tuple[str, ...], dtypes: tuple[Any, ...]
 ) -> Elements:
     """The function of these, the positions and the side inputs, for one element."""
     names = (*names, "query", "key", *(f"side{n}" for n in range(len(spec.sides))))

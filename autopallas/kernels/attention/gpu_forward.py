@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels import gpu
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
@@ -365,7 +366,7 @@ def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) ->
         free(lax.rem(total - used + n, jnp.int32(stages)))
 
 
-def parts(tile_value: Any, read: Any, dtype: Any, precision: str | None) -> list[Any]:
+def parts(tile_value: Any, read: Any, dtype: DTypeLike, precision: str | None) -> list[Any]:
     """A tile as a sum of tiles of the dtype that wgmma takes: one where the original's product reads the tile in that
     dtype, else two, which have 16 bits of fraction and more where TF32 has 10, or three for a higher precision."""
     if read == dtype:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_elements import Value
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
@@ -84,7 +85,7 @@ class Visits:
     full: TilePrograms
     counts: tuple[int, int] | None
     ordered: bool
-    table: Array | np.ndarray[Any, Any] | None
+    table: Array | np.ndarray | None
     has_full: bool
     has_partial: bool
 
@@ -208,7 +209,7 @@ def vector(ref: Any, index: tuple[Any, ...], kind: Literal["along_0", "along_1"]
     return Value(kind, plgpu.load(ref.at[index], layout=layout, optimized=False))
 
 
-def stored(side: SideSpec) -> np.dtype[Any]:
+def stored(side: SideSpec) -> Dtype:
     """The dtype of a side input in main memory."""
     if side.varies[3] and side.varies[4]:
         return np.dtype(np.int8) if side.dtype == np.bool_ else side.dtype

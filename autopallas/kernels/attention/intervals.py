@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction
 
 __all__ = ["Interval", "Ranges", "evaluate", "registers"]
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Dtype: TypeAlias = np.dtype[Any]
+Array: TypeAlias = np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ _DIGITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 _LARGEST = {name: float(jnp.finfo(name).max) for name in _DIGITS}
 
 
-def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Interval:
+def _settle(low: Array, high: Array, dtype: np.dtype, rounded: bool = True) -> Interval:
     """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding, and
     infinite beyond the dtype's range."""
     if dtype == np.bool_:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
@@ -108,7 +109,7 @@ def backward(
     return dquery, dkey, dvalue, tuple(dsides), dsink
 
 
-def _einsum(equation: str, a: Array, b: Array, dtype: Any, precision: str | None) -> Array:
+def _einsum(equation: str, a: Array, b: Array, dtype: DTypeLike, precision: str | None) -> Array:
     if dtype == jnp.float64:
         a, b = a.astype(dtype), b.astype(dtype)
     dots = None if precision is None else lax.Precision[precision]

@@ -91,7 +91,7 @@ class Schedule:
     key_block: int
     batch_step: int
     head_step: int
-    states: np.ndarray[Any, np.dtype[Any]]
+    states: np.ndarray
     """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN; a last, shorter block is one of them."""
     least: float
     """The maximum beside which keys in hidden tiles have no weight."""
@@ -146,11 +146,11 @@ class Schedule:
     def _over(
         self,
         row_block: Start,
-        hits: np.ndarray[Any, np.dtype[Any]],
+        hits: np.ndarray,
         programs: TilePrograms,
         tile: Callable[[Start, int, TilePrograms, Carry], Carry],
         carry: Carry,
-        first: np.ndarray[Any, np.dtype[Any]] | None = None,
+        first: np.ndarray | None = None,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
         """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are
@@ -170,7 +170,7 @@ class Schedule:
                 block = jnp.asarray(order)[row, n]
             return tile(block * self.key_block, self.key_block, programs, carry)
 
-        def of_row(numbers: np.ndarray[Any, np.dtype[Any]]) -> int | jax.Array:
+        def of_row(numbers: np.ndarray) -> int | jax.Array:
             same = bool(np.all(numbers == numbers[0]))
             return int(numbers[0]) if same else jnp.asarray(numbers.astype(np.int32))[row]
 
@@ -196,7 +196,7 @@ def edges(length: int, block: int) -> Edges:
 
 
 def tile_programs(
-    spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray[Any, np.dtype[Any]]
+    spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray
 ) -> tuple[TilePrograms, TilePrograms]:
     """The programs of any tile, and those of the full ones among the tiles ``rows[i] x columns[j]``."""
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))

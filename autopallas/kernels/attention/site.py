@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
-
-Dtype = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["AttentionSpec", "SideSpec", "Weight"]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class AttentionSpec:
             f"{self.widest_dtype}, {self.mask_class} mask{fill}" + "".join(f", {e}" for e in extras)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
 
         def plain(x: Any) -> Any:

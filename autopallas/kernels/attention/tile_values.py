@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
@@ -113,7 +114,7 @@ def halves(x: Array, shift: Array) -> Array:
     return jnp.exp(jnp.where(half < jnp.inf, jnp.minimum(half, _greatest_exponent(x.dtype)), half))
 
 
-def _greatest_exponent(dtype: Any) -> float:
+def _greatest_exponent(dtype: DTypeLike) -> float:
     """What the exponential of a dtype is finite of, rounded down."""
     return float(np.floor(np.log(float(jnp.finfo(dtype).max))))
 

@@ -67,10 +67,10 @@ class Geometry:
     rows: int
     query_block: int
     key_block: int
-    states: np.ndarray[Any, np.dtype[Any]]
+    states: np.ndarray
     general: TilePrograms
     full: TilePrograms
-    hidden: np.ndarray[Any, np.dtype[Any]]
+    hidden: np.ndarray
     least: float
 
     @property
@@ -273,7 +273,7 @@ def is_listed(geometry: Geometry) -> bool:
     return not (np.all(states == FULL) or (states.size == 1 and states[0, 0] != DEAD))
 
 
-def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
+def _listed(states: np.ndarray, group: Group) -> Tables:
     """The tiles to visit: the live ones, and a dead one for each output block that has no other, to be written."""
     wanted = (states != DEAD) | (group == "tile")
     if group == "column":

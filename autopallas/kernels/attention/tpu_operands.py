@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tpu_grid import Geometry, Grid
 from autopallas.kernels.tpu import LANES, block_bytes
@@ -47,7 +49,7 @@ class Block:
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: Dtype
     tile: tuple[int, ...]
     axes: tuple[str | None, ...]
 
@@ -68,21 +70,21 @@ class Block:
         return block_bytes(self.tile, self.dtype)
 
 
-def rows_block(geometry: Geometry, size: int, dtype: Any) -> Block:
+def rows_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
     """Of queries, results and their cotangents: [B, K, G, T, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, geometry.groups, geometry.rows, size)
     return Block(shape, np.dtype(dtype), (geometry.query_block, size), ("B", "K", "G", "row", None))
 
 
-def columns_block(geometry: Geometry, size: int, dtype: Any) -> Block:
+def columns_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
     """Of keys and values: [B, K, S, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, spec.key_length, size)
     return Block(shape, np.dtype(dtype), (geometry.key_block, size), ("B", "K", "column", None))
 
 
-def number_block(geometry: Geometry, dtype: Any, varies: Sequence[bool] = (True,) * 4) -> Block:
+def number_block(geometry: Geometry, dtype: DTypeLike, varies: Sequence[bool] = (True,) * 4) -> Block:
     """Of numbers per row that vary over some of (B, K, G, T), the last one among them."""
     extents = [geometry.extent(a) for a in ("B", "K", "G")]
     shape = tuple(n if v else 1 for n, v in zip(extents, varies, strict=False))
@@ -91,7 +93,7 @@ def number_block(geometry: Geometry, dtype: Any, varies: Sequence[bool] = (True,
     return Block((*shape, geometry.row_blocks, 1, lanes), np.dtype(dtype), (1, lanes), (*axes, "row", None, None))
 
 
-def side_block(geometry: Geometry, side: SideSpec, dtype: Any) -> Block:
+def side_block(geometry: Geometry, side: SideSpec, dtype: DTypeLike) -> Block:
     """Of a side input; see :func:`side_operand` for what becomes of the array."""
     b, k, g, t, s = merged(geometry, side.varies)
     if t and not s:
@@ -158,7 +160,7 @@ def side_operand(geometry: Geometry, side: SideSpec, array: Array) -> Array:
     return per_row(geometry, array[..., 0]) if t and not s else array
 
 
-def stored(side: SideSpec) -> np.dtype[Any]:
+def stored(side: SideSpec) -> Dtype:
     """The dtype of a side input in main memory: booleans are bytes, what is small anyway has 32 bits."""
     fills_tiles = side.varies[3] and side.varies[4]
     if fills_tiles:

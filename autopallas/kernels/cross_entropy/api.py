@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
@@ -179,7 +180,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 @lru_cache(maxsize=256)
 def _logit_program(
-    dtype: np.dtype[Any], scale: float | None, logits_soft_cap: float | None, bias: np.dtype[Any] | None
+    dtype: np.dtype, scale: float | None, logits_soft_cap: float | None, bias: Dtype | None
 ) -> ElementwiseProgram:
     inputs: list[Input] = [Score(dtype)]
     if bias is not None:
@@ -202,7 +203,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

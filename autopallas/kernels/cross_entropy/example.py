@@ -17,7 +17,7 @@ from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 
 def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
@@ -160,7 +161,7 @@ class Pull:
         return jnp.broadcast_to(total, value.shape).astype(value.dtype)
 
 
-def _widened(programs: Sequence[ElementwiseProgram], number: int, dtype: Any) -> Any:
+def _widened(programs: Sequence[ElementwiseProgram], number: int, dtype: DTypeLike) -> Any:
     """The float dtype to which all programs that read a side convert it first; its own dtype where they do not."""
     found = set()
     for program in programs:

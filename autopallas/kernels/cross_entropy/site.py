@@ -6,7 +6,7 @@ This is the thin boundary at which the program's layouts become the kernels' can
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import ArrayFunction, Dtype
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
 from autopallas.sites.operation import Operation
-
-Dtype = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class CrossEntropySite:
             sides[position] = jnp.clip(sides[position], 0, greatest)
         return x, w, tuple(sides)
 
-    def _mapped(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _mapped(self, function: ArrayFunction, *arguments: Any) -> Any:
         """Runs a function of canonical arrays for each element of the batch; what lacks a batch axis is shared."""
         leaves, structure = jax.tree.flatten(arguments)
         if self._extent(self.batch_labels) == 1:

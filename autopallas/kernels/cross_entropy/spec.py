@@ -6,15 +6,15 @@ Letters, in this package: N rows (tokens), D hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram, honoured
 
 __all__ = ["CrossEntropySpec", "Head", "Product", "SideSpec", "Statistic"]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class CrossEntropySpec:
             f"{self.logit_dtype} logits: {', '.join(parts)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
 
         def plain(x: Any) -> Any:

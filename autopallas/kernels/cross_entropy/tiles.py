@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.sites.device import Device
@@ -34,7 +35,7 @@ class Tile(NamedTuple):
     key: Array  # [1, c], or [r, 1] where each row has a column of its own
     sides: tuple[Array, ...]  # [r|1, c|1]
 
-    def value(self, program: ElementwiseProgram, dtype: Any = None) -> Array:
+    def value(self, program: ElementwiseProgram, dtype: DTypeLike | None = None) -> Array:
         """The program's value, [r, c]."""
         value = program.evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
@@ -189,7 +190,7 @@ def dot(spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int]) -
 
 
 @cache
-def _multiplies_natively(dtype: Any) -> bool:
+def _multiplies_natively(dtype: DTypeLike) -> bool:
     """Whether this host's processor has instructions for products of a 16-bit dtype."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -199,7 +200,7 @@ def _multiplies_natively(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and ("amx_bf16" in flags or "avx512_bf16" in flags)
 
 
-def _rounded(logits: Array, dtype: Any) -> Array:
+def _rounded(logits: Array, dtype: DTypeLike) -> Array:
     """The logits in their dtype.  A mere pair of casts XLA may drop, in one place and not in another."""
     if jnp.finfo(dtype).bits >= jnp.finfo(logits.dtype).bits:
         return logits.astype(dtype)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
@@ -76,7 +77,7 @@ def dot(spec: CrossEntropySpec, a: Array, b: Array, axis_a: int, axis_b: int) ->
     )
 
 
-def _rounded(logits: Array, dtype: Any) -> Array:
+def _rounded(logits: Array, dtype: DTypeLike) -> Array:
     """The logits in their dtype.  XLA, which interprets, may drop a mere pair of casts; Mosaic does not."""
     if dtype == jnp.bfloat16 and interpretation():
         logits = lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
@@ -101,7 +102,7 @@ class Place(NamedTuple):
 
     kind: Literal["float", "int", "column", "full"]
     number: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +153,7 @@ class Packed:
         return found
 
 
-def _restored(value: Array, dtype: Any) -> Array:
+def _restored(value: Array, dtype: DTypeLike) -> Array:
     if dtype == jnp.bool_:
         return (value if value.dtype == jnp.int32 else value.astype(jnp.int32)) != 0
     return lax.convert_element_type(value, dtype)

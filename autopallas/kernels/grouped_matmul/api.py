@@ -164,7 +164,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

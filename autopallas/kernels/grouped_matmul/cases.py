@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopallas.compat import ArrayFunction, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["DENSE", "ORIGINALS", "case_of", "direct", "in_direction", "mixture", "ragged_dot", "table_grid", "types"]
@@ -37,7 +38,7 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": 
 """Groups of different and of equal size, and a mixture without groups."""
 
 
-def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """The function itself, or with the gradients for all floating arguments from a cotangent, its last argument."""
     if case.direction == "forward":
         return function
@@ -68,7 +69,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(given)
 
 
-def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
     """The case of lhs [M, K], rhs [G, K, N] and, if given, group sizes [G]; or of the arguments of :func:`mixture`."""
     shapes = [tuple(getattr(t, "shape", (0,) * 9)) for t in types]
     if variant == DENSE:
@@ -95,7 +96,7 @@ def _dense_case_of(given: Sequence[Any], shapes: Sequence[tuple[int, ...]], dire
     return case
 
 
-def direct(case: Case) -> Callable[..., Any] | None:
+def direct(case: Case) -> ArrayFunction | None:
     """``grouped_matmul``; none of a mixture."""
     if case.mask == DENSE:
         return None

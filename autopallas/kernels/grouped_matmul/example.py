@@ -18,7 +18,7 @@ from autopallas.sites.index_notation import fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 
 def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
 from autopallas.kernels.grouped_matmul.operation import OPERATION
@@ -32,7 +33,6 @@ from autopallas.sites.operation import Operation
 __all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
 
 Array: TypeAlias = jax.Array
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @dataclass(frozen=True)

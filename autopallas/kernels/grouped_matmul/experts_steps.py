@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand
 
@@ -35,7 +35,7 @@ class Pointwise:
     labels: Labels
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         return self.program.dtype
 
     @property
@@ -53,7 +53,7 @@ class Product:
     weights: Operand
     inner: Labels
     labels: Labels
-    dtype: np.dtype[Any]
+    dtype: Dtype
     precision: str | None
 
 
@@ -89,7 +89,7 @@ class Prelude:
     def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         if self.jaxpr is None:
             return list(operands)
-        function: Callable[..., Any] = compat.jaxpr_as_fun(self.jaxpr)
+        function: ArrayFunction = compat.jaxpr_as_fun(self.jaxpr)
         for axes in self.mapped:
             function = jax.vmap(function, in_axes=axes, out_axes=list(self.axes(axes)))
         return list(function(*operands))

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.compat import ArrayFunction
 from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
@@ -284,7 +285,7 @@ def rows_call_on_cores(
     groups: int,
     cores: int,
     visits: int,
-    at: Callable[..., Any] | None = None,
+    at: ArrayFunction | None = None,
 ) -> Callable[..., Array]:
     """The same as a function of (the cores' shares, five tables, rows, weights), where there is a
     :func:`shared_tile`.

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
@@ -24,7 +24,6 @@ from autopallas.sites.operation import Operation
 
 __all__ = ["GroupedMatmulSite"]
 
-Dtype = np.dtype[Any]
 Labels = tuple[Label, ...]
 
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["GroupedMatmulSpec", "Use"]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 Use: TypeAlias = Literal["forward", "dlhs", "drhs"]
 """Which of the three arrays of a grouped matmul is computed from the other two.  Their names are those of its parts in
@@ -123,7 +123,7 @@ class GroupedMatmulSpec:
             f"{self.widest_dtype}{epilogue}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
         return _plain(self)
 
@@ -187,7 +187,7 @@ class ExpertsSpec:
             f"G={self.groups} {self.widest_dtype}, {self.products} products"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
         return _plain(self)
 

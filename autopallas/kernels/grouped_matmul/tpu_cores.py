@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["pays", "shares", "split_call"]
@@ -63,13 +64,13 @@ def split_call(
     passes: int,
     steps: int,
     visits: int,
-    in_specs: Callable[[Callable[..., Any]], list[Any]],
-    out_specs: Callable[[Callable[..., Any]], Any],
+    in_specs: Callable[[ArrayFunction], list[Any]],
+    out_specs: Callable[[ArrayFunction], Any],
     out_shape: Any,
     scratch_shapes: list[Any],
     limit: int | None,
     cost: Any,
-    at: Callable[..., Any] | None = None,
+    at: ArrayFunction | None = None,
 ) -> Callable[..., Array]:
     """The kernel on cores, as a function of (shares, five tables, operands).
 
