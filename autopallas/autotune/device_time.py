@@ -13,7 +13,6 @@ import jax
 __all__ = ["busy_seconds", "profiled"]
 
 
-
 class Event(Protocol):
     """What a profile says of an event."""
 

@@ -23,6 +23,7 @@ from autopallas.sites.spec import NoBlockSizes
 
 __all__ = ["check_replacement", "without_nested"]
 
+
 class Verdict(Protocol):
     """What is decided about a site."""
 

@@ -146,9 +146,7 @@ class OwnSite:
 
         _, pull = jax.vjp(varied, *(arguments[i] for i in wanted))
         found = dict(zip(wanted, pull(cotangents[0]), strict=True))
-        return tuple(
-            found.pop(self.uses[i]) if self.uses[i] in found else jnp.zeros_like(operands[i]) for i in active
-        )
+        return tuple(found.pop(self.uses[i]) if self.uses[i] in found else jnp.zeros_like(operands[i]) for i in active)
 
     def batched(self, axes: Sequence[int | None], size: int) -> OwnSite:
         own = tuple(axes[self.uses.index(i)] for i in range(len(self.spec.operands)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from autopallas.compat import Dtype
+from autopallas.compat import Dtype, Shaped
 
 __all__ = ["harmless", "is_float", "normal"]
 
@@ -26,7 +25,7 @@ def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, 
     return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
 
 
-def harmless(random: np.random.Generator, types: Sequence[Any]) -> list[Array]:
+def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array]:
     """One array for each operand of a site, before the operation fills in what means something to it.
 
     Args:
@@ -37,7 +36,7 @@ def harmless(random: np.random.Generator, types: Sequence[Any]) -> list[Array]:
       Positive numbers around 1, for a logarithm may be taken of them; True; zeros.
     """
 
-    def one(kind: Any) -> Array:
+    def one(kind: Shaped) -> Array:
         dtype = np.dtype(kind.dtype)
         if is_float(dtype):
             return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)

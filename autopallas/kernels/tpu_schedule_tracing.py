@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
-from autopallas.compat import ArrayFunction
+from autopallas.compat import ArrayFunction, PyTree
+from autopallas.kernels.refs import Number, Types
 
 __all__ = [
     "Record",
@@ -61,7 +61,7 @@ class Record:
     most: int | None = None
 
 
-_current = compat.trace_context(None)
+_current: compat.TraceContext[Record | None] = compat.trace_context(None)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def limit_of(asked: int | None) -> int | None:
     return asked if asked is None or most is None else min(asked, most)
 
 
-def in_main_memory(call: ArrayFunction, shapes: Any, scalars: int) -> ArrayFunction:
+def in_main_memory(call: ArrayFunction, shapes: Types, scalars: int) -> ArrayFunction:
     """A kernel as it is made for results of some shapes; in a simulation its arrays lie in main memory.
 
     Left to itself, a compiler that simulates keeps arrays in vector memory until kernels have no room there.
@@ -118,14 +118,14 @@ def in_main_memory(call: ArrayFunction, shapes: Any, scalars: int) -> ArrayFunct
     _current.value.kernels += 1
     kernel = call(jax.tree.map(lambda one: pltpu.HBM(one.shape, one.dtype), shapes))
 
-    def placed(*operands: Any) -> Any:
+    def placed(*operands: jax.Array) -> PyTree:
         arrays = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), operands[scalars:])
         return kernel(*operands[:scalars], *arrays)
 
     return placed
 
 
-def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
+def part_of(kernel: str, grid: Sequence[Number], alike: int) -> tuple[Number, ...]:
     """The grid, or in a simulation a part of it; the record has how many times as long the whole is.
 
     Args:
@@ -133,13 +133,14 @@ def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
       grid: the extents, outermost first.
       alike: how many of the first dimensions have steps that all take the same time, but for those at the ends.
     """
-    extents, record = list(grid), _current.value
-    if record is None or record.steps is None or not all(isinstance(n, int) for n in extents):
-        return tuple(extents)
+    extents, record = [n for n in grid if isinstance(n, int)], _current.value
+    if record is None or record.steps is None or len(extents) < len(grid):
+        return tuple(grid)
+    whole = math.prod(extents)
     for axis in range(alike):
         others = math.prod(extents) // max(extents[axis], 1)
         extents[axis] = min(extents[axis], max(1, -(-record.steps // max(others, 1))))
-    part = math.prod(grid) / max(math.prod(extents), 1)
+    part = whole / max(math.prod(extents), 1)
     if part > 1:
         record.parts[kernel] = max(part, record.parts.get(kernel, 1.0))
     return tuple(extents)
@@ -151,7 +152,7 @@ def concrete() -> AbstractContextManager[None]:
     return context
 
 
-def tables_of(kernel: str, operands: Sequence[Any]) -> tuple[Table, ...] | None:
+def tables_of(kernel: str, operands: Sequence[jax.Array]) -> tuple[Table, ...] | None:
     """What stands for a kernel's tables in a simulation; None where they are to be read."""
     if not operands or not is_simulated():
         return None
@@ -188,7 +189,7 @@ class Table:
         """How many constants it takes."""
         return len(self._packed)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Number) -> jax.Array:
         i = jnp.asarray(index, jnp.int32)
         if self._affine:
             return i * np.int32(self._step) + np.int32(self._start)
@@ -206,7 +207,7 @@ def _packed(values: np.ndarray, bits: int, each: int) -> list[int]:
     return words
 
 
-def _chosen(words: Sequence[int], index: Any, first: int = 0) -> Any:
+def _chosen(words: Sequence[int], index: Number, first: int = 0) -> jax.Array:
     """``words[index - first]``, by halving."""
     if len(words) == 1:
         return jnp.asarray(words[0], jnp.int32)

@@ -180,9 +180,7 @@ class DeclaredSite:
             return self._canonical(filled)
 
         canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
-        cotangent = read(
-            Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result)
-        )
+        cotangent = read(Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result))
         names = frozenset(name for name, own in self.operands if own.position in wanted)
         gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
         filled = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}

@@ -71,7 +71,6 @@ class BlockSizesClass(Protocol):
         """``candidates(spec)``: what a search should try, best guess first."""
 
 
-
 @dataclass(frozen=True)
 class Spec:
     """The base of a declared operation's spec.

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.compat import ArrayFunction, Shaped
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", "table_grid", "types", "window_size"]
@@ -88,7 +87,7 @@ def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunctio
     if case.direction == "forward":
         return function
 
-    def forward_and_backward(*arguments: jax.Array) -> Any:
+    def forward_and_backward(*arguments: jax.Array) -> PyTree:
         *operands, cotangent = arguments
         output, pull_back = jax.vjp(lambda *qkv: function(*qkv, *operands[3:]), *operands[:3])
         return output, pull_back(cotangent)

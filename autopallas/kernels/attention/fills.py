@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def tile_states(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileStates:
 
 def picture(
     spec: AttentionSpec, query_block: int, key_block: int, most: int = 32, implementation: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
 
     Blocks are drawn several together where there would be more than ``most`` along an axis.  For an implementation that

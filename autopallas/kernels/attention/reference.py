@@ -6,7 +6,7 @@ It has the T x S arrays that the others avoid.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def forward(
     value: Array,
     sides: Sequence[Array] = (),
     sink: Array | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Array, ...]:
     """The formula of :class:`AttentionSpec`, line by line.  Arguments and results as in ``xla.forward``."""
     dtype = spec.accumulation_dtype
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
@@ -91,7 +91,9 @@ def backward(
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
     differentiable = [n for n, side in enumerate(spec.sides) if side.differentiable]
 
-    def results(query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None) -> Any:
+    def results(
+        query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None
+    ) -> Array | tuple[Array, list[Array]]:
         merged = list(sides)
         for n, side in zip(differentiable, floating, strict=True):
             merged[n] = side

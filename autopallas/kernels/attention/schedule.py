@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def store(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
     return update if sizes == array.shape else lax.dynamic_update_slice(array, update, starts)
 
 
-def _resolved(array: jax.Array, window: Window) -> tuple[list[Any], tuple[int, ...]]:
+def _resolved(array: jax.Array, window: Window) -> tuple[list[jax.Array], tuple[int, ...]]:
     parts = [(0, size) if part is None else part for part, size in zip(window, array.shape, strict=True)]
     return [jnp.asarray(start, jnp.int32) for start, _ in parts], tuple(size for _, size in parts)
 
@@ -165,7 +165,7 @@ class Schedule:
 
         def visit(n: Start, carry: Carry) -> Carry:
             if np.all(order == order[:, :1] + np.arange(order.shape[1])) and np.all(order[:, 0] == order[0, 0]):
-                block: Any = int(order[0, 0]) + n
+                block: Start = int(order[0, 0]) + n
             else:
                 block = jnp.asarray(order)[row, n]
             return tile(block * self.key_block, self.key_block, programs, carry)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from autopallas.compat import Dtype
 from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tpu_grid import Geometry, Grid
+from autopallas.kernels.refs import Number
 from autopallas.kernels.tpu import LANES, block_bytes
 
 __all__ = [
@@ -54,7 +55,7 @@ class Block:
     axes: tuple[str | None, ...]
 
     def spec(self, grid: Grid) -> pl.BlockSpec:
-        def index(at: dict[str, Any]) -> tuple[Any, ...]:
+        def index(at: dict[str, Number]) -> tuple[Number, ...]:
             return tuple(0 if axis is None else at[axis] for axis in self.axes)
 
         squeezed = (None,) * (len(self.shape) - len(self.tile))
@@ -217,7 +218,7 @@ def widened(column: Array, width: int) -> Array:
     return column if column.shape[1] == width else column[:, :width]
 
 
-def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) -> tuple[Array, Array]:
+def positions(geometry: Geometry, row: Number, column: Number, flipped: bool = False) -> tuple[Array, Array]:
     """The query position of each row [bq, 1], and the key position of each column [1, bk]; flipped [1, bq], [bk, 1]."""
     rows = row * geometry.query_block + _counted(geometry.query_block, int(flipped))
     columns = column * geometry.key_block + _counted(geometry.key_block, int(not flipped))
@@ -227,7 +228,7 @@ def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) 
     return rows, columns
 
 
-def within(start: Any, size: int, extent: int, axis: int) -> Array:
+def within(start: Number, size: int, extent: int, axis: int) -> Array:
     """Whether the positions ``start ..`` exist: [size, 1] for axis 0, [1, size] for axis 1."""
     found: Array = start + _counted(size, axis) < extent
     return found

@@ -6,25 +6,24 @@ Letters: N rows (tokens), D hidden size, V vocabulary.  Activations are [N, D], 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopallas.compat import ArrayFunction, Shaped
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "accuracy", "case_of", "direct", "in_direction", "plain", "table_grid", "types"]
 
 
-def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
+def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy as people write it."""
     logits = (x @ w).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
-def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
+def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same, and how often the greatest logit is the label's."""
     logits = (x @ w).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
@@ -40,8 +39,8 @@ def in_direction(case: Case, function: ArrayFunction) -> ArrayFunction:
     if case.direction == "forward":
         return function
 
-    def forward_and_backward(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: jax.Array) -> Any:
-        vjp: Any = jax.vjp
+    def forward_and_backward(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: jax.Array) -> PyTree:
+        vjp: ArrayFunction = jax.vjp  # whose results are two, or three with has_aux
         loss, pull_back, *rest = vjp(lambda x, w: function(x, w, labels), x, w, has_aux=case.mask == "accuracy")
         return loss, *rest, pull_back(cotangent)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
@@ -87,9 +87,9 @@ class Operands:
     """Canonical labels by the position of their side input."""
 
     @staticmethod
-    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Any]) -> Operands:
+    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[SideArray]) -> Operands:
         positions = {s.label for s in spec.statistics if s.label is not None}
-        labels = {position: canonical_labels(sides[position], spec.vocabulary) for position in sorted(positions)}
+        labels = {n: canonical_labels(cast(Array, sides[n]), spec.vocabulary) for n in sorted(positions)}
         further = [side for side, s in zip(sides, spec.sides, strict=False) if s.head is not None]
         # The barrier keeps XLA from folding the transposition back into the dots.
         heads = tuple(
@@ -106,9 +106,7 @@ class Operands:
         """Part of each weight, in its own layout."""
         return tuple(cut(head.w, block, head.vocabulary_axis) for head in self.heads)
 
-    def tile(
-        self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block
-    ) -> Tile:
+    def tile(self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block) -> Tile:
         """The tile whose operands ``x`` and ``w`` have been cut already."""
         query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
         key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]

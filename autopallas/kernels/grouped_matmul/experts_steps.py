@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 
 from autopallas import compat
-from autopallas.compat import ArrayFunction, Dtype
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand
 
@@ -75,11 +75,11 @@ class Prelude:
         read, the products).
     """
 
-    key: Any
-    jaxpr: Any = field(compare=False)
+    key: Hashable
+    jaxpr: ClosedJaxpr | None = field(compare=False)
     reads: tuple[frozenset[int], ...]
     mapped: tuple[tuple[int | None, ...], ...] = ()
-    witness: Any = field(default=None, compare=False)
+    witness: ClosedJaxpr | None = field(default=None, compare=False)
 
     @classmethod
     def nothing(cls, count: int) -> Prelude:

@@ -6,7 +6,7 @@ Letters, in this package: B batch, M rows, K and N the weights' two sides, G gro
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -195,7 +195,7 @@ class ExpertsSpec:
 AnySpec: TypeAlias = GroupedMatmulSpec | ExpertsSpec
 
 
-def _plain(spec: Any) -> dict[str, Any]:
+def _plain(spec: AnySpec) -> dict[str, object]:
     plain = (bool, int, str, type(None))
     values = {f.name: getattr(spec, f.name) for f in fields(spec)}
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
