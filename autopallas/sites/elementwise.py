@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import ArrayLike, DTypeLike
 
+from autopallas import compat
 from autopallas.compat import ArrayFunction, Dtype, Jaxpr, Var
 from autopallas.compat import Literal as JaxprLiteral
 
@@ -313,7 +314,7 @@ def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
 
     Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
     """
-    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
+    closed = compat.make_jaxpr(function, *(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
     loaded: list[Input] = list(inputs)
     instructions: list[tuple[Primitive, tuple[tuple[str, Hashable], ...], list[tuple[str, int]], Dtype]] = []
     environment: dict[Var, tuple[str, int]] = {v: ("input", n) for n, v in enumerate(closed.jaxpr.invars)}
