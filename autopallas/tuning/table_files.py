@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict, cast
 
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning import processor
-from autopallas.tuning.row import DEVICES, Bucket, Key, Row, Rows, key_of_least_time
+from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, key_of_least_time
 
 __all__ = ["DATA", "Files", "device_of", "folder_of"]
 
@@ -39,6 +39,21 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "spelling": str,
 }
 """The columns of a row behind its key, and what each is read as; block sizes, by name, stand before the times."""
+
+
+class _Figures(TypedDict):
+    """All of a row but its block sizes."""
+
+    extensions: str | None
+    kernel_us: float
+    original_us: float
+    kernel_bytes: int
+    original_bytes: int
+    evidence: Evidence
+    date: str
+    versions: str
+    batch: int
+    spelling: str
 
 
 def folder_of(device: str) -> str:
@@ -109,7 +124,7 @@ class Files(Mapping[str, Rows]):
     def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
         sizes = {name: int(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
-        figures: dict[str, Any] = {name: read(line[name]) for name, read in _FIGURES.items()}
+        figures = cast(_Figures, {name: read(line[name]) for name, read in _FIGURES.items()})
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 
     def text(self, rows: Sequence[tuple[Key, Row[BlockSizes]]]) -> str:
