@@ -60,7 +60,7 @@ class Record:
     most: int | None = None
 
 
-_current = compat.trace_context(None)
+_current: compat.TraceContext[Record | None] = compat.trace_context(None)
 
 
 @contextmanager

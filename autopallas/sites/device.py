@@ -16,7 +16,7 @@ __all__ = ["Device"]
 _ANY_TPU = "TPU v4"
 """What Mosaic lowers for the oldest supported generation runs on the later ones."""
 
-_target = compat.trace_context(None)
+_target: compat.TraceContext[Device | None] = compat.trace_context(None)
 """The device that code is being lowered for, where it is not this process's."""
 
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Primitive
 
-from autopallas.compat import Jaxpr
+from autopallas.compat import Jaxpr, Var
 
 custom_p = Primitive("custom_derivative")
 """Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.

@@ -11,7 +11,7 @@ from autopallas.sites.operation import Unsupported
 
 __all__ = ["interpretation", "mode", "refusal", "settled"]
 
-mode = compat.trace_context(None)
+mode: compat.TraceContext[Any] = compat.trace_context(None)
 """How kernels are interpreted inside ``with mode(...)``: True, or the parameters of a platform's own interpreter.
 None leaves it to the environment.  Part of the trace key; for tests."""
 
