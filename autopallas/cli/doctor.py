@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from autopallas.sites.device import Device
-
 import argparse
 import importlib.metadata
 import json
@@ -14,7 +9,10 @@ import os
 import platform
 import textwrap
 from collections import Counter
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from autopallas.sites.device import Device
 
 __all__ = ["add"]
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from autopallas.compile.tpu import Generation
-    from autopallas.workbench.tune import Target
-
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopallas.cli import CommandError
 from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES
+
+if TYPE_CHECKING:
+    from autopallas.compile.tpu import Generation
+    from autopallas.workbench.tune import Target
 
 __all__ = ["add"]
 

@@ -5,20 +5,18 @@ With ``rich`` (extra ``cli``) and a terminal it has colours; the text is the sam
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from autopallas.report import text
 from autopallas.report.records import Report, Site
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["relative", "show", "summary"]
 
