@@ -164,7 +164,7 @@ class Softmax:
         self.note: Mismatch | None = None  # what stood in the way of reading a denominator
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
-        self._memory: dict[Hashable, tuple[int, Any]] = {}
+        self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, what that gives
 
     def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
         """The outcome of ``compute``, which is asked once for each use of a value.

@@ -116,6 +116,7 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
         if decision.verdict == "kept":
             return decision
         name, sizes = decision.implementation or "", decision.block_sizes
+        assert sizes is not None
         found_now = decision.block_sizes_from == "autotune"
         objection: tuple[str, str] | None = None
         if not foreign:

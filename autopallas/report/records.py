@@ -214,7 +214,7 @@ def plain(value: object) -> Json:
     return str(value)
 
 
-def _parsed(kind: Any, data: object, where: str) -> Any:
+def _parsed(kind: Any, data: object, where: str) -> Any:  # an annotation has no type, nor what it describes
     """``data`` as the annotated type ``kind``, or ValueError naming ``where`` it is not."""
 
     def wrong(expected: str) -> ValueError:

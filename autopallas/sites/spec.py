@@ -12,7 +12,7 @@ from autopallas.compat import Dtype
 
 __all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec"]
 
-Sizes: TypeAlias = Mapping[str, int]
+Sizes: TypeAlias = Mapping[str, int | bool | str]
 """Block sizes by name."""
 
 
@@ -48,7 +48,7 @@ class BlockSizes(Protocol):
     def get_default(cls) -> BlockSizes:
         """What is right almost everywhere."""
 
-    def to_dict(self) -> Sizes:
+    def to_dict(self) -> Mapping[str, int]:
         """The sizes by name."""
 
     def __hash__(self) -> int: ...
