@@ -65,7 +65,8 @@ def check_replacement(
       strict: whether an exception in the replacement is raised.
       runs: whether anything may run; if not, as in ``explain``, a replacement is taken at its word.
     """
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     name = getattr(site.pattern.replacement, "__name__", "replacement")
     answer = site.operation.supports(name, site.spec, device)
     if isinstance(answer, Unsupported):
@@ -110,7 +111,8 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
     from autopallas.numerics.compare import compare, tolerance
     from autopallas.numerics.oracle import Oracle
 
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     kernel = kernel_forward(site, name, NoBlockSizes())
     results, _ = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
     (wanted,) = match.original.out_avals
@@ -173,7 +175,8 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
 
 def _operands(match: Match) -> list[jax.Array]:
     """Operands for the comparison; uses of one argument get the same."""
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     first = [match.original.in_avals[site.uses.index(i)] for i in range(len(site.spec.operands))]
     shapes = list(map(_shape, first))
     given: Sequence[jax.Array]

@@ -50,7 +50,7 @@ class BlockSizes(Protocol):
     def get_default(cls) -> BlockSizes:
         """What is right almost everywhere."""
 
-    def to_dict(self) -> Sizes:
+    def to_dict(self) -> Mapping[str, int]:
         """The sizes by name."""
 
     def __hash__(self) -> int: ...

@@ -247,7 +247,7 @@ def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
         verdict=decision.verdict,
         reason=decision.reason,
         implementation=decision.implementation if applied else None,
-        block_sizes=decision.block_sizes.to_dict() if applied else None,
+        block_sizes=decision.block_sizes.to_dict() if applied and decision.block_sizes is not None else None,
         evidence=evidence,
     )
 
