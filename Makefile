@@ -29,7 +29,7 @@ test:  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons
 	$(MAKE) --no-print-directory TIER=compatibility test-other-line || status=1; \
 	exit $$status
 
-nightly:  ## Runs all cases of all tests on both lines, which takes most of two hours on two cores
+nightly:  ## Runs all cases of all tests on both lines, which takes about an hour on two cores
 	@status=0; \
 	$(MAKE) --no-print-directory TIER=nightly test-line || status=1; \
 	$(MAKE) --no-print-directory TIER=nightly test-other-line || status=1; \
@@ -70,7 +70,7 @@ check-tpu:  ## Compiles the TPU kernels for every generation, without a TPU, wit
 check-tpu-line: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,tpu-check]'
 	FULL_GRID=1 $(VENV)/bin/python -m pytest -q -rs --numprocesses=$(WORKERS) --maxprocesses=4 -k "tpu or Tpu" \
-	  tests/kernels tests/partition/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
+	  tests/kernels tests/sharding/test_tpu.py tests/tuning/test_tables_tpu_compile.py $(ARGS)
 	$(VENV)/bin/python -m pytest -q --numprocesses=$(WORKERS) --maxprocesses=4 \
 	  tests/tuning/test_ahead_of_time.py tests/tuning/test_ranking.py $(ARGS)
 	$(VENV)/bin/python -m benchmarks.tpu_schedule

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, losses, mixtures, stacks
+from . import arrays, attention, losses, mixtures, pairs, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
 __all__ = ["RandomProgram", "random_program"]
 
 _FAMILIES = {"attention": 0.35, "loss": 0.25, "mixture": 0.2, "stack": 0.2}
+_FIRST_PAIR = 20_000
+"""From here on every fifth program is a loss over two products; those before are recorded as they are."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def random_program(
     w.busy = c.pick("busy", [1.0, 0.5, 0.2], 0.7)
     shares = [name for name, share in _FAMILIES.items() for _ in range(round(share * 20))]
     family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
+    if seed >= _FIRST_PAIR and seed % 5 == 1:
+        family = "pair"
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]
@@ -93,6 +97,9 @@ def random_program(
     elif family == "loss":
         size, core = losses.operands(w, "l")
         head, write = "loss", lambda: losses.body(w, "l", size, *core)
+    elif family == "pair":
+        size, core = pairs.operands(w, "p")
+        head, write = "loss", lambda: pairs.body(w, "p", size, *core)
     elif family == "mixture":
         size, core = mixtures.operands(w, "m")
         head, write = "mix", lambda: mixtures.body(w, "m", size, *core)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recognition.compare import compare, with_gradients
+from support.compare import compare, with_gradients
 
 import autopallas
 from autopallas.graph import Graph, flatten

@@ -168,6 +168,7 @@ def test_weakly_typed_operands_of_the_site():
     same(constant, X)
 
 
+@pytest.mark.nightly
 def test_the_persistent_compilation_cache(tmp_path, caplog):
     """A process that finds a program there gets the rewritten one, not the original that has the same name."""
     names = {

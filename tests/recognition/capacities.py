@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from recognition.mixtures import D, E, P, T, X
+from support.mixtures import D, E, P, T, X
 
 one_hot = jax.nn.one_hot
 C = 4

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn import softmax
-
-from recognition.catalogue import array
+from support.catalogue import array
 
 __all__ = ["PROGRAMS", "Program"]
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-
-from recognition.catalogue import array
+from support.catalogue import array
 
 __all__ = ["LOSSES", "SIZES", "D", "N", "V", "arguments"]
 

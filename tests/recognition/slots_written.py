@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
-from recognition.mixtures import E, K, T, route
-from recognition.mixtures_written import C, in_slots, slot_numbers
+from support.mixtures import E, K, T, route
+from support.mixtures_written import C, in_slots, slot_numbers
 
 
 def brought(x, chosen, place, mode="drop", slots=C):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.nn import one_hot, softmax
+from support.compare import optimized_like_a_user
 
 import autopallas
 from autopallas import patterns
@@ -18,7 +19,6 @@ from autopallas.patterns import advice as constants
 from autopallas.patterns.match import Mismatch, NearMiss
 from autopallas.report import Report
 from autopallas.report.terminal import summary
-from recognition.compare import optimized_like_a_user
 
 NAMES = [f"{patterns.__name__}.{info.name}" for info in pkgutil.iter_modules(patterns.__path__)]
 MODULES = [importlib.import_module(name) for name in NAMES]

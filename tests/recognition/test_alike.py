@@ -7,13 +7,13 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from support import layouts, programs  # noqa: F401 - they fill the catalogue
+from support.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd
+from support.compare import compare
 
 from autopallas.graph import Graph, flatten
 from autopallas.graph.proof_cache import ProofCache
 from autopallas.patterns import find
-from recognition import layouts, programs  # noqa: F401 - they fill the catalogue
-from recognition.catalogue import EQUAL, ODD, SPELLINGS, array, bhtd
-from recognition.compare import compare
 
 LAYERS = 5
 

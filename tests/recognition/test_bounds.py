@@ -8,11 +8,11 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
+from support import mixtures
 
 from autopallas.graph import Graph, flatten
 from autopallas.graph.steps import OutOfSteps, Steps
 from autopallas.patterns import find
-from recognition import mixtures
 from recognition.stacks import (
     LAYERS,
     attention,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from training.checks import arrays, right
+from support.checks import arrays, right
+from support.compare import compiled, optimized_like_a_user
+from support.mixtures import D, E, F, P, X
 
 import autopallas
 from recognition import capacities
 from recognition.capacities import ARGUMENTS, LOOK_ALIKES, ONE, REORDERED, TWO, C, first, per_expert
-from recognition.compare import compiled, optimized_like_a_user
-from recognition.mixtures import D, E, F, P, X
 
 OP = "grouped_matmul"
 switch = ONE["per expert"]

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.catalogue import ODD, bhtd
+from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 import autopallas
 from autopallas.numerics.casts import counts_exactly, rounds, widens
-from recognition.catalogue import ODD, bhtd
-from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 

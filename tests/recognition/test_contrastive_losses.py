@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from training.checks import check
-
-from recognition.catalogue import array
-from recognition.compare import compare, optimized_like_a_user
+from support.catalogue import array
+from support.checks import check
+from support.compare import compare, optimized_like_a_user
 
 N, D = 6, 4
 EACH = jnp.arange(N)

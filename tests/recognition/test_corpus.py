@@ -9,8 +9,8 @@ import corpus
 import jax
 import jax.numpy as jnp
 import pytest
+from support.compare import compare, compiled, floats, measured, optimized_like_a_user
 
-from recognition.compare import compare, compiled, floats, measured, optimized_like_a_user
 from recognition.forms import EXPECTED, MODULES
 
 with warnings.catch_warnings():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
-from training.checks import arrays, check
+from support.catalogue import array
+from support.checks import arrays, check
+from support.compare import compare, compiled, floats, optimized_like_a_user
 
-from recognition.catalogue import array
-from recognition.compare import compare, compiled, floats, optimized_like_a_user
 from recognition.losses import LOSSES, SIZES, D, N, V, arguments, picked
 
 LABELS_OF_THAT_SIZE = {

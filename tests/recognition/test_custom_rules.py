@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.nn import softmax
+from support.catalogue import ODD, bhtd
+from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 from autopallas import jaxprs
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, rule_of, same_rule
-from recognition.catalogue import ODD, bhtd
-from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 
 def arguments():

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.catalogue import array
+from support.compare import compare, compiled, optimized_like_a_user
 
 import autopallas
-from recognition.catalogue import array
-from recognition.compare import compare, compiled, optimized_like_a_user
 
 T = 300
 """More than one tile along each axis, the last ones not whole."""

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.catalogue import ODD, array, bhtd
+from support.compare import compare, compiled, measured, optimized_like_a_user
+from support.oracle import evaluate
 
 import autopallas
-from recognition.catalogue import ODD, array, bhtd
-from recognition.compare import compare, compiled, measured, optimized_like_a_user
-from recognition.oracle import evaluate
 
 
 @pytest.mark.parametrize("size", [1, 400])

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.catalogue import array
+from support.compare import compiled, optimized_like_a_user
+from support.mixtures import E, P, X
+from support.mixtures_written import C, in_slots, slot_numbers
 
 from recognition import slots_written
-from recognition.catalogue import array
-from recognition.compare import compiled, optimized_like_a_user
-from recognition.mixtures import E, P, X
-from recognition.mixtures_written import C, in_slots, slot_numbers
 
 
 def same(function, *args):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
+from support.catalogue import array
+from support.compare import compare, compiled, optimized_like_a_user
 
 import autopallas
-from recognition.catalogue import array
-from recognition.compare import compare, compiled, optimized_like_a_user
 from recognition.losses import picked
 
 T, D, V = 4, 8, 12

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-
-from recognition.catalogue import array
-from recognition.compare import compiled, optimized_like_a_user
+from support.catalogue import array
+from support.compare import compiled, optimized_like_a_user
 
 X, W = array(7, 3, seed=0), array(3, 5, seed=1)
 SHOWN = (jnp.arange(35).reshape(7, 5) % 3 != 0).at[2].set(False)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from support.compare import compare, compiled, optimized_like_a_user
 
 import autopallas
 from autopallas.errors import UnsupportedError
-from recognition.compare import compare, compiled, optimized_like_a_user
 
 M, K, N, G = 24, 6, 10, 4
 SIZES = jnp.array([7, 0, 11, 3], jnp.int32)

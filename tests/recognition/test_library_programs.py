@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from support.compare import compare
 
-from recognition.compare import compare
 from recognition.library_programs import PROGRAMS
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support.compare import compare
+from support.mixtures import E, P, T, X, at, biased, combine, expert, route
+from support.mixtures_written import KINDS, collected, sorted_rows
 
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import find
-from recognition.compare import compare
-from recognition.mixtures import E, P, T, X, at, biased, combine, expert, route
-from recognition.mixtures_written import KINDS, collected, sorted_rows
 
 OP = "grouped_matmul"
 LOOPS = [*KINDS["loops"], KINDS["intervals"][2], KINDS["intervals"][3]]

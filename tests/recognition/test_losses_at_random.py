@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.nn import logsumexp, one_hot
-from training.checks import check
+from support.catalogue import array
+from support.checks import check
 
-from recognition.catalogue import array
 from recognition.losses import picked
 
 B, T, D, V = 2, 3, 4, 11

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-
-from recognition.compare import compiled, optimized_like_a_user
-from recognition.mixtures import ONE_SITE, D, E, K, P, T, X, expert, hidden, normal, one_einsum
+from support.compare import compiled, optimized_like_a_user
+from support.mixtures import ONE_SITE, D, E, K, P, T, X, expert, hidden, normal, one_einsum
 
 OP = "grouped_matmul"
 

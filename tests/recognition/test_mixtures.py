@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support import mixtures
+from support.compare import compare, compiled, optimized_like_a_user
+from support.mixtures import IN_LOOPS, ONE_SITE, D, E, F, K, P, T, X, combine, hidden, one_einsum
 
 import autopallas
-from recognition import mixtures
-from recognition.compare import compare, compiled, optimized_like_a_user
-from recognition.mixtures import IN_LOOPS, ONE_SITE, D, E, F, K, P, T, X, combine, hidden, one_einsum
 
 OP = "grouped_matmul"
 

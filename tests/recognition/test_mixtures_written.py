@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-
-from recognition import mixtures
-from recognition.compare import compare, compiled, optimized_like_a_user
-from recognition.mixtures import E, K, P, T, X, at, expert, one_einsum, route
-from recognition.mixtures_written import KINDS, SITES, collected, everyone, sorted_rows
+from support import mixtures
+from support.compare import compare, compiled, optimized_like_a_user
+from support.mixtures import E, K, P, T, X, at, expert, one_einsum, route
+from support.mixtures_written import KINDS, SITES, collected, everyone, sorted_rows
 
 OP = "grouped_matmul"
 FOUND = [f for kind in ("picked", "gathered", "intervals", "switches", "loops") for f in KINDS[kind]]

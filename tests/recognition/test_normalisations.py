@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.compare import compare, with_gradients
 
 import autopallas
-from recognition.compare import compare, with_gradients
 
 WIDTH = 33
 

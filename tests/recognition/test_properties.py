@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from recognition.catalogue import array
-from recognition.compare import compare
+from support.catalogue import array
+from support.compare import compare
 
 quick = settings(
     max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-
-import autopallas
-from recognition.catalogue import array
-from recognition.compare import (
+from support.catalogue import array
+from support.compare import (
     TOLERANCE,
     Compared,
     compare,
@@ -18,7 +16,9 @@ from recognition.compare import (
     optimized_like_a_user,
     with_gradients,
 )
-from recognition.oracle import evaluate
+from support.oracle import evaluate
+
+import autopallas
 from recognition.public_attention import JOINED, LOOK_ALIKES, PROGRAMS
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, one_hot, softmax
-from training.checks import check
+from support.catalogue import array
+from support.checks import check
+from support.compare import compare, compiled, optimized_like_a_user
 
-from recognition.catalogue import array
-from recognition.compare import compare, compiled, optimized_like_a_user
 from recognition.losses import picked
 
 B, T, D, V = 2, 6, 4, 11

@@ -10,10 +10,9 @@ import os
 import jax
 import numpy as np
 import pytest
-
-from recognition.catalogue import array
-from recognition.compare import compare
-from recognition.random_programs import N, random_program
+from support.catalogue import array
+from support.compare import compare
+from support.random_programs import N, random_program
 
 PROGRAMS = int(os.environ.get("FUZZ_PROGRAMS", "100"))
 FIRST = int(os.environ.get("FUZZ_SEED", "0"))

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.nn import softmax
-
-from recognition.catalogue import ODD, array, bhtd
-from recognition.compare import compare, compiled, floats, optimized_like_a_user, with_gradients
+from support.catalogue import ODD, array, bhtd
+from support.compare import compare, compiled, floats, optimized_like_a_user, with_gradients
 
 REFUSALS = {}
 UNRELATED = {}

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-
-from recognition.catalogue import ODD, bhtd
-from recognition.compare import compare, compiled, optimized_like_a_user, with_gradients
+from support.catalogue import ODD, bhtd
+from support.compare import compare, compiled, optimized_like_a_user, with_gradients
 
 
 def attend(q, k, v, epsilon=0.3, stopped=True):

@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 from jax.nn import log_softmax, logsumexp, softmax
 from jax.scipy.special import xlogy
-from training.checks import arrays, check
+from support.catalogue import array
+from support.checks import arrays, check
+from support.compare import compare, optimized_like_a_user
 
-from recognition.catalogue import array
-from recognition.compare import compare, optimized_like_a_user
 from recognition.losses import picked
 
 N, D, E, V = 7, 4, 5, 11

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from support.compare import compare, compiled, optimized_like_a_user
+from support.mixtures import E, P, T, X, at, expert, normal, route
+from support.mixtures_written import KINDS, C, in_slots, slot_numbers
 
 import autopallas
-from recognition.compare import compare, compiled, optimized_like_a_user
-from recognition.mixtures import E, P, T, X, at, expert, normal, route
-from recognition.mixtures_written import KINDS, C, in_slots, slot_numbers
 from recognition.slots_written import ELSEWHERE, MIXED, ONE_MORE, PLACES, WAYS, brought, weighted
 
 OP = "grouped_matmul"

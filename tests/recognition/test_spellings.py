@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from recognition.compare import compare
-from recognition.spellings import EQUAL, ODD, SPELLINGS, layouts, programs
+from support.compare import compare
+from support.spellings import EQUAL, ODD, SPELLINGS, layouts, programs
 
 NOT_YET: dict[str, str] = {}
 """Spellings that are not found yet, and the reason that the report gives; their results must be right all the same."""

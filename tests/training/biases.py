@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from recognition.catalogue import array
+from support.catalogue import array
 
 from training.catalogue import L, T, deep, layer, loss_of, step
 from training.loops import over_layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from recognition.catalogue import array
+from support.catalogue import array
 
 from training.catalogue import S, T, attend, deep, layer, loss_of, qkv, step
 from training.loops import gradients, over_layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.nn import softmax
-from recognition.catalogue import array
+from support.catalogue import array
 
 __all__ = ["STEPS", "B", "D", "H", "L", "S", "Step", "T", "W", "attend", "deep", "loss_of", "qkv", "step", "wave"]
 

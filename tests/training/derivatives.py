@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.nn import softmax
-from recognition.catalogue import array
+from support.catalogue import array
 
 from training.catalogue import B, D, H, S, T, attend, deep, layer, loss_of, qkv, step, wave
 

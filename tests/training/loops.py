@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from recognition.catalogue import array
+from support.catalogue import array
 
 from training.catalogue import T, W, attend, deep, layer, loss_of, qkv, step
 

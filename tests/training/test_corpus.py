@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 from recognition.test_corpus import CASES, _built
-
-from training.checks import exact, replaced
+from support.checks import exact, replaced
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind in ("loss", "train_step")])

@@ -28,6 +28,7 @@ def test_it_trains_both_ways_alike():
         assert expected in done.stdout
 
 
+@pytest.mark.nightly
 def test_it_trains_alike_divided_among_devices():
     mesh = "--mesh data=4,model=2 --batch 4 --vocabulary 64"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from recognition.compare import compiled, optimized_like_a_user
+from support.checks import arrays, exact, right
+from support.compare import compiled, optimized_like_a_user
 
 from autopallas import jaxprs
 from autopallas.rewrite import primitive
-from training.checks import arrays, exact, right
 
 M, D, F, G, LAYERS = 20, 6, 10, 4, 3
 SIZES = jnp.array([6, 0, 9, 3], jnp.int32)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from recognition.catalogue import array
-
-from training.checks import check
+from support.catalogue import array
+from support.checks import check
 
 B, N, D, V = 3, 7, 4, 13
 LABELS = jnp.asarray([[(3 * i + 5 * b) % V for i in range(N)] for b in range(B)])

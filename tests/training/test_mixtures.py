@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recognition.compare import compiled, optimized_like_a_user
-from recognition.mixtures import IN_LOOPS, ONE_SITE, D, E, F, P, T, X, combine, hidden, one_einsum, two_choices
-from recognition.mixtures_written import (
+from support.checks import arrays, right
+from support.compare import compiled, optimized_like_a_user
+from support.mixtures import IN_LOOPS, ONE_SITE, D, E, F, P, T, X, combine, hidden, one_einsum, two_choices
+from support.mixtures_written import (
     KINDS,
     SITES,
     gathered_matrices,
@@ -16,8 +17,6 @@ from recognition.mixtures_written import (
     scattered_to_slots,
     slots_by_sorting,
 )
-
-from training.checks import arrays, right
 
 OP = "grouped_matmul"
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recognition.catalogue import array
-from recognition.compare import compiled, optimized_like_a_user
-from recognition.oracle import evaluate
+from support.catalogue import array
+from support.checks import TOLERANCE, absolute_errors, quadratic, replaced
+from support.compare import compiled, optimized_like_a_user
+from support.oracle import evaluate
 
 from training.catalogue import D, S, T, attend, deep, layer, loss_of, qkv
-from training.checks import TOLERANCE, absolute_errors, quadratic, replaced
 
 ARGNUMS = (0, 1, 2)
 

@@ -7,12 +7,11 @@ import os
 import jax
 import pytest
 from recognition import test_spellings
-from recognition.catalogue import ODD, array
-from recognition.compare import with_gradients
-from recognition.random_programs import N, random_program
-from recognition.spellings import SPELLINGS
-
-from training.checks import exact, replaced
+from support.catalogue import ODD, array
+from support.checks import exact, replaced
+from support.compare import with_gradients
+from support.random_programs import N, random_program
+from support.spellings import SPELLINGS
 
 LEFT = {
     # The result depends on the maximum, so its gradient does, and a kernel would have to find where the maximum is.

@@ -6,11 +6,11 @@ import math
 
 import jax
 import pytest
-from recognition.compare import compiled, optimized_like_a_user
+from support.checks import arrays, check, replaced, right
+from support.compare import compiled, optimized_like_a_user
 
 from training import biases, branches, derivatives, loops
 from training.catalogue import STEPS, T
-from training.checks import arrays, check, replaced, right
 
 assert biases
 assert branches

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.nn import softmax
-from recognition.compare import compiled, optimized_like_a_user
+from support.checks import absolute_errors, arrays, check, replaced, right
+from support.compare import compiled, optimized_like_a_user
 
 from training.catalogue import L, T, W, attend, deep, layer, loss_of, qkv
-from training.checks import absolute_errors, arrays, check, replaced, right
 
 
 def model(w, x):

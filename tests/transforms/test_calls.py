@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from recognition.catalogue import array
+from support.catalogue import array
 
 import autopallas
 from autopallas import AutopallasWarning, jaxprs

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from recognition.catalogue import array
+from support.catalogue import array
 
 import autopallas
 from autopallas import AutopallasWarning

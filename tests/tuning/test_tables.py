@@ -119,6 +119,7 @@ def spec_of(op: str):
     return match_of(PLAIN[op]).spec
 
 
+@pytest.mark.nightly
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_inferred_block_sizes_are_valid_for_any_shape_on_any_device(data):

@@ -12,7 +12,7 @@ import numpy as np
 
 import autopallas
 from autopallas.report import Report
-from recognition.oracle import evaluate
+from support.oracle import evaluate
 
 __all__ = [
     "Compared",

@@ -1,4 +1,4 @@
-"""One process of a program over a mesh of several processes; run as ``python -m partition.peers``.
+"""One process of a program over a mesh of several processes; run as ``python -m sharding.peers``.
 
 Arguments: the address, how many processes, which of them this is, and with what: see ``SCENARIOS``.  Prints one line of
 JSON: per case the largest error against one device, what became of the sites, and a digest of the lowered program.
@@ -20,7 +20,7 @@ import autopallas
 from autopallas import compat
 from autopallas.sharding import processes, shard_sites
 from autopallas.tuning import distributed
-from partition import cases
+from sharding import cases
 
 CHOSEN = ["attention backward: data and heads", "spelled loss backward: tokens and vocabulary", "train step: tensor"]
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from partition import contexts, manual, typed
-from partition.cases import CASES
+from sharding import contexts, manual, typed
+from sharding.cases import CASES
 
 FEW = [
     "attention backward: data and heads",
@@ -27,7 +27,7 @@ def finished(devices, chosen, module):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def found(devices, chosen=(), module="partition.cases"):
+def found(devices, chosen=(), module="sharding.cases"):
     done = finished(devices, chosen, module)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -73,36 +73,37 @@ FEW_TYPED = ["train step", "loss backward: gathered weights", "mixture backward:
 
 
 def test_divided_by_types():
-    of_case = found(4, module="partition.typed")
+    of_case = found(4, module="sharding.typed")
     wrong = {name: wrong_with(sites, of_case[name]) for name, (*_, sites) in typed.CASES.items()}
     assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
 
 
 def test_types_are_those_of_the_original():
-    given = {name: outcome["types"] for name, outcome in found(4, module="partition.typed").items()}
+    given = {name: outcome["types"] for name, outcome in found(4, module="sharding.typed").items()}
     assert {name: (original, own) for name, (original, own) in given.items() if original != own} == {}
 
 
 @pytest.mark.parametrize("name", typed.EDGES)
 def test_transformations_outside_of_what_is_divided_by_types(name):
-    assert wrong_with(1, found(4, module="partition.typed")[name]) == []
+    assert wrong_with(1, found(4, module="sharding.typed")[name]) == []
 
 
 def test_meshes_with_explicit_axes():
-    of_case = found(4, module="partition.typed")
+    of_case = found(4, module="sharding.typed")
     assert wrong_with(1, of_case["mesh in force"]) == []
     assert wrong_with(0, of_case["several kinds of axes"]) == []
 
 
 @pytest.mark.parametrize("name", typed.KINDS)
 def test_meshes_with_explicit_and_automatic_axes(name):
-    assert wrong_with(1, found(4, module="partition.typed")[f"several kinds of axes: {name}"]) == []
+    assert wrong_with(1, found(4, module="sharding.typed")[f"several kinds of axes: {name}"]) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 2])
 def test_divided_by_types_on_fewer_devices(devices):
     chosen = FEW_TYPED if devices > 1 else FEW_TYPED[-2:]
-    of_case = found(devices, tuple(chosen), "partition.typed")
+    of_case = found(devices, tuple(chosen), "sharding.typed")
     assert of_case
     wrong = {name: wrong_with(typed.CASES[name][3], outcome) for name, outcome in of_case.items()}
     assert {name: complaints for name, complaints in wrong.items() if complaints} == {}
@@ -110,36 +111,37 @@ def test_divided_by_types_on_fewer_devices(devices):
 
 @pytest.mark.parametrize("name", manual.CASES)
 def test_inside_of_maps_over_some_axes(name):
-    assert wrong_with(manual.CASES[name][-1], found(4, module="partition.manual")[name]) == []
+    assert wrong_with(manual.CASES[name][-1], found(4, module="sharding.manual")[name]) == []
 
 
 @pytest.mark.parametrize("use", ["inside", "around", "inside a derivative"])
 def test_pmap(use):
-    outcome = found(4, module="partition.manual")["pmap"][use]
+    outcome = found(4, module="sharding.manual")["pmap"][use]
     assert outcome["error"] <= 2e-5
     assert outcome["applied"] == 1, outcome["kept"]
 
 
 @pytest.mark.parametrize("name", ["constraints alone", "demanded beside static arguments"])
 def test_a_mesh_that_no_argument_is_on(name):
-    outcome = found(4, module="partition.manual")[name]
+    outcome = found(4, module="sharding.manual")[name]
     assert outcome["error"] <= 2e-5
     assert outcome["applied"] == 1, outcome["kept"]
 
 
 def test_a_site_in_a_map_over_some_axes_needs_to_know_how_the_rest_is_divided():
-    outcome = found(4, module="partition.manual")["keys divided inside"]
+    outcome = found(4, module="sharding.manual")["keys divided inside"]
     assert outcome["kept"] == [
         "divided among devices as it is, no kernel can compute it: an axis over which it sums or looks is divided over "
         "the mesh axis 'model'"
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 8])
 def test_meshes_whose_axes_change_their_type(devices):
     """On several devices, how automatic axes are divided is known where optimize is outermost, and there alone."""
     wrong = {}
-    for name, outcome in found(devices, module="partition.contexts").items():
+    for name, outcome in found(devices, module="sharding.contexts").items():
         case, use = name.split(", ")
         sites = contexts.CASES[case][-1]
         known = devices == 1 or use in ("forward", "gradient")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.nn import softmax
 
-from recognition.catalogue import array, bhtd, bthd, spelling
+from support.catalogue import array, bhtd, bthd, spelling
 
 grouped = functools.partial(bhtd, grouped=True)
 grouped_bthd = functools.partial(bthd, grouped=True)

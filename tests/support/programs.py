@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.nn import softmax
 
-from recognition.catalogue import array, bhtd, bthd, spelling
+from support.catalogue import array, bhtd, bthd, spelling
 
 
 def triangle(sizes):

@@ -15,7 +15,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import autopallas
-from partition import cases
+from sharding import cases
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 mesh = Mesh(np.array(devices).reshape(4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from partition.peers import UNANSWERED
+from sharding.peers import UNANSWERED
 
 
 def free_address():
@@ -24,7 +24,7 @@ def outcomes(processes, devices, scenario):
     address = free_address()
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "partition.peers", address, str(processes), str(number), scenario],
+            [sys.executable, "-m", "sharding.peers", address, str(processes), str(number), scenario],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -80,6 +80,7 @@ def test_a_process_that_does_not_answer_is_not_waited_for_forever():
     assert (verdict, reason) == ("kept", UNANSWERED)
 
 
+@pytest.mark.nightly
 def test_a_program_that_one_process_lowers_alone_is_not_waited_for_as_long():
     found = outcomes(2, 1, "lowered")
     assert_same_programs_and_results(found)

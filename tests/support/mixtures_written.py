@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from recognition.mixtures import E, K, at, biased, combine, expert, hidden, route
+from support.mixtures import E, K, at, biased, combine, expert, hidden, route
 
 C = 8
 """Slots of each expert."""

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn import softmax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from recognition.catalogue import array, bhtd, bthd, spelling
+from support.catalogue import array, bhtd, bthd, spelling
 
 
 def attend(q, k, v):

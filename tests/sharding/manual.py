@@ -1,7 +1,7 @@
 """Programs with a shard_map over some axes of the mesh, and with the maps of vmap and pmap over devices; run as a
 module, on four devices.
 
-Prints one line of JSON: per case what :mod:`partition.cases` finds.
+Prints one line of JSON: per case what :mod:`sharding.cases` finds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopallas
-from partition import cases, typed
-from partition.cases import attend, backward_of, qkv, spelled_loss, tokens
+from sharding import cases, typed
+from sharding.cases import attend, backward_of, qkv, spelled_loss, tokens
 
 AUTO = (AxisType.Auto,) * 2
 EXPLICIT = (AxisType.Explicit,) * 2

@@ -1,7 +1,7 @@
 """Programs over meshes with explicit axes, where types say how arrays are divided; run as a module, on as many devices
 as there are.
 
-Prints one line of JSON: per case what :mod:`partition.cases` finds, and what is wrong with the types.
+Prints one line of JSON: per case what :mod:`sharding.cases` finds, and what is wrong with the types.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopallas
-from partition import cases
-from partition.cases import (
+from sharding import cases
+from sharding.cases import (
     B,
     D,
     L,

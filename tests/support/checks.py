@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from recognition.compare import compiled, floats, optimized_like_a_user
-from recognition.oracle import evaluate, promoted
 
 from autopallas import compat, jaxprs
 from autopallas.report import Report
 from autopallas.rewrite import primitive
+from support.compare import compiled, floats, optimized_like_a_user
+from support.oracle import evaluate, promoted
 
 __all__ = ["absolute_errors", "arrays", "check", "compiled", "exact", "quadratic", "replaced", "right"]
 

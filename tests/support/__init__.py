@@ -1,0 +1,1 @@
+"""Programs, and how they are compared: what tests of more than one room use."""
