@@ -5,7 +5,7 @@ reference computation, in whatever spelling, run as tuned fused kernels, and ``f
 why.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopallas.custom.declare import pattern
 from autopallas.errors import (
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("Verification", "verify"):  # few programs verify, so only they pay for the import
         from autopallas.verification import verify as module
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
+
+from autopallas.compat import Array, PyTree
 
 __all__ = ["Untraceable", "join", "split", "traceable"]
 
@@ -23,12 +25,12 @@ class Static:
     Hashable, and equal only for leaves of the same type: 1, 1.0 and True are different arguments.
     """
 
-    structure: Any
-    leaves: tuple[Any, ...]
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[tuple[type, object] | None, ...]
     """Per leaf: None for an array, else (type, value)."""
 
 
-def traceable(leaf: Any) -> bool:
+def traceable(leaf: object) -> bool:
     """Whether ``jax.jit`` takes a leaf of this type."""
     return (
         isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
@@ -38,18 +40,18 @@ def traceable(leaf: Any) -> bool:
     )
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return traceable(leaf) and not isinstance(leaf, (bool, int, float, complex)) or isinstance(leaf, np.generic)
 
 
-def split(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Static]:
+def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Array], Static]:
     """(the arrays among the leaves, the rest)."""
     leaves, structure = jax.tree.flatten((tuple(args), kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     return arrays, Static(structure, tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
 
 
-def join(static: Static, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
     """The inverse of :func:`split`."""
     left = iter(arrays)
     leaves = [next(left) if fixed is None else fixed[1] for fixed in static.leaves]

@@ -5,75 +5,171 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
 from jax._src import config, source_info_util
+from jax._src.source_info_util import Frame, NameStack, SourceInfo, Traceback
+from jax.extend.core import DebugInfo, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+Dtype: TypeAlias = np.dtype[np.generic]
+"""A dtype."""
+Array: TypeAlias = jax.Array | np.ndarray
+"""An array, on a device or on the host."""
+PyTree: TypeAlias = Any
+"""A tree of arrays, as a user's functions take and give them: it has no type that can be said."""
+Params: TypeAlias = dict[str, Any]
+"""The parameters of an equation by name, whose types are each primitive's own: JAX gives them none."""
+ArrayFunction: TypeAlias = Callable[..., PyTree]
+"""A function of arrays whose results are arrays, or trees of them: what JAX's transformations take and give."""
+
+
+class Shaped(Protocol):
+    """What has a shape and a dtype: an array, or the type of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Dtype: ...
+
+
+LoweringContext: TypeAlias = mlir.LoweringRuleContext
+"""Where an equation is being lowered."""
 
 if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
+    from jax._src.core import JaxprEqnContext
+    from jax._src.pallas.mosaic.core import TensorCoreMesh
+    from jaxlib.mlir import ir
+
+    class ManualAxisType:
+        varying: frozenset[str]
+
+        def __init__(self, varying: frozenset[str] = ...) -> None: ...
+
+    class ShapedArray:  # of what is no array (a token, a mutable array) nothing but its hash may be asked
+        shape: tuple[int, ...]
+        dtype: Dtype
+        ndim: int
+        size: int
+        weak_type: bool
+        sharding: NamedSharding
+        manual_axis_type: ManualAxisType
+
+        def __init__(self, shape: Sequence[int], dtype: DTypeLike, **further: object) -> None: ...
+
+        def update(self, **changes: object) -> ShapedArray: ...
+
+        def str_short(self) -> str: ...
 
     class Var:
-        aval: Any
+        aval: ShapedArray
 
-        def __init__(self, aval: Any) -> None: ...
+        def __init__(self, aval: ShapedArray) -> None: ...
 
     class Literal:
-        val: Any
-        aval: Any
+        val: float  # a number of any kind
+        aval: ShapedArray
 
-        def __init__(self, val: Any, aval: Any) -> None: ...
+        def __init__(self, val: object, aval: ShapedArray) -> None: ...
 
     class JaxprEqn:
-        primitive: Any
-        params: dict[str, Any]
-        invars: list[Any]
-        outvars: list[Any]
-        effects: Any
-        source_info: Any
-        ctx: Any
+        primitive: Primitive
+        params: Params
+        invars: list[Var | Literal]
+        outvars: list[Var]
+        effects: Set[object]
+        source_info: SourceInfo
+        ctx: JaxprEqnContext
 
-        def replace(self, **changes: Any) -> JaxprEqn: ...
+        def replace(self, **changes: object) -> JaxprEqn: ...
 
     class Jaxpr:
         constvars: list[Var]
         invars: list[Var]
-        outvars: list[Any]
+        outvars: list[Var | Literal]
         eqns: list[JaxprEqn]
-        effects: Any
+        effects: Set[object]
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def __init__(
+            self,
+            constvars: Sequence[Var],
+            invars: Sequence[Var],
+            outvars: Sequence[Var | Literal],
+            eqns: Sequence[JaxprEqn],
+            effects: Set[object] = ...,
+            debug_info: DebugInfo | None = ...,
+        ) -> None: ...
 
     class ClosedJaxpr:
         jaxpr: Jaxpr
-        consts: list[Any]
-        in_avals: list[Any]
-        out_avals: list[Any]
+        consts: list[jax.Array]
+        in_avals: list[ShapedArray]
+        out_avals: list[ShapedArray]
 
         eqns: list[JaxprEqn]
 
-        def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None: ...
+        def __init__(self, jaxpr: Jaxpr, consts: Sequence[object]) -> None: ...
 
-    dce_jaxpr: Any
-    jaxpr_as_fun: Any
-    new_jaxpr_eqn: Any
+    def dce_jaxpr(
+        jaxpr: Jaxpr, used_outputs: Sequence[bool], instantiate: bool | Sequence[bool] = False
+    ) -> tuple[Jaxpr, list[bool]]: ...
+
+    def jaxpr_as_fun(closed: JaxprLike) -> Callable[..., list[jax.Array]]: ...
+
+    def new_jaxpr_eqn(
+        invars: Sequence[Var | Literal],
+        outvars: Sequence[Var],
+        primitive: Primitive,
+        params: Params,
+        effects: Set[object],
+        source_info: SourceInfo | None = ...,
+        ctx: JaxprEqnContext | None = ...,
+    ) -> JaxprEqn: ...
 
 else:
+    from jax.core import ShapedArray
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, new_jaxpr_eqn
     from jax.interpreters.partial_eval import dce_jaxpr
 
+IrValues: TypeAlias = "Sequence[ir.Value[ir.Type]]"
+"""Values of a module that is being lowered."""
 JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
 """A jaxpr, open or closed."""
+JaxprAtom: TypeAlias = Var | Literal
+"""What an equation reads."""
+MeshLike: TypeAlias = Mesh | AbstractMesh
+"""A mesh of devices, or one of which only the axes are known."""
 
 __all__ = [
+    "Array",
+    "ArrayFunction",
     "ClosedJaxpr",
+    "Dtype",
+    "IrValues",
     "Jaxpr",
+    "JaxprAtom",
     "JaxprEqn",
     "JaxprLike",
+    "Jitted",
     "Literal",
+    "LoweringContext",
+    "MeshLike",
+    "NameStack",
+    "Params",
+    "Primitive",
+    "PyTree",
+    "Shaped",
+    "ShapedArray",
+    "TraceContext",
+    "Traceback",
     "Var",
     "ad",
     "array_type",
@@ -135,7 +231,7 @@ def is_plain_jit(equation: JaxprEqn) -> bool:
     )
 
 
-def has_input_effects(effects: Any) -> bool:
+def has_input_effects(effects: Set[object]) -> bool:
     """Whether some effect names an input by position (reads and writes of mutable arrays)."""
     return any(hasattr(effect, "input_index") or hasattr(effect, "input") for effect in effects)
 
@@ -146,7 +242,7 @@ def has_side_effects(equation: JaxprEqn) -> bool:
     return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
-def user_frames(traceback: Any) -> Iterator[Any]:
+def user_frames(traceback: Traceback) -> Iterator[Frame]:
     """The frames of a traceback that are not JAX's, innermost first."""
     return source_info_util.user_frames(traceback)
 
@@ -165,7 +261,7 @@ def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
     return len(list(constants)), len(list(carried))
 
 
-def extended_scan(params: dict[str, Any], given: int, read: int, stacked: int) -> dict[str, Any]:
+def extended_scan(params: Params, given: int, read: int, stacked: int) -> Params:
     """A scan's parameters after its body got further loop constants in front, and further slices to read and further
     results to stack, each at the end."""
     if "num_consts" in params:
@@ -180,19 +276,20 @@ def extended_scan(params: dict[str, Any], given: int, read: int, stacked: int) -
     }
 
 
-def spread(params: dict[str, Any], aval: Any) -> tuple[Any, Any]:
+def spread(params: Params, aval: ShapedArray) -> tuple[PartitionSpec, ShapedArray]:
     """(the partition spec, the type outside) with which a value leaves a shard_map that another one is to give it to:
     the parts of the devices side by side along the first axis."""
-    from jax._src.core import unshard_aval
+    from jax._src import core
 
+    unsharded: Any = core.unshard_aval
     mesh, checked = params["mesh"], params["check_vma"]
     varying = aval.manual_axis_type.varying if checked else params["newly_manual_axes"]
     axes = tuple(a for a in mesh.axis_names if a in params["newly_manual_axes"] and a in varying)
     spec = jax.sharding.PartitionSpec(*([axes] if axes else []))
-    return spec, unshard_aval(mesh, checked, spec, aval)
+    return spec, unsharded(mesh, checked, spec, aval)
 
 
-def emit(program: ClosedJaxpr, arguments: Sequence[Any]) -> Sequence[Any]:
+def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.Array]:
     """The results of a closed jaxpr's equations, which become those of the program that is being traced.
 
     They are copied, not traced anew, where that can be done.
@@ -205,15 +302,15 @@ def emit(program: ClosedJaxpr, arguments: Sequence[Any]) -> Sequence[Any]:
     jaxpr, consts = program.jaxpr, program.consts
     copies = isinstance(trace, partial_eval.DynamicJaxprTrace) and hasattr(trace, "emit_eqn")
     if not copies or any(has_input_effects(e.effects) for e in jaxpr.eqns) or any(map(is_tracer, consts)):
-        results: Sequence[Any] = jaxpr_as_fun(program)(*arguments)
-        return results
+        return jaxpr_as_fun(program)(*arguments)
     here = source_info_util.current()
     given = [trace.to_jaxpr_tracer(x, here) for x in (*consts, *arguments)]
-    known: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+    known: dict[Var, jax.Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
 
-    def read(atom: Var | Literal, source: Any) -> Any:
+    def read(atom: JaxprAtom, source: SourceInfo) -> jax.Array:
         if isinstance(atom, Literal):
-            return tracer(trace, atom.aval, atom, source)
+            value: jax.Array = tracer(trace, atom.aval, atom, source)
+            return value
         return known[atom]
 
     for equation in jaxpr.eqns:
@@ -229,31 +326,32 @@ def emit(program: ClosedJaxpr, arguments: Sequence[Any]) -> Sequence[Any]:
 
 
 @cache
-def multiplication_params() -> dict[str, Any]:
+def multiplication_params() -> Params:
     """The parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
-def make_jaxpr(function: Callable[..., Any], *args: Any, **kwargs: Any) -> ClosedJaxpr:
+def make_jaxpr(function: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> ClosedJaxpr:
     """The closed jaxpr of a function."""
     made: Any = jax.make_jaxpr(function)(*args, **kwargs)
     closed: ClosedJaxpr = made
     return closed
 
 
-def make_jaxpr_and_shapes(function: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
+def make_jaxpr_and_shapes(function: ArrayFunction, *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
     """The same, and the tree of the types of its results."""
-    made: tuple[Any, Any] = jax.make_jaxpr(function, return_shape=True)(*args)
-    return made
+    made: Any = jax.make_jaxpr(function, return_shape=True)(*args)
+    both: tuple[ClosedJaxpr, PyTree] = made
+    return both
 
 
-def jit_settings(function: Any) -> dict[str, Any] | None:
+def jit_settings(function: object) -> Params | None:
     """The keyword arguments with which an existing ``jax.jit`` function was made, or None if it is not one."""
     info = getattr(function, "_jit_info", None)
     if info is None or not hasattr(function, "lower"):
         return None
     unflatten = jax.tree_util.tree_unflatten
-    settings: dict[str, Any] = dict(
+    settings: Params = dict(
         static_argnums=info.static_argnums or None,
         static_argnames=info.static_argnames or None,
         donate_argnums=info.donate_argnums or None,
@@ -272,12 +370,39 @@ def jit_settings(function: Any) -> dict[str, Any] | None:
     return {k: v for k, v in settings.items() if v not in (None, False)}
 
 
-def trace_context(default: Any) -> Any:
+class Jitted(Protocol):
+    """What ``jax.jit`` gives."""
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
+
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered: ...
+
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Traced: ...
+
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
+
+    def clear_cache(self) -> None: ...
+
+
+Setting = TypeVar("Setting")
+
+
+class TraceContext(Protocol[Setting]):
+    """A context variable of JAX's."""
+
+    @property
+    def value(self) -> Setting: ...
+
+    def __call__(self, value: Setting) -> AbstractContextManager[None]: ...
+
+
+def trace_context(default: Setting) -> TraceContext[Setting]:
     """A context variable whose value is part of the key of every jit cache."""
-    return jax.make_user_context(default_value=default)
+    context: TraceContext[Setting] = jax.make_user_context(default_value=default)
+    return context
 
 
-def numeric_setting() -> tuple[bool, Any]:
+def numeric_setting() -> tuple[bool, str | None]:
     """(whether 64-bit types are enabled, the default precision of dots), of this thread."""
     config: Any = jax.config
     return bool(config.jax_enable_x64), config.jax_default_matmul_precision
@@ -300,30 +425,33 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
 
 
-def array_type(shape: Sequence[int], dtype: Any, operands: Sequence[Any], like: Any = None) -> Any:
+def array_type(
+    shape: Sequence[int], dtype: DTypeLike, operands: Sequence[Shaped], like: Shaped | None = None
+) -> ShapedArray:
     """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over, and
     is divided over explicit mesh axes as ``like`` is, which has its shape or is given for each index of a first axis.
     """
-    inside = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
+    inside: list[Any] = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
     sharding = explicit_sharding(like)
-    if sharding is not None:
+    if sharding is not None and like is not None:
         further = [None] * (len(shape) - len(like.shape))
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*further, *sharding.spec))
     if not inside:
-        return jax.core.ShapedArray(tuple(shape), dtype, **({} if sharding is None else {"sharding": sharding}))
+        return ShapedArray(tuple(shape), dtype, **({} if sharding is None else {"sharding": sharding}))
     varying = frozenset().union(*(a.manual_axis_type.varying for a in inside))
     if sharding is None:  # names the mesh whose axes these are
         sharding = inside[0].sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return inside[0].update(
+    varied: ShapedArray = inside[0].update(
         shape=tuple(shape),
         dtype=dtype,
         weak_type=False,
         sharding=sharding,
         manual_axis_type=type(inside[0].manual_axis_type)(varying=varying),
     )
+    return varied
 
 
-def explicit_sharding(aval: Any) -> Any:
+def explicit_sharding(aval: object) -> NamedSharding | None:
     """How an array is divided by its type: where its mesh has explicit axes; else None."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
@@ -332,13 +460,13 @@ def explicit_sharding(aval: Any) -> Any:
     return sharding
 
 
-def axis_types(aval: Any) -> tuple[Any, ...]:
+def axis_types(aval: object) -> tuple[AxisType, ...]:
     """The types of the axes of the mesh over which an array is; none where there is no mesh."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return () if mesh is None or mesh.empty else tuple(mesh.axis_types)
 
 
-def on_mesh_of(avals: Sequence[Any]) -> Any:
+def on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
     """A context in which the mesh of some arrays is in force, as it is where a program computes with them."""
     meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
     mesh = next((m for m in meshes if isinstance(m, jax.sharding.AbstractMesh) and not m.empty), None)
@@ -347,20 +475,21 @@ def on_mesh_of(avals: Sequence[Any]) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array, and how it is divided where the type says that."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
 
 
-def typed_like(aval: Any) -> jax.ShapeDtypeStruct:
+def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
     """The same, and over which automatic mesh it is: derivatives are written otherwise there."""
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types:
         return shape_of(aval)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
-def divided_like(x: jax.Array, like: Any) -> jax.Array:
+def divided_like(x: jax.Array, like: object) -> jax.Array:
     """``x`` with the sharding that a type has over explicit axes; as it is where it has none."""
     wanted = explicit_sharding(like)
     if wanted is None or explicit_sharding(jax.typeof(x)) == wanted:
@@ -369,57 +498,60 @@ def divided_like(x: jax.Array, like: Any) -> jax.Array:
     return result
 
 
-def invariant_type(aval: Any) -> Any:
+def invariant_type(aval: ShapedArray) -> ShapedArray:
     """The type of an array, said to be the same along every manual mesh axis."""
     kind = getattr(aval, "manual_axis_type", None)
     return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
 
 
-def whole_type(aval: Any) -> Any:
+def whole_type(aval: ShapedArray) -> ShapedArray:
     """The same, and without explicit mesh axes, of which there is then but one device."""
     if explicit_sharding(aval) is not None:
-        return jax.core.ShapedArray(aval.shape, aval.dtype)
+        return ShapedArray(aval.shape, aval.dtype)
     return invariant_type(aval)
 
 
-def lowering_device(context: Any) -> Any | None:
+def lowering_device(context: LoweringContext) -> jax.Device | None:
     """The first device that a module is being lowered for, or None where only its platform is known."""
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     return devices[0] if devices else None
 
 
-def tensor_cores(axis: str, count: int) -> Any:
+def tensor_cores(axis: str, count: int) -> TensorCoreMesh:
     """The mesh of the TensorCores that one TPU device has."""
     from jax.experimental.pallas import tpu as pltpu
 
     own = getattr(pltpu, "TensorCoreMesh", None)  # since JAX 0.11
     make: Any = own or pltpu.create_tensorcore_mesh
-    return make(axis_name=axis, num_cores=count) if own else make(axis, num_cores=count)
+    mesh: TensorCoreMesh = make(axis_name=axis, num_cores=count) if own else make(axis, num_cores=count)
+    return mesh
 
 
-def is_partitioned(context: Any) -> bool:
+def is_partitioned(context: LoweringContext) -> bool:
     """Whether the compiler is to divide what is lowered here among several devices."""
-    axes = context.module_context.axis_context
+    axes: Any = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return any(n > 1 for name, n in axes.mesh.shape.items() if name not in axes.manual_axes)
     return int(getattr(axes, "num_devices", None) or 1) > 1
 
 
-def mesh_in_force() -> Any:
+def mesh_in_force() -> Mesh | None:
     """The mesh of ``jax.set_mesh``, or None."""
-    mesh: Any = jax.sharding.get_mesh()
+    mesh: Mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
 
 
-def set_mesh(mesh: Any) -> Any:
+def set_mesh(mesh: MeshLike | None) -> AbstractContextManager[object]:
     """A context with a mesh in force; None: with what is."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(cast(Mesh, mesh))
 
 
 _MARK = "autopallas_mark"
 
 
-def mark_lowering(context: Any, operand: Any, *, name: str) -> Any:
+def mark_lowering(
+    context: LoweringContext, operand: ir.Value[ir.RankedTensorType], *, name: str
+) -> IrValues:
     """An identity that divides its operand as it is divided, and that :func:`propagated` finds by its name."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
@@ -441,7 +573,7 @@ def mark_lowering(context: Any, operand: Any, *, name: str) -> Any:
     return call.results
 
 
-def propagated(lowered: Any) -> list[tuple[str, tuple[tuple[str, ...], ...] | None]]:
+def propagated(lowered: jax.stages.Lowered) -> list[tuple[str, tuple[tuple[str, ...], ...] | None]]:
     """How Shardy divides the marked values of a lowered program: (name, mesh axes per dimension).
 
     None in place of the axes where a part of an axis would be needed to say it.
@@ -449,10 +581,10 @@ def propagated(lowered: Any) -> list[tuple[str, tuple[tuple[str, ...], ...] | No
     from jaxlib.mlir import passmanager
     from jaxlib.mlir.dialects import sdy
 
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     found: list[tuple[str, tuple[tuple[str, ...], ...] | None]] = []
 
-    def dimensions(operation: Any) -> tuple[tuple[str, ...], ...] | None:
+    def dimensions(operation: ir.Operation) -> tuple[tuple[str, ...], ...] | None:
         rank = len(operation.results[0].type.shape)
         if "sdy.sharding" not in operation.attributes:
             return ((),) * rank
@@ -481,12 +613,12 @@ def propagated(lowered: Any) -> list[tuple[str, tuple[tuple[str, ...], ...] | No
     return found
 
 
-def exporting(context: Any) -> bool:
+def exporting(context: LoweringContext) -> bool:
     """Whether a module is being lowered by ``jax.export``."""
     return bool(context.module_context.lowering_parameters.for_export)
 
 
-def exported(function: Callable[..., Any], types: Sequence[Any], platform: str) -> bytes:
+def exported(function: ArrayFunction, types: Sequence[Shaped], platform: str) -> bytes:
     """A function lowered for a platform, be it here or not, as bytes that another process of this version can use."""
     from jax import export
 
@@ -508,7 +640,7 @@ def missing_mosaic_gpu() -> str | None:
     return None
 
 
-def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **settings: Any) -> Callable[..., Any]:
+def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **settings: object) -> ArrayFunction:
     """``plgpu.kernel``, with the keyword arguments that this version takes; the cost from 0.12."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu
@@ -516,7 +648,7 @@ def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **sett
     make: Any = mosaic_gpu.kernel
     if "cost_estimate" in inspect.signature(make).parameters:
         settings["cost_estimate"] = pl.CostEstimate(**cost)
-    kernel: Callable[..., Any] = make(body, **settings)
+    kernel: ArrayFunction = make(body, **settings)
     return kernel
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopallas.verification.verify import Verification
 
 __all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedError", "VerificationError"]
 
@@ -25,7 +28,7 @@ class VerificationError(RuntimeError):
     ``verification`` is the :class:`autopallas.Verification` that says which, and by how much.
     """
 
-    def __init__(self, message: str, verification: Any = None):
+    def __init__(self, message: str, verification: Verification | None = None):
         super().__init__(message)
         self.verification = verification
 

@@ -15,9 +15,10 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Protocol, Self
 
 from autopallas import jaxprs
+from autopallas.compat import JaxprEqn
 from autopallas.errors import OptionError, RequirementError, UnsupportedError, VerificationError
 from autopallas.report.records import Failure
 
@@ -64,6 +65,13 @@ def collecting(strict: bool = False) -> Iterator[list[Failure]]:
         _failures.reset(token)
 
 
+class _Placed(Protocol):
+    """What stands at an equation: a node of a graph."""
+
+    @property
+    def equation(self) -> JaxprEqn | None: ...
+
+
 class contained(contextlib.AbstractContextManager["contained", bool]):
     """A context for the work on one candidate: an exception is noted as its failure, and goes no further.
 
@@ -78,7 +86,7 @@ class contained(contextlib.AbstractContextManager["contained", bool]):
 
     __slots__ = ("_outer", "_token", "error", "op", "place", "stage")
 
-    def __init__(self, place: Any = "", op: str = "", stage: str = ""):
+    def __init__(self, place: str | JaxprEqn | _Placed | None = "", op: str = "", stage: str = ""):
         self.place, self.op, self.stage = place, op, stage
         self.error = ""
 
@@ -101,11 +109,11 @@ class contained(contextlib.AbstractContextManager["contained", bool]):
         return True
 
 
-def _location(place: Any) -> str:
+def _location(place: str | JaxprEqn | _Placed | None) -> str:
     """Where in the user's code a candidate is; "" where that is not known."""
     if isinstance(place, str):
         return place
-    return jaxprs.location(getattr(place, "equation", place))
+    return jaxprs.location(place if place is None or isinstance(place, JaxprEqn) else place.equation)
 
 
 def one_line(error: BaseException) -> str:

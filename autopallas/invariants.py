@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeGuard
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
@@ -16,6 +16,8 @@ from autopallas.graph.edit import check
 from autopallas.graph.flatten import Child
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision
+from autopallas.sites.calls import SiteDescription
+from autopallas.sites.division import Divisible
 from autopallas.sites.index_notation import View
 
 __all__ = ["InvariantError", "check_bodies", "check_decisions", "check_graph", "check_program", "check_sites"]
@@ -90,7 +92,7 @@ def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
         raise _broken(name, f"the body of a {kind} does not fit its operands and results")
 
 
-def _shapes(avals: Iterable[Any]) -> list[tuple[int, ...]]:
+def _shapes(avals: Iterable[object]) -> list[tuple[int, ...]]:
     return [tuple(getattr(aval, "shape", ())) for aval in avals]
 
 
@@ -138,7 +140,7 @@ def check_graph(name: str, graph: Graph) -> None:
             raise _broken(name, "a body is not held where it is said to be")
 
 
-def _kind(aval: Any) -> tuple[Any, Any]:
+def _kind(aval: object) -> tuple[object, object]:
     return getattr(aval, "shape", None), getattr(aval, "dtype", None)
 
 
@@ -171,7 +173,7 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
             for position, _ in (gradient for backward in part.backwards for gradient in backward.gradients):
                 if not 0 <= position < len(part.operands):
                     raise _broken(name, f"{where} has a gradient of no operand")
-            if not hasattr(part.site, "shardable_axes") or getattr(part.site, "prelude", None) is not None:
+            if not _has_labels(part.site) or getattr(part.site, "prelude", None) is not None:
                 continue  # behind a prelude, labels are of what it makes of the operands
             shapes, axes = [graph.shape(number) for number in part.operands], part.site.shardable_axes()
             for use in axes.operands:
@@ -181,6 +183,10 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
             for view, number in zip(axes.results, part.results, strict=True):
                 if not _fits(view, graph.shape(number), part.site.sizes):
                     raise _broken(name, f"{where} has labels that do not fit its results")
+
+
+def _has_labels(site: SiteDescription) -> TypeGuard[Divisible]:
+    return hasattr(site, "shardable_axes")
 
 
 def _fits(view: View, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:

@@ -11,9 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import DebugInfo
+from jax.typing import ArrayLike
 
 from autopallas import compat
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprAtom,
+    JaxprEqn,
+    JaxprLike,
+    Literal,
+    NameStack,
+    ShapedArray,
+    Traceback,
+    Var,
+)
 from autopallas.places import in_package
 
 __all__ = [
@@ -35,20 +47,20 @@ __all__ = [
 ]
 
 
-def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[Any]]:
+def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[jax.Array]]:
     """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
     found: Any = body
     return (found.jaxpr, list(found.consts)) if hasattr(body, "consts") else (found, [])
 
 
 def rebuild(
-    body: Any,
+    body: JaxprLike,
     constvars: Sequence[Var],
-    consts: Sequence[Any],
+    consts: Sequence[ArrayLike],
     invars: Sequence[Var],
-    outvars: Sequence[Any],
-    eqns: Sequence[Any],
-) -> Any:
+    outvars: Sequence[JaxprAtom],
+    eqns: Sequence[JaxprEqn],
+) -> JaxprLike:
     """A jaxpr with the effects of ``body``, open or closed as that is."""
     info = debug_info("autopallas", len(invars), len(outvars))
     effects = open_jaxpr(body)[0].effects
@@ -99,13 +111,17 @@ _LEAVES = frozenset(
 """The primitives of most equations, none of which has a jaxpr for a parameter."""
 
 
-def name_stacks(calls: Sequence[JaxprEqn]) -> Any:
+def name_stacks(calls: Sequence[JaxprEqn]) -> NameStack | None:
     """The name stacks of calls, each of which holds the next, one behind the other; None of no calls."""
     return reduce(add, [call.source_info.name_stack for call in calls]) if calls else None
 
 
 def inline_equation(
-    equation: JaxprEqn, invars: Sequence[Any], outvars: Sequence[Var], calls: Sequence[JaxprEqn], around: Any
+    equation: JaxprEqn,
+    invars: Sequence[JaxprAtom],
+    outvars: Sequence[Var],
+    calls: Sequence[JaxprEqn],
+    around: NameStack | None,
 ) -> JaxprEqn:
     """An equation of an inlined body: other variables, and the name stacks of the enclosing calls, ``around``, in
     front."""
@@ -116,7 +132,7 @@ def inline_equation(
             break
         outer = call.source_info.traceback
         traceback = traceback if outer is None else outer
-    source = source.replace(traceback=traceback, name_stack=around + stack if calls else stack)
+    source = source.replace(traceback=traceback, name_stack=stack if around is None else around + stack)
     return equation.replace(invars=list(invars), outvars=list(outvars), source_info=source)
 
 
@@ -132,7 +148,7 @@ def location(equation: JaxprEqn | None) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _place(traceback: Any) -> str:
+def _place(traceback: Traceback) -> str:
     innermost = ""  # that in a package, without the path to it
     whole = "unknown"
     for frame in compat.user_frames(traceback):
@@ -180,7 +196,7 @@ def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
     return equation.replace(invars=[variable], outvars=[result])
 
 
-def zeros_equation(aval: Any) -> tuple[JaxprEqn, Var]:
+def zeros_equation(aval: ShapedArray) -> tuple[JaxprEqn, Var]:
     """An equation whose result is nothing but zeros, and that result."""
     shape, dtype = (*aval.shape, 1), aval.dtype  # an axis more: what has none would be a literal
     program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
@@ -196,12 +212,13 @@ def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
     )
 
 
-def without_dead_code(program: ClosedJaxpr) -> ClosedJaxpr:
+def without_dead_code(program: JaxprLike) -> ClosedJaxpr:
     """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
     jaxpr, consts = open_jaxpr(program)
     equations = _needed(jaxpr)
     if equations is not None:
-        rest: ClosedJaxpr = rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+        rest = rebuild(program, jaxpr.constvars, consts, jaxpr.invars, jaxpr.outvars, equations)
+        assert isinstance(rest, ClosedJaxpr)
         return rest
     live, _ = compat.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return ClosedJaxpr(live, consts)

@@ -6,15 +6,16 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar, Unpack, overload
+from typing import Generic, ParamSpec, TypeAlias, TypeVar, Unpack, cast, overload
 
 import jax
+from jax.typing import ArrayLike
 
 from autopallas import compat, pipeline
 from autopallas.arguments import Static, Untraceable, join, split, traceable
-from autopallas.compat import ClosedJaxpr
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Jitted, PyTree
 from autopallas.errors import OptionError
 from autopallas.fallback.bisect import is_bisecting, no_site_is_allowed
 from autopallas.fallback.rerun import is_users_error, mark_users_error, record_failures, rerun
@@ -31,6 +32,9 @@ __all__ = ["Optimized", "explain", "optimize"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+Args: TypeAlias = tuple[PyTree, ...]
+Kwargs: TypeAlias = dict[str, PyTree]
 
 
 class Optimized(Generic[P, R]):
@@ -38,7 +42,7 @@ class Optimized(Generic[P, R]):
 
     __slots__ = ("__dict__", "__weakref__", "_run", "_spread")  # what each call looks at is found at once
 
-    def __init__(self, function: Callable[P, R], explicit: dict[str, Any]):
+    def __init__(self, function: Callable[P, R], explicit: dict[str, object]):
         functools.update_wrapper(self, function)
         self._function = function
         self._explicit = explicit
@@ -46,15 +50,15 @@ class Optimized(Generic[P, R]):
         self._lock = threading.Lock()
         self._settings = settings = compat.jit_settings(function)
         self._plain = settings is None
-        self._inner: Callable[..., Any] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
+        self._inner: Callable[..., R] = function if settings is None else function.__wrapped__  # type: ignore[attr-defined]
 
         @functools.wraps(self._inner)
-        def traced(*args: Any, **kwargs: Any) -> Any:
+        def traced(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return self._traced(*args, **kwargs)
 
-        self._jit: Any = jax.jit(traced, **(settings or {}))
-        self._fixed: Any = jax.jit(self._traced_fixed, static_argnums=0)
-        self._run: Callable[..., Any] = self._jit
+        self._jit = cast(Jitted, jax.jit(traced, **(settings or {})))
+        self._fixed = cast(Jitted, jax.jit(self._traced_fixed, static_argnums=0))
+        self._run: Callable[..., R] = self._jit
         self._as_it_is: Exception | None = None
         self._replaced = False
         self._spread = False
@@ -65,8 +69,7 @@ class Optimized(Generic[P, R]):
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
                     return self(*args, **kwargs)
-            result: R = self._run(*args, **kwargs)
-            return result
+            return self._run(*args, **kwargs)
         except first_call.FirstCall:
             pass
         except call_shardings.ShardingsNeeded:
@@ -84,16 +87,16 @@ class Optimized(Generic[P, R]):
         with first_call.unchecked():
             return self(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Optimized[P, R] | types.MethodType:
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self) -> str:
         return f"<autopallas.optimize of {self._function!r}>"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> str | tuple[type[Optimized[P, R]], tuple[Callable[P, R], dict[str, object]]]:
         """By name where the module has it under its own, as for functions; else with the function within."""
         name: str = getattr(self, "__qualname__", "")
-        found: Any = sys.modules.get(self.__module__)
+        found: object = sys.modules.get(self.__module__)
         for part in name.split("."):
             found = getattr(found, part, None)
         return name if found is self else (Optimized, (self._function, self._explicit))
@@ -104,17 +107,17 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ the API of jit
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """As of ``jax.jit``: the rewritten program, lowered."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """As of ``jax.jit``: the rewritten program, traced."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """As of ``jax.jit``: shapes and dtypes of the result."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.eval_shape, args, kwargs)
@@ -126,7 +129,7 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ tracing
 
-    def _placed(self, use: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
         """``use(*args, **kwargs)``, with the arguments' shardings recorded where its trace needs them."""
         if not self._spread:
             try:
@@ -136,7 +139,7 @@ class Optimized(Generic[P, R]):
         with call_shardings.recording_shardings(args, kwargs):
             return use(*args, **kwargs)
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+    def _traced(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """What jit traces: the original's jaxpr, rewritten."""
         options = resolve(self._explicit)
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
@@ -145,7 +148,7 @@ class Optimized(Generic[P, R]):
             first_call.demand()
         arrays, static = split(args, kwargs)
 
-        def program_of(*arrays: Any) -> Any:
+        def program_of(*arrays: ArrayLike) -> PyTree:
             own_args, own_kwargs = join(static, arrays)
             result = self._inner(*own_args, **own_kwargs)
             if self._plain and not all(map(traceable, jax.tree.leaves(result))):
@@ -183,7 +186,7 @@ class Optimized(Generic[P, R]):
             results = _emit(rewritten, program, live, arrays, options.strict)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    def _traced_fixed(self, static: Static, *arrays: Any) -> Any:
+    def _traced_fixed(self, static: Static, *arrays: ArrayLike) -> PyTree:
         args, kwargs = join(static, arrays)
         return self._traced(*args, **kwargs)
 
@@ -197,7 +200,7 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ failures
 
-    def _recovered(self, error: Exception, args: Any, kwargs: Any) -> tuple[R] | None:
+    def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
         """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
         if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
             return None
@@ -227,13 +230,13 @@ class Optimized(Generic[P, R]):
 
     # ------------------------------------------------------------------ plain functions
 
-    def _may_be_ours(self, error: Exception, args: Any, kwargs: Any) -> bool:
+    def _may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
         """Whether a plain function failed because it was compiled: it would not have, had it been called as it is."""
         if isinstance(error, (*_CONCRETE, Untraceable)):
             return self._plain
         return self._plain and not all(map(traceable, jax.tree.leaves((args, kwargs))))
 
-    def _plain_call(self, use: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """A plain function may take and give what jit does not, or look at the values of numbers.
 
         It is compiled by jit if it can be; else with everything that is no array held fixed; else it runs as it is.
@@ -273,28 +276,31 @@ _RETRIED = (*_CONCRETE, TypeError)
 class _Repeated:
     """A call of an optimized function, to be done again."""
 
-    function: Optimized[Any, Any]
-    args: Any
-    kwargs: Any
+    function: Optimized[..., PyTree]
+    args: Args
+    kwargs: Kwargs
 
-    def _use(self, use: Callable[..., Any]) -> Any:
+    def _use(self, use: ArrayFunction) -> PyTree:
         function = self.function
         if function._run is function._jit:
             return use(function._jit, *self.args, **self.kwargs)
         return function._plain_call(use, *self.args, **self.kwargs)
 
-    def __call__(self) -> Any:
+    def __call__(self) -> PyTree:
         return jax.block_until_ready(self._use(_call))
 
-    def trace(self) -> Any:
-        return self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
+    def trace(self) -> jax.stages.Traced:
+        traced: jax.stages.Traced = self._use(lambda jitted, *args, **kwargs: jitted.trace(*args, **kwargs))
+        return traced
 
     def spent(self) -> bool:
         leaves = jax.tree.leaves((self.args, self.kwargs))
         return any(isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted() for x in leaves)
 
 
-def _emit(rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: list[Any], strict: bool) -> Any:
+def _emit(
+    rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: Sequence[ArrayLike], strict: bool
+) -> Sequence[jax.Array]:
     """The equations of the rewritten program, or of the original where that cannot be traced."""
     if rewritten is not program and not strict:
         try:
@@ -306,18 +312,18 @@ def _emit(rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arra
     return compat.emit(rewritten, arrays)
 
 
-def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> Any:
+def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> ClosedJaxpr:
     """The original, and in the report why."""
     report.leave(reason)
     report.add(*failures)
     return program
 
 
-def _call(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(jitted: Callable[..., T], *args: PyTree, **kwargs: PyTree) -> T:
     return jitted(*args, **kwargs)
 
 
-def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
+def _only_trace(jitted: Jitted, *args: PyTree, **kwargs: PyTree) -> PyTree:
     with first_call.unchecked():
         return jitted.eval_shape(*args, **kwargs)
 
@@ -326,7 +332,9 @@ def _only_trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
 def optimize(fn: None = None, **options: Unpack[OptionArguments]) -> Callable[[Callable[P, R]], Optimized[P, R]]: ...
 @overload
 def optimize(fn: Callable[P, R], **options: Unpack[OptionArguments]) -> Optimized[P, R]: ...
-def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments]) -> Any:
+def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments]) -> (
+    Optimized[P, R] | Callable[[Callable[P, R]], Optimized[P, R]]
+):
     """Makes a function run its reference computations as tuned kernels, without changing what it computes.
 
     Works as a decorator, bare or with options, and as a function; on a plain function, which is then compiled with
@@ -366,7 +374,7 @@ def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments
     return Optimized(fn, explicit)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
     """What :func:`optimize` would do with a call, without compiling or running anything.
 
     Args:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
+from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedDict, Unpack, cast
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
@@ -24,7 +24,7 @@ from autopallas.sites.operation import IMPLEMENTATIONS
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 
 Objective: TypeAlias = Literal["time", "memory", "always"]
-Setting: TypeAlias = tuple[tuple[str, Any], ...]
+Setting: TypeAlias = tuple[tuple[str, object], ...]
 """Options that were given, as sorted (name, value) pairs: hashable, so that it can be part of a key."""
 
 
@@ -126,7 +126,7 @@ def _count(name: str, value: object) -> int:
     if isinstance(value, bool):
         raise _bad(name, value, remedy)
     try:
-        count = operator.index(cast(Any, value))
+        count = operator.index(cast(SupportsIndex, value))
     except TypeError:
         raise _bad(name, value, remedy) from None
     if count < 0:
@@ -163,7 +163,7 @@ def _seconds(name: str, value: object) -> float:
     if isinstance(value, (bool, str, bytes)):
         raise _bad(name, value, remedy)
     try:
-        seconds = float(cast(Any, value))
+        seconds = float(cast(SupportsFloat, value))
     except (TypeError, ValueError):
         raise _bad(name, value, remedy) from None
     if not (math.isfinite(seconds) and seconds > 0):
@@ -183,7 +183,7 @@ def _lock(name: str, value: object) -> str | None:
     return path
 
 
-_CHECKS: dict[str, Callable[[str, object], Any]] = {
+_CHECKS: dict[str, Callable[[str, object], object]] = {
     "objective": _objective,
     "implementation": _implementation,
     "ops": _ops,
@@ -198,7 +198,7 @@ _CHECKS: dict[str, Callable[[str, object], Any]] = {
 }
 
 
-def validated(given: Mapping[str, Any]) -> Setting:
+def validated(given: Mapping[str, object]) -> Setting:
     """Checks options by name and value, and brings them into their one hashable form.
 
     Args:
@@ -225,12 +225,12 @@ def validated(given: Mapping[str, Any]) -> Setting:
 
 
 # Part of the key of every jit cache: a function traced inside `with options(...)` is traced again outside of it.
-_active = compat.trace_context(())
+_active: compat.TraceContext[Setting] = compat.trace_context(())
 
 
 def active() -> Setting:
     """The options of the ``with options(...)`` blocks around this call, in this thread, as hashable data."""
-    return cast(Setting, _active.value)
+    return _active.value
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def options(**given: Unpack[OptionArguments]) -> Iterator[None]:
         yield
 
 
-def resolve(explicit: Mapping[str, Any]) -> Options:
+def resolve(explicit: Mapping[str, object]) -> Options:
     """The options in force now, for a function that was given ``explicit`` ones.
 
     Args:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
-from autopallas.compat import ClosedJaxpr
+from autopallas.compat import ArrayFunction, ClosedJaxpr
 from autopallas.custom.check import without_nested
 from autopallas.errors import AutopallasWarning, RequirementError
 from autopallas.fallback.bisect import only_allowed
@@ -40,9 +40,9 @@ __all__ = ["OptimizedFunction", "inside", "require", "rewrite", "rewritten", "wa
 class OptimizedFunction(Protocol):
     """An optimized function, as far as others than the decorator know it."""
 
-    _inner: Callable[..., Any]
+    _inner: ArrayFunction
     """The function that is traced."""
-    _explicit: Mapping[str, Any]
+    _explicit: Mapping[str, object]
     """Its own options."""
 
 

@@ -7,7 +7,11 @@ import shutil
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 __all__ = ["Progress"]
 
@@ -26,8 +30,8 @@ class Progress:
     def __init__(self, title: str):
         self._title = title
         self._shown = False
-        self._rich: Any = None
-        self._task: Any = None
+        self._rich: Bars | None = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Callable[[str], None]:
         try:
@@ -45,7 +49,7 @@ class Progress:
         if not self._shown:
             return
         done, total = fraction(text)
-        if self._rich is not None:
+        if self._rich is not None and self._task is not None:
             self._rich.update(self._task, completed=done, total=total or None, text=text)
             return
         bar = f"[{'#' * (_BAR * done // total)}{'.' * (_BAR - _BAR * done // total)}] " if total else ""
@@ -77,12 +81,12 @@ def fraction(text: str) -> tuple[int, int]:
     return (done, total) if total > 0 and done <= total else (0, 0)
 
 
-def _bars() -> Any:
+def _bars() -> Bars | None:
     """A display that goes away at its end, or None without ``rich``."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bars
+        from rich.progress import Progress as Display
     except ImportError:
         return None
     columns = (
@@ -92,4 +96,4 @@ def _bars() -> Any:
         TimeElapsedColumn(),
     )
     both = sys.stdout is not None and sys.stdout.isatty()  # else what is printed must go where it was to go
-    return Bars(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both)
+    return Display(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both)

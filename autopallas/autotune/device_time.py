@@ -6,17 +6,51 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import jax
 
 __all__ = ["busy_seconds", "profiled"]
 
+
+class Event(Protocol):
+    """What a profile says of an event."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def start_ns(self) -> float: ...
+
+    @property
+    def duration_ns(self) -> float: ...
+
+
+class Line(Protocol):
+    """Events of one kind."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def events(self) -> Iterable[Event]: ...
+
+
+class Plane(Protocol):
+    """A device, or the processes that use it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lines(self) -> Iterable[Line]: ...
+
+
 _NAME = "autopallas run "
 _DEVICES = ("/device:GPU", "/device:TPU")
 
 
-def profiled(runs: Sequence[Callable[[], Any]]) -> list[float] | None:
+def profiled(runs: Sequence[Callable[[], object]]) -> list[float] | None:
     """Runs functions one after the other under the profiler.
 
     Args:
@@ -44,13 +78,13 @@ def profiled(runs: Sequence[Callable[[], Any]]) -> list[float] | None:
             return None
 
 
-def _run(runs: Sequence[Callable[[], Any]]) -> None:
+def _run(runs: Sequence[Callable[[], object]]) -> None:
     for number, run in enumerate(runs):
         with jax.profiler.TraceAnnotation(f"{_NAME}{number}"):
             run()
 
 
-def busy_seconds(planes: Iterable[Any], count: int) -> list[float] | None:
+def busy_seconds(planes: Iterable[Plane], count: int) -> list[float] | None:
     """The seconds that the device was busy with each run: overlapping events count once.
 
     Args:
@@ -86,5 +120,5 @@ def busy_seconds(planes: Iterable[Any], count: int) -> list[float] | None:
     return found if found and all(found) else None
 
 
-def _span(event: Any) -> tuple[float, float]:
+def _span(event: Event) -> tuple[float, float]:
     return float(event.start_ns), float(event.start_ns + event.duration_ns)

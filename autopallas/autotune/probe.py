@@ -7,7 +7,7 @@ program, also where no frame of this package exists when that is compiled: under
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from autopallas.options import Options
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
+from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.distributed import agreement
 from autopallas.tuning.key import TuningKey
@@ -53,7 +54,7 @@ class Prober:
         self._alone = jax.process_count() == 1
         self._verdicts = ProbeResults.current()
         self._child: Child | None = None
-        self.found: list[tuple[Any, str, str, str]] = []
+        self.found: list[tuple[SiteWorkload, str, str, str]] = []
         """What failed just now: (match, implementation, stage, error)."""
 
     def __enter__(self) -> Prober:
@@ -70,7 +71,7 @@ class Prober:
         return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
 
     def objection(
-        self, match: SiteWorkload, name: str, block_sizes: Any, again: bool, measured: bool
+        self, match: SiteWorkload, name: str, block_sizes: BlockSizes, again: bool, measured: bool
     ) -> tuple[str, str] | None:
         """None where an implementation may be used for a site; else the stage that fails, and how.
 
@@ -94,7 +95,7 @@ class Prober:
             return None
         return self._found_out(match, name, block_sizes, key, measured)
 
-    def record_failure(self, match: SiteWorkload, name: str, block_sizes: Any, stage: str, error: str) -> None:
+    def record_failure(self, match: SiteWorkload, name: str, block_sizes: BlockSizes, stage: str, error: str) -> None:
         """Remembers a failure."""
         self.found.append((match, name, stage, error))
         if self._alone:
@@ -103,7 +104,7 @@ class Prober:
     # ------------------------------------------------------------------ one probe
 
     def _found_out(
-        self, match: SiteWorkload, name: str, block_sizes: Any, key: TuningKey, measured: bool
+        self, match: SiteWorkload, name: str, block_sizes: BlockSizes, key: TuningKey, measured: bool
     ) -> tuple[str, str] | None:
         with _probing:
             known = self._verdicts.get(key)  # another thread may have probed the same meanwhile
@@ -115,7 +116,7 @@ class Prober:
                 self.found.append((match, name, *fault))
             return fault
 
-    def _probed(self, match: SiteWorkload, name: str, block_sizes: Any) -> tuple[str, str] | None:
+    def _probed(self, match: SiteWorkload, name: str, block_sizes: BlockSizes) -> tuple[str, str] | None:
         free = free_bytes()
         needed = Trial.bytes_needed(match) + block_sizes.temporary_bytes(match.spec, match.direction)
         run = free is None or needed <= free
@@ -153,7 +154,7 @@ class Prober:
     # ------------------------------------------------------------------ several processes
 
     def _agreed(
-        self, match: SiteWorkload, name: str, block_sizes: Any, key: TuningKey, probing: bool
+        self, match: SiteWorkload, name: str, block_sizes: BlockSizes, key: TuningKey, probing: bool
     ) -> tuple[str, str] | None:
         """What all processes found out: one that fails is enough for all."""
         shared = agreement()
@@ -168,12 +169,12 @@ class Prober:
         return shared.unanimous(key, fault, jax.process_count())
 
 
-def _exported(match: SiteWorkload, name: str, block_sizes: Any, device: Device) -> bytes:
+def _exported(match: SiteWorkload, name: str, block_sizes: BlockSizes, device: Device) -> bytes:
     """All kernels of a site as one program."""
     functions = [_kernels(part, name, block_sizes) for part in match.passes]
     counts = [len(part.original.in_avals) for part in match.passes]
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         results, begin = [], 0
         for function, count in zip(functions, counts, strict=True):
             results += function(operands[begin : begin + count])
@@ -185,11 +186,13 @@ def _exported(match: SiteWorkload, name: str, block_sizes: Any, device: Device) 
         return compat.exported(run, types, device.platform)
 
 
-def _kernels(part: SiteWorkload, name: str, block_sizes: Any) -> Any:
+def _kernels(
+    part: SiteWorkload, name: str, block_sizes: BlockSizes
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Forward and backward of one pass; the backward also where the program does not hold it, since a transformation
     around the program may ask for it."""
 
-    def run(operands: Any) -> list[Any]:
+    def run(operands: Sequence[jax.Array]) -> list[jax.Array]:
         results, residuals = kernel_forward(part.site, name, block_sizes)(*operands)
         active = tuple(i for i, t in enumerate(part.original.in_avals) if jnp.issubdtype(t.dtype, jnp.inexact))
         found = {tuple(position for position, _ in backward.gradients) for backward in part.backwards}

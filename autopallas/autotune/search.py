@@ -8,19 +8,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 
 from autopallas.autotune.trial import Trial
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes, Sizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry, Rejected
 from autopallas.tuning.key import TuningKey
-from autopallas.tuning.measure import Clock, Failure, Measurement, Timing, measure
+from autopallas.tuning.measure import Clock, Failure, Measurement, Stage, Timing, measure
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
 __all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
@@ -52,13 +53,13 @@ class Tried:
       cycles, vmem_bytes: simulated, and by the compiler's account, where it was compiled for a TPU that is not there.
     """
 
-    block_sizes: Mapping[str, Any]
+    block_sizes: Sizes
     stage: str = ""
     error: str = ""
     microseconds: float | None = None
     temporary_bytes: int | None = None
     difference: float | None = None
-    row: Row | None = None
+    row: Row[object] | None = None
     cycles: int | None = None
     vmem_bytes: int | None = None
 
@@ -67,7 +68,7 @@ class Tried:
 class _Works:
     """A candidate that is right."""
 
-    compiled: Any
+    compiled: jax.stages.Compiled
     seconds: float
     temporary_bytes: int
 
@@ -82,8 +83,8 @@ class _Search:
     clock: Callable[[], float]
     say: Callable[[str], None]
     rejected: list[Rejected] = field(default_factory=list)
-    tried: dict[Any, Tried] = field(default_factory=dict)
-    lean: Row | None = None
+    tried: dict[BlockSizes, Tried] = field(default_factory=dict)
+    lean: Row[BlockSizes] | None = None
 
     def __post_init__(self) -> None:
         self.begin = self.clock()
@@ -93,7 +94,7 @@ class _Search:
         """The seconds that are left of a share of the budget."""
         return self.begin + share * self.seconds - self.clock()
 
-    def run(self, candidates: Sequence[Any]) -> tuple[Any, Row | None, str]:
+    def run(self, candidates: Sequence[BlockSizes]) -> tuple[BlockSizes | None, Row[BlockSizes] | None, str]:
         """(the best block sizes or None, what they cost, why there are none)."""
         needed = Trial.bytes_needed(self.match)
         if self.limit is not None and needed > self.limit:
@@ -105,13 +106,13 @@ class _Search:
             return None, None, problem
         self.say("the original")
         compiled, failure = self._compiled(trial.original(), trial)
-        if failure is None:
+        if compiled is not None:
             original = self._once(compiled, trial, reference)
             failure = original.failure
-        if failure is not None:
+        if compiled is None or failure is not None:
             return None, None, f"the original cannot be run on its own: {failure}"
 
-        works: dict[Any, _Works] = {}
+        works: dict[BlockSizes, _Works] = {}
         tried = 0
         for number, sizes in enumerate(candidates, 1):
             if self.left(_SCREENING_SHARE) <= 0:
@@ -130,7 +131,7 @@ class _Search:
         self.say("timing")
         return self._raced(works, compiled, original.wall[-1], trial)
 
-    def told(self, candidates: Sequence[Any]) -> list[Tried]:
+    def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
         """How far each candidate came."""
         late = Tried({}, "budget", self._used_up())
         return [self.tried.get(c) or replace(late, block_sizes=c.to_dict()) for c in candidates]
@@ -140,10 +141,10 @@ class _Search:
 
     # ------------------------------------------------------------------ one candidate
 
-    def _reference(self, trial: Trial) -> tuple[Any, str]:
+    def _reference(self, trial: Trial) -> tuple[PyTree, str]:
         with jax.default_matmul_precision("highest"):
             compiled, failure = self._compiled(trial.kernel("reference", None), trial)
-        if failure is None:
+        if compiled is not None:
             analysis = compiled.memory_analysis()
             needed = 0 if analysis is None else analysis.temp_size_in_bytes + analysis.output_size_in_bytes
             if self.limit is not None and needed > self.limit:
@@ -154,8 +155,8 @@ class _Search:
                 failure = Failure("run", f"{type(error).__name__}: {error}")
         return None, f"the reference cannot be run: {failure}"
 
-    def _compiled(self, function: Any, trial: Trial) -> tuple[Any, Failure | None]:
-        stage: Any = "lower"
+    def _compiled(self, function: ArrayFunction, trial: Trial) -> tuple[jax.stages.Compiled | None, Failure | None]:
+        stage: Stage = "lower"
         try:
             lowered = jax.jit(function).lower(*trial.arguments)
             stage = "compile"
@@ -163,7 +164,7 @@ class _Search:
         except Exception as error:
             return None, Failure(stage, f"{type(error).__name__}: {error}")
 
-    def _once(self, compiled: Any, trial: Trial, reference: Any) -> Timing:
+    def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree) -> Timing:
         """One run that is compared, and one that is timed."""
         measured = measure(
             {"it": compiled},
@@ -176,11 +177,11 @@ class _Search:
         )
         return measured["it"]
 
-    def _screened(self, sizes: Any, trial: Trial, reference: Any, original: Timing) -> _Works | None:
+    def _screened(self, sizes: BlockSizes, trial: Trial, reference: PyTree, original: Timing) -> _Works | None:
         """A candidate that works and is right, or None."""
         compiled, failure = self._compiled(trial.kernel(self.implementation, sizes), trial)
         timing = Timing()
-        if failure is None:
+        if compiled is not None:
             timing = self._once(compiled, trial, reference)
             failure = timing.failure
         if failure is None:
@@ -196,21 +197,22 @@ class _Search:
             temporary_bytes=timing.temporary_bytes,
             difference=None if timing.difference is None else timing.difference.maximum,
         )
-        if failure is None:
+        if compiled is not None and failure is None:
             return _Works(compiled, timing.wall[-1], timing.temporary_bytes or 0)
+        assert failure is not None
         self.rejected.append(Rejected(sizes.to_dict(), failure.stage, failure.error))
         return None
 
     # ------------------------------------------------------------------ the race
 
-    def _finalists(self, works: Mapping[Any, _Works], original_seconds: float) -> list[Any]:
+    def _finalists(self, works: Mapping[BlockSizes, _Works], original_seconds: float) -> list[BlockSizes]:
         """The few that may be the fastest, and the one that may need the least memory in bearable time."""
         runs = _ROUNDS + _RUNS_BEFORE
         room = self.left() - runs * original_seconds
         fastest = min(work.seconds for work in works.values())
         bearable = [s for s, work in works.items() if work.seconds <= _CLOSE * MEMORY_SLOWDOWN * original_seconds]
         leanest = min(bearable, key=lambda s: (works[s].temporary_bytes, works[s].seconds), default=None)
-        chosen: list[Any] = []
+        chosen: list[BlockSizes] = []
         for sizes, work in sorted(works.items(), key=lambda item: item[1].seconds):
             if work.seconds > _CLOSE * fastest or len(chosen) == _FINALISTS or runs * work.seconds > room:
                 break
@@ -221,8 +223,12 @@ class _Search:
         return chosen
 
     def _raced(
-        self, works: Mapping[Any, _Works], original: Any, original_seconds: float, trial: Trial
-    ) -> tuple[Any, Row | None, str]:
+        self,
+        works: Mapping[BlockSizes, _Works],
+        original: jax.stages.Compiled,
+        original_seconds: float,
+        trial: Trial,
+    ) -> tuple[BlockSizes | None, Row[BlockSizes] | None, str]:
         finalists = {str(sizes): sizes for sizes in self._finalists(works, original_seconds)}
         if not finalists:
             return None, None, self._used_up()
@@ -236,7 +242,7 @@ class _Search:
             warm_up=_RUNS_BEFORE - 1,
         )
         clock: Clock = "device" if all(measured[name].device for name in (ORIGINAL, *finalists)) else "wall"
-        rows: dict[str, Row] = {}
+        rows: dict[str, Row[BlockSizes]] = {}
         for name, sizes in finalists.items():
             row = _row(sizes, measured, name, clock)
             if row is not None:
@@ -250,7 +256,7 @@ class _Search:
         return finalists[best], rows[best], ""
 
 
-def _leanest(rows: Mapping[str, Row], fastest: Row) -> Row | None:
+def _leanest(rows: Mapping[str, Row[BlockSizes]], fastest: Row[BlockSizes]) -> Row[BlockSizes] | None:
     """The row of least memory among those that are not too slow, where it needs less than the fastest."""
     bearable = [row for row in rows.values() if row.kernel_us <= MEMORY_SLOWDOWN * row.original_us]
     least = min(bearable, key=lambda row: (row.kernel_bytes, row.kernel_us), default=None)
@@ -265,7 +271,7 @@ def _score(timing: Timing, clock: Clock) -> float | None:
     return statistics.fmean(sample) + statistics.pstdev(sample)
 
 
-def _row(sizes: Any, measured: Measurement, name: str, clock: Clock) -> Row | None:
+def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock) -> Row[BlockSizes] | None:
     kernel, ratio = measured[name].spread(clock), measured.ratio(name, clock=clock)
     own, base = _score(measured[name], clock), _score(measured[ORIGINAL], clock)
     if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
@@ -295,7 +301,7 @@ def free_bytes() -> int | None:
         return None
 
 
-def candidates_of(match: SiteWorkload, implementation: str, first: Any, device: Device) -> list[Any]:
+def candidates_of(match: SiteWorkload, implementation: str, first: BlockSizes, device: Device) -> list[BlockSizes]:
     """The block sizes to try, best guess first: those of the implementation, else those of the operation.
 
     Args:
@@ -315,7 +321,7 @@ def search(
     match: SiteWorkload,
     implementation: str,
     key: TuningKey,
-    first: Any,
+    first: BlockSizes,
     seconds: float,
     known: Entry | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -356,15 +362,15 @@ def search(
                 error = f"it needs {estimate} bytes by the estimate, and {run.limit} are free"
                 run.tried[sizes] = Tried(sizes.to_dict(), "memory", error)
         if candidates or wrong:
-            sizes, row, reason = run.run(candidates)
+            best, row, reason = run.run(candidates)
         else:
-            sizes, row, reason = None, None, "no candidate fits into memory"
+            best, row, reason = None, None, "no candidate fits into memory"
     if observe is not None:
         observe(run.told(every))
     rejected = tuple(run.rejected)
-    if sizes is not None:
-        lean = None if run.lean is None else replace(run.lean, block_sizes=run.lean.block_sizes.to_dict())
-        return Entry(key.description, "tuned", sizes.to_dict(), row, "", rejected, seconds, lean)
+    if best is not None:
+        lean = None if run.lean is None else run.lean.of(run.lean.block_sizes.to_dict())
+        return Entry(key.description, "tuned", best.to_dict(), row, "", rejected, seconds, lean)
     if reason:
         return Entry(key.description, "unfinished", None, None, reason, rejected, seconds)
     reasons = "; ".join(dict.fromkeys(f"{r.stage}: {r.error}".split("\n")[0][:300] for r in rejected))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.measure import Difference
 
 __all__ = ["Trial"]
+
+Arrays: TypeAlias = Sequence[jax.Array]
 
 _DIFFERENT_INTEGERS = 0.02
 """Of integers, such as the position of a maximum, some may differ by rounding; this is for the mean difference."""
@@ -34,8 +38,8 @@ class Trial:
       arguments: for each pass, (operands, cotangents of its results where the program holds its backward).
     """
 
-    passes: tuple[Any, ...]
-    arguments: tuple[Any, ...]
+    passes: tuple[SiteWorkload, ...]
+    arguments: tuple[tuple[Sequence[Shaped], Sequence[Shaped]], ...]
 
     @staticmethod
     def of(match: SiteWorkload, seed: int = 0) -> Trial:
@@ -60,7 +64,7 @@ class Trial:
     def abstract(match: SiteWorkload) -> Trial:
         """The trial of a match on nothing: shapes and dtypes in the place of inputs, to compile with."""
 
-        def types(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        def types(avals: Sequence[Shaped]) -> list[jax.ShapeDtypeStruct]:
             return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals]
 
         arguments = [
@@ -77,16 +81,16 @@ class Trial:
 
     # ------------------------------------------------------------------ the ways to compute it
 
-    def original(self) -> Callable[..., Any]:
+    def original(self) -> ArrayFunction:
         """What the program computes as it stands: results and gradients of all passes, as one flat list."""
 
-        def one(part: SiteWorkload, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def one(part: SiteWorkload, operands: Arrays, cotangents: Arrays) -> list[jax.Array]:
             run = compat.jaxpr_as_fun(part.original)
             if not part.backwards:
                 return list(run(*operands))
             active = _active(part)
 
-            def varied(*chosen: Any) -> Any:
+            def varied(*chosen: jax.Array) -> PyTree:
                 filled = list(operands)
                 for position, x in zip(active, chosen, strict=True):
                     filled[position] = x
@@ -97,10 +101,10 @@ class Trial:
 
         return self._all(one)
 
-    def kernel(self, implementation: str, block_sizes: Any) -> Callable[..., Any]:
+    def kernel(self, implementation: str, block_sizes: BlockSizes | None) -> ArrayFunction:
         """The same by an implementation."""
 
-        def one(part: SiteWorkload, operands: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def one(part: SiteWorkload, operands: Arrays, cotangents: Arrays) -> list[jax.Array]:
             results, residuals = kernel_forward(part.site, implementation, block_sizes)(*operands)
             if not part.backwards:
                 return list(results)
@@ -109,8 +113,8 @@ class Trial:
 
         return self._all(one)
 
-    def _all(self, one: Callable[..., list[Any]]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> list[Any]:
+    def _all(self, one: Callable[[SiteWorkload, Arrays, Arrays], list[jax.Array]]) -> ArrayFunction:
+        def run(*arguments: tuple[Arrays, Arrays]) -> list[jax.Array]:
             pairs = zip(self.passes, arguments, strict=True)
             return [x for part, (operands, cotangents) in pairs for x in one(part, operands, cotangents)]
 

@@ -8,12 +8,11 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from autopallas.cli import CommandError
+from autopallas.sites.spec import Sizes
 from autopallas.tuning.cache import Cache
 from autopallas.tuning.entry import MAXIMUM_BYTES, Entry, EntryError, from_data, read_json
 from autopallas.tuning.probe_cache import ProbeResult, ProbeResults
@@ -31,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
 
-    def action(name: str, purpose: str, run: Any) -> argparse.ArgumentParser:
+    def action(name: str, purpose: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         made.add_argument("--json", action="store_true", help="print JSON")
         made.set_defaults(run=run)
@@ -61,7 +60,7 @@ def _list(options: argparse.Namespace) -> int:
     if not entries:
         print(f"no results in {cache.folder}")
         return 0
-    rows = [("key", "operation", "implementation", "direction", "bucket", "device", "result")]
+    rows: list[tuple[str, ...]] = [("key", "operation", "implementation", "direction", "bucket", "device", "result")]
     for entry in entries:
         told = _summary(entry)
         rows.append((told["key"][:_SHORT], *(str(told[name]) for name in rows[0][1:])))
@@ -77,7 +76,7 @@ def _show(options: argparse.Namespace) -> int:
         return _print_json({"digest": entry.digest} | entry.to_dict())
     told = _summary(entry)
     lines = [(name, str(told[name])) for name in ("key", *(name for name in told if name != "key"))]
-    lines += [(name, str(entry.key[name])) for name in ("platform", "runtime", "kernel_version")]
+    lines += [(name, str(dict(entry.key)[name])) for name in ("platform", "runtime", "kernel_version")]
     if entry.lean is not None:
         lines.append(("least memory", _result(entry.lean)))
     settings = entry.key["versions"] | entry.key["flags"]
@@ -171,7 +170,7 @@ def _archived(file: str) -> list[Entry]:
 # ---------------------------------------------------------------------- what is told of an entry
 
 
-def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
+def _summary(entry: Entry | ProbeResult) -> dict[str, str]:
     if isinstance(entry, ProbeResult):
         until = datetime.datetime.fromtimestamp(entry.until).date().isoformat()
         told = f"{entry.outcome}{f' ({entry.stage}): {entry.error}' if entry.stage else ''}, until {until}"
@@ -181,10 +180,7 @@ def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
         bucketed = " ".join(map(str, bucket)) if isinstance(bucket, list) else ""
         return {"key": entry.digest} | shown | {"bucket": bucketed, "outcome": entry.outcome, "result": told}
     row = entry.row
-    if row is None:
-        result = f"{entry.outcome}: {entry.reason}"
-    else:
-        result = _result(replace(row, block_sizes=entry.block_sizes or {}))
+    result = f"{entry.outcome}: {entry.reason}" if row is None else _result(row.of(entry.block_sizes or {}))
     return {
         "key": entry.digest,
         "operation": entry.key["operation"],
@@ -197,7 +193,7 @@ def _summary(entry: Entry | ProbeResult) -> dict[str, Any]:
     }
 
 
-def _result(row: Row) -> str:
+def _result(row: Row[Sizes]) -> str:
     smaller = row.kernel_bytes / max(row.original_bytes, 1)
     return f"{_sizes(row.block_sizes)}: {row.speedup:.2f}x the speed, {smaller:.2f}x the memory ({row.date})"
 
@@ -211,7 +207,7 @@ def _the_one(entries: Sequence[Entry | ProbeResult], beginning: str) -> Entry | 
     return found[0]
 
 
-def _sizes(sizes: Any) -> str:
+def _sizes(sizes: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in sizes.items())
 
 
@@ -230,6 +226,6 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _print_json(data: Any) -> int:
+def _print_json(data: object) -> int:
     print(json.dumps(data, indent=2, sort_keys=True))
     return 0

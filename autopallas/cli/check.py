@@ -6,9 +6,11 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
+from autopallas.patterns.match import Match, NearMiss
 from autopallas.places import users_place
+from autopallas.plan.decision import Decision
 from autopallas.tuning.lock import Lock, LockedSite, identity, place, read
 
 __all__ = ["add"]
@@ -52,9 +54,11 @@ def _run(options: argparse.Namespace) -> int:
     return int(bool(lost))
 
 
-def _paired(lock: Lock, found: Sequence[tuple[Any, Any]]) -> Iterator[tuple[LockedSite, tuple[Any, Any] | None]]:
+def _paired(
+    lock: Lock, found: Sequence[tuple[Match, Decision]]
+) -> Iterator[tuple[LockedSite, tuple[Match, Decision] | None]]:
     """Each applied site with a (match, decision) of its own that computes the same, or None."""
-    left: dict[str, list[tuple[Any, Any]]] = {}
+    left: dict[str, list[tuple[Match, Decision]]] = {}
     for pair in found:
         left.setdefault(identity(pair[0]), []).append(pair)
     for site in lock.sites:
@@ -63,7 +67,7 @@ def _paired(lock: Lock, found: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Lock
             yield site, same.pop(0) if same else None
 
 
-def _told(site: LockedSite, matches: Sequence[Any], misses: Sequence[Any]) -> dict[str, Any]:
+def _told(site: LockedSite, matches: Sequence[Match], misses: Sequence[NearMiss]) -> dict[str, str]:
     """Why a site is lost: it computes something else now, or it is a near miss; the nearest of its kind."""
     changed = _nearest(
         site, [m for m in matches if m.op == site.op and _function(m.location) == _function(site.location)]
@@ -76,15 +80,18 @@ def _told(site: LockedSite, matches: Sequence[Any], misses: Sequence[Any]) -> di
     return _entry(site, "nothing like it is in the program", "", "")
 
 
-def _entry(site: LockedSite, reason: str, near_miss: str, at: str) -> dict[str, Any]:
+def _entry(site: LockedSite, reason: str, near_miss: str, at: str) -> dict[str, str]:
     told = {"op": site.op, "location": site.location, "spec": site.spec, "reason": reason}
     return told | {"near_miss": near_miss, "at": at}
 
 
-def _nearest(site: LockedSite, candidates: Sequence[Any]) -> Any:
+Located = TypeVar("Located", Match, NearMiss)
+
+
+def _nearest(site: LockedSite, candidates: Sequence[Located]) -> Located | None:
     """The candidate in the same function or file, and of several the one on the nearest line."""
 
-    def distance(candidate: Any) -> tuple[bool, bool, int]:
+    def distance(candidate: Located) -> tuple[bool, bool, int]:
         same_function = _function(candidate.location) == _function(site.location)
         same_file = _file(candidate.location) == _file(site.location)
         return not same_function, not same_file, abs(_line(candidate.location) - _line(site.location))

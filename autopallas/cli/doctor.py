@@ -9,7 +9,10 @@ import os
 import platform
 import textwrap
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from autopallas.sites.device import Device
 
 __all__ = ["add"]
 
@@ -36,7 +39,60 @@ def _run(options: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- examining
 
 
-def _examined() -> dict[str, Any]:
+class Machine(TypedDict):
+    system: str
+    architecture: str
+    cores: int
+    vector_extensions: str | None
+
+
+class DeviceKind(TypedDict):
+    platform: str
+    kind: str
+    count: int
+
+
+class Answer(TypedDict):
+    """What an implementation says of the typical site."""
+
+    usable: bool
+    reason: str
+
+
+class Asked(TypedDict):
+    """What is known of an operation."""
+
+    recognised: bool
+    sample: str
+    order: list[str]
+    implementations: dict[str, Answer]
+
+
+class Kept(TypedDict):
+    """The folder of tuning results."""
+
+    folder: str | None
+    results: int
+    bytes: int
+    writable: bool
+
+
+class Environment(TypedDict):
+    variables: dict[str, str]
+    options: dict[str, object]
+
+
+class Examined(TypedDict):
+    versions: dict[str, str]
+    machine: Machine
+    devices: list[DeviceKind]
+    operations: dict[str, Asked]
+    cache: Kept
+    environment: Environment
+    problems: list[str]
+
+
+def _examined() -> Examined:
     """All there is to say, as JSON's types; what is wrong is a sentence in ``problems``."""
     problems: list[str] = []
     versions = _versions()
@@ -64,18 +120,22 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> Machine:
     from autopallas.tuning import processor
 
-    found: dict[str, Any] = {"system": platform.system(), "architecture": platform.machine(), "cores": _cores()}
-    return found | {"vector_extensions": processor.vector_extensions()}
+    return {
+        "system": platform.system(),
+        "architecture": platform.machine(),
+        "cores": _cores(),
+        "vector_extensions": processor.vector_extensions(),
+    }
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _devices(problems: list[str]) -> tuple[list[dict[str, Any]], Any]:
+def _devices(problems: list[str]) -> tuple[list[DeviceKind], Device | None]:
     """(each kind of device and how many of it there are, the one that programs run on)."""
     import jax
 
@@ -83,22 +143,24 @@ def _devices(problems: list[str]) -> tuple[list[dict[str, Any]], Any]:
 
     try:
         kinds = Counter((device.platform, device.device_kind) for device in jax.devices())
-        listed = [{"platform": name, "kind": kind, "count": count} for (name, kind), count in kinds.items()]
+        listed: list[DeviceKind] = [
+            {"platform": name, "kind": kind, "count": count} for (name, kind), count in kinds.items()
+        ]
         return listed, Device.current()
     except Exception as error:
         problems.append(f"JAX finds no device: {_one_line(error)}")
         return [], None
 
 
-def _operations(device: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
+def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
     """Per operation, its site in a typical program and the answer of each implementation; the order they are asked."""
     from autopallas.compat import make_jaxpr
     from autopallas.environment import OPERATIONS
     from autopallas.graph import Graph, flatten
     from autopallas.patterns import find
-    from autopallas.sites.operation import IMPLEMENTATIONS, Supported, operation_named
+    from autopallas.sites.operation import IMPLEMENTATIONS, Supported, Unsupported, operation_named
 
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Asked] = {}
     for op in OPERATIONS:
         program, shapes = operation_named(op).program()
         try:
@@ -110,21 +172,21 @@ def _operations(device: Any, problems: list[str]) -> dict[str, dict[str, Any]]:
             found[op] = {"recognised": False, "sample": "", "order": [], "implementations": {}}
             continue
         operation, spec = matches[0].site.operation, matches[0].spec
-        answers = {}
+        answers: dict[str, Answer] = {}
         for name in IMPLEMENTATIONS:
             try:
                 answer = operation.supports(name, spec, device)
             except Exception as error:
                 problems.append(f"{op}: asking {name} fails: {_one_line(error)}")
                 continue
-            usable = isinstance(answer, Supported)
-            answers[name] = {"usable": usable, "reason": "" if usable else answer.reason}
+            reason = answer.reason if isinstance(answer, Unsupported) else ""
+            answers[name] = {"usable": isinstance(answer, Supported), "reason": reason}
         order = list(operation.requested(None, device))
         found[op] = {"recognised": True, "sample": str(spec), "order": order, "implementations": answers}
     return found
 
 
-def _cache(problems: list[str]) -> dict[str, Any]:
+def _cache(problems: list[str]) -> Kept:
     from autopallas.errors import OptionError
     from autopallas.tuning.cache import Cache
 
@@ -145,7 +207,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
     return {"folder": str(folder), "results": len(files), "bytes": size, "writable": writable}
 
 
-def _environment(problems: list[str]) -> dict[str, Any]:
+def _environment(problems: list[str]) -> Environment:
     """The variables that are set, and the options that they lead to where these differ from the defaults."""
     from dataclasses import fields
 
@@ -170,7 +232,7 @@ def _one_line(error: BaseException) -> str:
 # ---------------------------------------------------------------------- telling
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(found: Examined) -> list[str]:
     """The same for people, in 80 columns."""
     machine = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
@@ -207,7 +269,7 @@ def _row(label: str, text: str) -> list[str]:
     return textwrap.wrap(shown, 80, initial_indent=lead, subsequent_indent=" " * len(lead), drop_whitespace=True)
 
 
-def _device(device: dict[str, Any]) -> str:
+def _device(device: DeviceKind) -> str:
     return device["platform"] if device["kind"] == device["platform"] else f"{device['kind']} ({device['platform']})"
 
 

@@ -6,13 +6,12 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
-from autopallas.compat import make_jaxpr
+from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
@@ -51,7 +50,7 @@ class Sites:
     tuner: Tuner
 
 
-def function_of(name: str) -> Callable[..., Any]:
+def function_of(name: str) -> ArrayFunction:
     """Imports a function.
 
     Args:
@@ -67,7 +66,7 @@ def function_of(name: str) -> Callable[..., Any]:
     if here not in sys.path:  # as with `python -m`, also where a script was called
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        found: object = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise CommandError(f"there is no module {error.name}") from None
@@ -81,11 +80,11 @@ def function_of(name: str) -> Callable[..., Any]:
             raise CommandError(f"{module_name} has no {path}") from None
     if not callable(found):
         raise CommandError(f"{name} is a {type(found).__name__}, not a function")
-    function: Callable[..., Any] = found
+    function: ArrayFunction = found
     return function
 
 
-def sites_of(name: str, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Sites:
+def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], options: dict[str, object]) -> Sites:
     """The sites of a function and their decisions; traces it, compiles and runs nothing unless a search is on.
 
     Args:

@@ -6,12 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopallas.cli import CommandError
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES, REPORT_SUFFIXES
+
+if TYPE_CHECKING:
+    from autopallas.compile.tpu import Generation
+    from autopallas.workbench.tune import Target
 
 __all__ = ["add"]
 
@@ -92,7 +97,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _target(name: str) -> Any:
+Figure: TypeAlias = int | float | str | None
+"""What a compiler says of a program, or a text where it failed."""
+
+
+def _target(name: str) -> Target:
     from autopallas.workbench.tune import TARGETS, TargetError, target_of
 
     if name not in TARGETS:
@@ -103,13 +112,15 @@ def _target(name: str) -> Any:
         raise CommandError(f"--target {name}: {error}") from None
 
 
-def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: Any) -> dict[str, tuple[Any, Any]]:
+def _compiled(
+    original: ArrayFunction, optimized: ArrayFunction, shapes: tuple[PyTree, ...], target: Target
+) -> dict[str, tuple[Figure, Figure]]:
     """(of the original, of the optimized) for everything that the compiler says; a text where it failed."""
     from autopallas.cli.program import one_line
     from autopallas.progress import Progress
 
-    compiler: Callable[..., dict[str, Any]] = _here if target.generation is None else _ahead
-    found: list[dict[str, Any]] = []
+    compiler: Callable[..., Mapping[str, Figure]] = _here if target.generation is None else _ahead
+    found: list[Mapping[str, Figure]] = []
     try:
         with Progress(f"autopallas: compiling for {target.device.kind}") as say:
             for text, function in (("1 of 2: as it is written", original), ("2 of 2: optimized", optimized)):
@@ -123,7 +134,7 @@ def _compiled(original: Any, optimized: Any, shapes: tuple[Any, ...], target: An
     return {name: (before[name], after[name]) for name in before if name in after}
 
 
-def _ahead(function: Any, shapes: tuple[Any, ...], generation: Any) -> dict[str, Any]:
+def _ahead(function: ArrayFunction, shapes: tuple[PyTree, ...], generation: Generation) -> Mapping[str, Figure]:
     """What the TPU's compiler says."""
     from autopallas.compile.tpu import compile_for
 
@@ -134,7 +145,7 @@ def _ahead(function: Any, shapes: tuple[Any, ...], generation: Any) -> dict[str,
     return told if found.cycles is None else told | {"simulated cycles": found.cycles}
 
 
-def _here(function: Any, shapes: tuple[Any, ...], generation: None) -> dict[str, Any]:
+def _here(function: ArrayFunction, shapes: tuple[PyTree, ...], generation: None) -> Mapping[str, Figure]:
     """What this machine's compiler says."""
     import jax
 
@@ -143,5 +154,5 @@ def _here(function: Any, shapes: tuple[Any, ...], generation: None) -> dict[str,
     return {} if analysis is None else {"temporary bytes": analysis.temp_size_in_bytes}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Figure) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value or "it compiles")

@@ -8,11 +8,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 from autopallas import environment
 from autopallas.cli import CommandError
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.environment import OBJECTIVES, OPERATIONS, REPORT_SUFFIXES
+from autopallas.options import OptionArguments
 from autopallas.sites.operation import IMPLEMENTATIONS
 
 __all__ = ["add", "optimize_every_jit"]
@@ -51,9 +53,10 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
         raise CommandError(f"{options.report} cannot be written: there is no such folder")
     environment.read()  # what is misspelt there is said now, and not out of the middle of the script
     names = ("objective", "implementation", "ops", "autotune", "fuel")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    given |= {name: True for name in ("verify", "strict") if getattr(options, name)}
-    validated(given)
+    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    asked |= {name: True for name in ("verify", "strict") if getattr(options, name)}
+    validated(asked)
+    given = cast(OptionArguments, asked)
     command = options.module if options.module is not None else options.script
     if not command:
         raise CommandError("there is nothing to run; give a script, or a module with -m")
@@ -66,7 +69,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
     return program.run
 
 
-def optimize_every_jit(options: dict[str, Any]) -> None:
+def optimize_every_jit(options: OptionArguments) -> None:
     """From now on ``jax.jit`` gives optimized functions, except to JAX itself and to this package.
 
     Args:
@@ -77,9 +80,9 @@ def optimize_every_jit(options: dict[str, Any]) -> None:
     from autopallas.errors import AutopallasWarning
     from autopallas.optimize import optimize
 
-    original: Callable[..., Any] = jax.jit
+    original: ArrayFunction = jax.jit
 
-    def optimized(jitted: Any) -> Any:
+    def optimized(jitted: ArrayFunction) -> ArrayFunction:
         if not hasattr(jitted, "lower"):  # jit with options alone: a decorator
             return functools.wraps(jitted)(lambda function: optimized(jitted(function)))
         try:
@@ -93,7 +96,7 @@ def optimize_every_jit(options: dict[str, Any]) -> None:
             return jitted
 
     @functools.wraps(original)
-    def jit(*args: Any, **kwargs: Any) -> Any:
+    def jit(*args: PyTree, **kwargs: PyTree) -> PyTree:
         jitted = original(*args, **kwargs)
         caller = str(sys._getframe(1).f_globals.get("__name__", ""))
         return jitted if caller.partition(".")[0] in _NEVER else optimized(jitted)

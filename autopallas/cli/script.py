@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from autopallas.cli import CommandError
 
@@ -29,7 +29,9 @@ class Program:
       names: what the module holds before it runs.
     """
 
-    def __init__(self, code: Callable[[], Any], arguments: Sequence[str], folder: str, names: dict[str, Any]):
+    def __init__(
+        self, code: Callable[[], types.CodeType], arguments: Sequence[str], folder: str, names: dict[str, object]
+    ):
         self.code, self.arguments, self.folder, self.names = code, list(arguments), folder, names
 
     def run(self) -> int:
@@ -105,25 +107,27 @@ def module(name: str, arguments: Sequence[str]) -> Program:
         raise CommandError(f"there is no module {name}")
     if not hasattr(loader, "get_code"):
         raise CommandError(f"the module {name} has no code that could be run")
-    names = {
+    names: dict[str, object] = {
         "__file__": spec.origin,
         "__loader__": loader,
         "__cached__": spec.cached,
         "__spec__": spec,
         "__package__": spec.parent,
     }
-    found: Any = loader
-    full = spec.name
-    return Program(lambda: found.get_code(full), [spec.origin or name, *arguments], here, names)
+    get_code, full = loader.get_code, spec.name
+    return Program(lambda: get_code(full), [spec.origin or name, *arguments], here, names)
 
 
 # ---------------------------------------------------------------------- tracebacks
 
 
-def _cleaned(hook: Callable[..., Any]) -> Callable[..., Any]:
+Hook: TypeAlias = Callable[[type[BaseException], BaseException, types.TracebackType | None], object]
+
+
+def _cleaned(hook: Hook) -> Hook:
     """An exception hook that shows errors as if this package had not been there."""
 
-    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> Any:
+    def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> object:
         seen: set[int] = set()
         todo: list[BaseException | None] = [error]
         while todo:

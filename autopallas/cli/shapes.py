@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas.cli import CommandError
+from autopallas.compat import Dtype, PyTree
 
 __all__ = ["shapes_of"]
 
@@ -20,7 +20,7 @@ _NESTING = 20
 _EXAMPLE = 'write the arguments as in --shapes "f32[8,1024],i32[8]"; (a, b), [a, b] and {name: a} may hold them'
 
 
-def shapes_of(text: str) -> tuple[Any, ...]:
+def shapes_of(text: str) -> tuple[PyTree, ...]:
     """The positional arguments that a text describes.
 
     Args:
@@ -38,7 +38,7 @@ def shapes_of(text: str) -> tuple[Any, ...]:
       (ShapeDtypeStruct(shape=(8, 1024), dtype=float32), {'w': ShapeDtypeStruct(shape=(4,), dtype=bfloat16)})
     """
     parser = _Parser(text)
-    arguments: list[Any] = parser.sequence("")
+    arguments = parser.sequence("")
     return tuple(arguments)
 
 
@@ -72,9 +72,9 @@ class _Parser:
         self.at = found.end() if found else len(self.text)
         return token
 
-    def sequence(self, end: str) -> list[Any]:
+    def sequence(self, end: str) -> list[PyTree]:
         """Items up to and with ``end``; a comma may follow the last."""
-        items: list[Any] = []
+        items: list[PyTree] = []
         while self.peek() != end:
             items.append(self.item())
             if self.peek() != end:
@@ -82,12 +82,12 @@ class _Parser:
         self.take(end)
         return items
 
-    def item(self) -> Any:
+    def item(self) -> PyTree:
         self.depth += 1
         if self.depth > _NESTING:
             raise self.wrong(f"it nests more than {_NESTING} deep")
         token = self.take()
-        result: Any
+        result: PyTree
         if token == "(":
             result = tuple(self.sequence(")"))
         elif token == "[":
@@ -101,8 +101,8 @@ class _Parser:
         self.depth -= 1
         return result
 
-    def dictionary(self) -> dict[str, Any]:
-        result: dict[str, Any] = {}
+    def dictionary(self) -> dict[str, PyTree]:
+        result: dict[str, PyTree] = {}
         while self.peek() != "}":
             name = self.take()
             self.take(":")
@@ -112,7 +112,7 @@ class _Parser:
         self.take("}")
         return result
 
-    def array(self, name: str) -> Any:
+    def array(self, name: str) -> jax.ShapeDtypeStruct:
         self.take("[")
         sizes = []
         while self.peek() != "]":
@@ -125,9 +125,10 @@ class _Parser:
         self.take("]")
         return jax.ShapeDtypeStruct(tuple(sizes), self.dtype(name))
 
-    def dtype(self, name: str) -> Any:
+    def dtype(self, name: str) -> Dtype:
         if name == "key":
-            return jax.eval_shape(jax.random.key, 0).dtype
+            key: Dtype = jax.eval_shape(jax.random.key, 0).dtype
+            return key
         short = re.fullmatch(r"([a-z])(\d+)", name)
         full = _SHORT.get(name) or (f"{_KINDS[short[1]]}{short[2]}" if short and short[1] in _KINDS else name)
         try:

@@ -7,13 +7,12 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
 
 from autopallas.cli import CommandError
 from autopallas.cli.program import function_of, one_line, shapes_of
-from autopallas.compat import make_jaxpr
+from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
 from autopallas.compile.tpu import Compiler
 from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
@@ -23,9 +22,10 @@ from autopallas.patterns import find
 from autopallas.report import Report
 from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.table import Key, Row, Table, table_device
 from autopallas.workbench import trial_log as raw
-from autopallas.workbench.cases import DIRECTIONS, Cases, cases_of
+from autopallas.workbench.cases import DIRECTIONS, Case, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
 
 __all__ = ["add"]
@@ -79,7 +79,7 @@ def _tune(options: argparse.Namespace) -> int:
     subjects = _subjects(options, target.device.platform)
     if options.output is not None:
         _write(Path(options.output), [])  # a folder that takes nothing is said before the search
-    known: dict[Any, Outcome] = {}
+    known: dict[Hashable, Outcome] = {}
     outcomes: list[tuple[Subject, Outcome]] = []
     with contextlib.ExitStack() as stack:
         compiler = None
@@ -113,9 +113,9 @@ def _tune(options: argparse.Namespace) -> int:
     return 0 if outcomes else 1
 
 
-def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, Any]:
+def _told(subject: Subject, outcome: Outcome, objective: str) -> dict[str, object]:
     match = subject.match
-    told: dict[str, Any] = {"op": match.op, "spec": str(match.spec), "direction": match.direction}
+    told: dict[str, object] = {"op": match.op, "spec": str(match.spec), "direction": match.direction}
     told["location"] = subject.label
     row = outcome.row(objective)
     if row is None:
@@ -165,7 +165,7 @@ def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
     return _of_program(function, shapes_of(options.shapes), options.what)
 
 
-def _of_program(function: Any, shapes: tuple[Any, ...], name: str) -> list[Subject]:
+def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) -> list[Subject]:
     """The sites of a function; of an optimized one those of the original."""
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
@@ -202,7 +202,7 @@ def _of_operation(options: argparse.Namespace, platform: str) -> list[Subject]:
         raise CommandError(str(error)) from None
 
 
-def _of_shapes(offered: Cases, options: argparse.Namespace) -> list[Any]:
+def _of_shapes(offered: Cases, options: argparse.Namespace) -> list[Case]:
     if options.filter:
         raise CommandError("--filter is of the grid, and --shapes gives one size")
     types, variant = shapes_of(options.shapes), options.variant or next(iter(offered.ORIGINALS))
@@ -270,8 +270,8 @@ def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> l
     return written
 
 
-def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row]]:
-    found: dict[str, dict[Key, Row]] = {}
+def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row[BlockSizes]]]:
+    found: dict[str, dict[Key, Row[BlockSizes]]] = {}
     for subject, outcome in outcomes:
         if rows := outcome.rows(subject.match.op):
             found.setdefault(subject.match.op, {}).update(rows)

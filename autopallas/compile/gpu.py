@@ -13,16 +13,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.compile.tpu import Child
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
@@ -122,7 +123,7 @@ def missing() -> str | None:
     return None
 
 
-def lowered_for(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree]) -> bytes:
     """A function lowered for an H100, serialized.  Needs no GPU software.
 
     Args:
@@ -135,7 +136,7 @@ def lowered_for(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes
     leaves, tree = jax.tree.flatten(tuple(arguments))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
-    def flat(*values: Any) -> Any:
+    def flat(*values: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
 
     device = AbstractDevice(device_kind=H100.kind, num_cores=None, platform="gpu")
@@ -143,7 +144,7 @@ def lowered_for(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes
         return compat.exported(flat, types, "gpu")
 
 
-def compile_for(function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
+def compile_for(function: ArrayFunction, arguments: Sequence[PyTree], *, seconds: float = 300.0) -> Compilation:
     """Compiles a function for an H100 that need not be there.
 
     Args:
@@ -185,7 +186,7 @@ class Compiler:
         while self._children:
             self._children.pop().end()
 
-    def compile(self, function: Callable[..., Any], arguments: Sequence[Any], *, seconds: float = 300.0) -> Compilation:
+    def compile(self, function: ArrayFunction, arguments: Sequence[PyTree], *, seconds: float = 300.0) -> Compilation:
         """As :func:`compile_for`."""
         module = lowered_for(function, arguments)
         if not self._children:
@@ -209,7 +210,7 @@ def _toolkit() -> Path | None:
     return next((place for place in places if (place / "bin" / "ptxas").exists()), None)
 
 
-def _started(folder: Path, log: Any) -> subprocess.Popen[bytes]:
+def _started(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     toolkit = _toolkit()
     assert toolkit is not None
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_cuda_data_dir={toolkit}"

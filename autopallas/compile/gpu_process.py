@@ -29,7 +29,7 @@ _FIRST_PASSES = 4 * 2**20
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 
 
-def kernels(folder: Path) -> list[dict[str, Any]]:
+def kernels(folder: Path) -> list[dict[str, object]]:
     """What was written about each kernel."""
     found = []
     for log in sorted(folder.glob("*.ptxas")):
@@ -77,7 +77,7 @@ def main(target: str, dump: str) -> None:
     topology = topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())
 
-    def compiled(path: str) -> dict[str, Any]:
+    def compiled(path: str) -> dict[str, object]:
         shutil.rmtree(dump, ignore_errors=True)
         os.makedirs(dump)
         module = export.deserialize(bytearray(Path(path).read_bytes()))

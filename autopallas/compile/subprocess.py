@@ -16,7 +16,10 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+if TYPE_CHECKING:
+    import jax
 
 __all__ = ["Child", "ChildError", "tried"]
 
@@ -64,7 +67,7 @@ class Child:
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._listen, name="autopallas-child", daemon=True).start()
         try:
-            self.device = self._answer(_STARTING_SECONDS)
+            self.device = self._answer(_STARTING_SECONDS) or []
         except TimeoutError:
             raise ChildError("it does not start") from None
 
@@ -101,7 +104,7 @@ class Child:
             self._lines.put(line)
         self._lines.put(None)
 
-    def _answer(self, seconds: float) -> Any:
+    def _answer(self, seconds: float) -> list[str] | None:
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -110,7 +113,8 @@ class Child:
         if line is None:
             self.end()
             raise ChildError(f"it ended with status {self._process.returncode}")
-        return json.loads(line)
+        answer: list[str] | None = json.loads(line)
+        return answer
 
 
 def tried(program: bytes, run: bool) -> tuple[str, str] | None:
@@ -132,7 +136,7 @@ def tried(program: bytes, run: bool) -> tuple[str, str] | None:
     return None
 
 
-def _dummy(kind: Any) -> Any:
+def _dummy(kind: jax.ShapeDtypeStruct) -> jax.Array:
     """Harmless values: small numbers, true, and the integer that is a position in whatever it may index."""
     import jax.numpy as jnp
 

@@ -28,6 +28,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.kernels import tpu
 from autopallas.kernels.tpu_schedule_tracing import simulated
 from autopallas.sites.device import Device
@@ -183,7 +184,7 @@ def missing() -> str | None:
     return None
 
 
-def lowered_for(function: Callable[..., Any], arguments: Sequence[Any], generation: str | Generation) -> bytes:
+def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree], generation: str | Generation) -> bytes:
     """A function lowered for one generation, serialized.  Needs no TPU software.
 
     Args:
@@ -198,7 +199,7 @@ def lowered_for(function: Callable[..., Any], arguments: Sequence[Any], generati
     leaves, tree = jax.tree.flatten(tuple(arguments))
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 
-    def flat(*values: Any) -> Any:
+    def flat(*values: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*jax.tree.unflatten(tree, values)))
 
     device = AbstractDevice(device_kind=target.kind, num_cores=target.cores, platform="tpu")
@@ -207,8 +208,8 @@ def lowered_for(function: Callable[..., Any], arguments: Sequence[Any], generati
 
 
 def compile_for(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
+    function: ArrayFunction,
+    arguments: Sequence[PyTree],
     generation: str | Generation,
     *,
     simulate: bool = False,
@@ -290,8 +291,8 @@ class Compiler:
 
     def compile(
         self,
-        function: Callable[..., Any],
-        arguments: Sequence[Any],
+        function: ArrayFunction,
+        arguments: Sequence[PyTree],
         *,
         seconds: float = 300.0,
         simulate: bool | None = None,

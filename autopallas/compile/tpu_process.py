@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][\w\-]*)\(([^()]*)")
@@ -33,12 +33,15 @@ _MOVES_NOTHING = frozenset(
 )
 _READS_A_PART = frozenset(("gather", "slice", "dynamic-slice"))
 
+Instruction: TypeAlias = tuple[str, str, str, str, str]
+"""(name, type of the result, kind, operands, the whole line)"""
+
 
 class Module:
     """The text of a compiled module: instructions as (name, type, kind, operands, line), by computation."""
 
     def __init__(self, text: str):
-        self._bodies: dict[str, dict[str, tuple[str, str, str, str, str]]] = {}
+        self._bodies: dict[str, dict[str, Instruction]] = {}
         self._entry = ""
         current = None
         for line in text.splitlines():
@@ -48,7 +51,7 @@ class Module:
             elif current is not None and (found := _INSTRUCTION.match(line)):
                 current[found[1]] = (found[1], found[2], found[3], found[4], line)
 
-    def operations(self) -> list[dict[str, Any]]:
+    def operations(self) -> list[dict[str, object]]:
         """The operations that have VMEM or cycles, with how often loops run them."""
         found = []
         for runs, _, (name, _, _, _, line) in self._run(self._entry, 1):
@@ -80,7 +83,7 @@ class Module:
             total += runs * sum(size for each in (result, *read) for size, main in _sizes(each) if main)
         return total
 
-    def _run(self, name: str, runs: int, depth: int = 0) -> Iterator[tuple[int, dict[str, Any], Any]]:
+    def _run(self, name: str, runs: int, depth: int = 0) -> Iterator[tuple[int, dict[str, Instruction], Instruction]]:
         body = self._bodies.get(name, {}) if depth < 32 else {}
         for instruction in body.values():
             _, _, kind, _, line = instruction
@@ -119,7 +122,7 @@ def main(topology: str) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     sharding = NamedSharding(Mesh(np.array(devices[:1]), ("device",)), PartitionSpec())
 
-    def compiled(path: str) -> dict[str, Any]:
+    def compiled(path: str) -> dict[str, object]:
         with open(path, "rb") as file:
             module = export.deserialize(bytearray(file.read()))
         types = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding) for t in module.in_avals]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
+from autopallas.compat import Shaped
 from autopallas.custom.site import OwnSite
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
@@ -22,7 +23,15 @@ from autopallas.sites.spec import NoBlockSizes
 
 __all__ = ["check_replacement", "without_nested"]
 
-D = TypeVar("D", bound=Any)
+
+class Verdict(Protocol):
+    """What is decided about a site."""
+
+    @property
+    def verdict(self) -> str: ...
+
+
+D = TypeVar("D", bound=Verdict)
 
 _MOST_BYTES = 2**28
 """Sites with larger operands are compared at the sizes that the pattern was declared with."""
@@ -32,10 +41,10 @@ class _Verdicts:
     """What was found out about replacements in this process: None, or what is wrong."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, str | None] = {}
+        self._known: dict[Hashable, str | None] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Any, compute: Callable[[], str | None]) -> str | None:
+    def get(self, key: Hashable, compute: Callable[[], str | None]) -> str | None:
         with self._lock:
             if key not in self._known:
                 self._known[key] = compute()
@@ -45,7 +54,9 @@ class _Verdicts:
 _VERDICTS = _Verdicts()
 
 
-def check_replacement(match: Match, device: Device, strict: bool, runs: bool) -> tuple[str | None, str, Any]:
+def check_replacement(
+    match: Match, device: Device, strict: bool, runs: bool
+) -> tuple[str | None, str, NoBlockSizes | None]:
     """(the implementation or None, why, its block sizes) for a site of an own pattern.
 
     Args:
@@ -54,7 +65,8 @@ def check_replacement(match: Match, device: Device, strict: bool, runs: bool) ->
       strict: whether an exception in the replacement is raised.
       runs: whether anything may run; if not, as in ``explain``, a replacement is taken at its word.
     """
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     name = getattr(site.pattern.replacement, "__name__", "replacement")
     answer = site.operation.supports(name, site.spec, device)
     if isinstance(answer, Unsupported):
@@ -99,7 +111,8 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
     from autopallas.numerics.compare import compare, tolerance
     from autopallas.numerics.oracle import Oracle
 
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     kernel = kernel_forward(site, name, NoBlockSizes())
     results, _ = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
     (wanted,) = match.original.out_avals
@@ -111,32 +124,33 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
 
     backward = active and site.has_backward
 
-    def cotangent(value: Any) -> Any:
+    def cotangent(value: jax.Array) -> jax.Array:
         return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
 
-    def summed(gradients: Sequence[Any]) -> list[Any]:
+    def summed(gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """Those of the uses of one argument added up."""
-        sums: dict[int, Any] = {}
+        sums: dict[int, jax.Array] = {}
         for position, gradient in zip(active, gradients, strict=True):
             argument = site.uses[position]
             sums[argument] = sums[argument] + gradient if argument in sums else gradient
         return list(sums.values())
 
-    def original(*operands: Any) -> list[Any]:
+    def original(*operands: jax.Array) -> list[jax.Array]:
         run = compat.jaxpr_as_fun(match.original)
         if not backward:
             return list(run(*operands))
 
-        def varied(*chosen: Any) -> Any:
+        def varied(*chosen: jax.Array) -> jax.Array:
             filled = list(operands)
             for position, x in zip(active, chosen, strict=True):
                 filled[position] = x
-            return run(*filled)[0]
+            first: jax.Array = run(*filled)[0]
+            return first
 
         value, pull = jax.vjp(varied, *(operands[i] for i in active))
         return [value, *summed(pull(cotangent(value)))]
 
-    def ours(*operands: Any) -> list[Any]:
+    def ours(*operands: jax.Array) -> list[jax.Array]:
         results, _ = kernel(*operands)
         if not backward:
             return list(results)
@@ -159,12 +173,13 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
     return isolated(work)
 
 
-def _operands(match: Match) -> list[Any]:
+def _operands(match: Match) -> list[jax.Array]:
     """Operands for the comparison; uses of one argument get the same."""
-    site: OwnSite = match.site
+    site = match.site
+    assert isinstance(site, OwnSite)
     first = [match.original.in_avals[site.uses.index(i)] for i in range(len(site.spec.operands))]
     shapes = list(map(_shape, first))
-    given: Sequence[Any]
+    given: Sequence[jax.Array]
     if site.pattern.inputs is not None:
         given = [jnp.asarray(x, s.dtype) for x, s in zip(site.pattern.inputs(shapes), shapes, strict=True)]
     else:
@@ -173,15 +188,15 @@ def _operands(match: Match) -> list[Any]:
     return [given[i] for i in site.uses]
 
 
-def _random(random: Any, shape: jax.ShapeDtypeStruct) -> Any:
+def _random(random: np.random.Generator, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if jnp.issubdtype(shape.dtype, jnp.inexact):
         return jnp.asarray(random.standard_normal(shape.shape), shape.dtype)
     return jnp.asarray(random.integers(0, 2, shape.shape), shape.dtype)
 
 
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+def _shape(aval: Shaped) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _bytes(avals: Sequence[Any]) -> int:
+def _bytes(avals: Sequence[Shaped]) -> int:
     return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in avals)

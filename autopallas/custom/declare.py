@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from autopallas.compat import ArrayFunction
 from autopallas.custom.registry import PLATFORMS, Pattern, register
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError
@@ -18,15 +19,15 @@ __all__ = ["pattern"]
 
 
 def pattern(
-    reference: Callable[..., Any],
+    reference: ArrayFunction,
     *,
-    shapes: Sequence[Any],
+    shapes: Sequence[ArrayLike | jax.ShapeDtypeStruct],
     scalars: Sequence[str] = (),
     name: str | None = None,
     differentiable: bool = False,
     platforms: Sequence[str] = PLATFORMS,
-    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None,
-) -> Callable[[Callable[..., Any]], Pattern]:
+    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[ArrayLike]] | None = None,
+) -> Callable[[ArrayFunction], Pattern]:
     """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
 
     Counts for every optimized function that is traced from then on.  The reference is traced, and its equations are
@@ -78,7 +79,7 @@ def pattern(
     if wrong or isinstance(platforms, str):
         raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
 
-    def declare(replacement: Callable[..., Any]) -> Pattern:
+    def declare(replacement: ArrayFunction) -> Pattern:
         called = name if name is not None else str(getattr(replacement, "__name__", ""))
         if not called.isidentifier() or called in OPERATIONS:
             raise OptionError(f"{called!r} is no name for a pattern; give name=, other than {', '.join(OPERATIONS)}")
@@ -91,11 +92,11 @@ def pattern(
     return declare
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: ArrayLike | jax.ShapeDtypeStruct) -> DTypeLike:
     return x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
 
 
-def _keywords(function: Callable[..., Any], names: Sequence[str]) -> None:
+def _keywords(function: ArrayFunction, names: Sequence[str]) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
+
+from autopallas.compat import ArrayFunction, PyTree
 
 __all__ = ["PLATFORMS", "Pattern", "declared", "register"]
 
@@ -32,15 +34,15 @@ class Pattern:
     """
 
     name: str
-    reference: Callable[..., Any]
-    replacement: Callable[..., Any]
+    reference: ArrayFunction
+    replacement: ArrayFunction
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     scalars: tuple[str, ...] = ()
     differentiable: bool = False
     platforms: tuple[str, ...] = PLATFORMS
-    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[Any]] | None = None
+    inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[ArrayLike]] | None = None
 
-    def __call__(self, *operands: Any, **scalars: Any) -> Any:
+    def __call__(self, *operands: PyTree, **scalars: PyTree) -> PyTree:
         return self.replacement(*operands, **scalars)
 
     def remove(self) -> None:

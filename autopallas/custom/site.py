@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.custom.registry import Pattern
 from autopallas.sites.device import Device
-from autopallas.sites.operation import Operation, Supported, Unsupported
+from autopallas.sites.operation import Implementation, Kernel, Operation, Supported, Unsupported
+from autopallas.sites.spec import BlockSizes, SiteSpec
 
 __all__ = ["OwnOperation", "OwnSite", "OwnSpec"]
 
@@ -32,7 +34,7 @@ class OwnSpec:
     def programs(self) -> str:
         return ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         operands = [_short(shape, dtype) for shape, dtype in self.operands]
         return {"operands": operands, "result": _short(*self.result), "scalars": dict(self.scalars)}
 
@@ -52,17 +54,24 @@ class OwnOperation(Operation):
 
     pattern: Pattern | None = None
 
-    def implementation(self, name: str) -> Any | None:
-        return self.pattern
+    @overload
+    def implementation(self, name: Literal["reference"]) -> Implementation: ...
 
-    def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
+    @overload
+    def implementation(self, name: str) -> Implementation | None: ...
+
+    def implementation(self, name: str) -> Implementation | None:
+        """The pattern, which :class:`OwnSite` alone is given: it has a replacement, whatever its name."""
+        return cast("Implementation | None", self.pattern)
+
+    def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         assert self.pattern is not None
         if device.platform not in self.pattern.platforms:
             return Unsupported(f"the pattern is for {', '.join(self.pattern.platforms)}")
         return Supported()
 
     def candidates(
-        self, spec: Any, device: Device, implementation: str | Sequence[str] | None
+        self, spec: SiteSpec, device: Device, implementation: str | Sequence[str] | None
     ) -> Iterator[tuple[str, Supported | Unsupported]]:
         """None to choose from: there are no block sizes to search for."""
         yield self.name, Unsupported("an own pattern has no block sizes to search for")
@@ -99,23 +108,26 @@ class OwnSite:
         """Several operands are one argument where a program's backward tells the uses of a value apart."""
         return [operands[self.uses.index(i)] for i in range(len(self.spec.operands))]
 
-    def _function(self, kernel: Pattern) -> Callable[..., Any]:
-        def function(*arguments: jax.Array) -> Any:
-            return kernel.replacement(*arguments, **dict(self.spec.scalars))
+    def _function(self, kernel: Kernel) -> ArrayFunction:
+        assert isinstance(kernel, Pattern)
+
+        def function(*arguments: jax.Array) -> jax.Array:
+            result: jax.Array = kernel.replacement(*arguments, **dict(self.spec.scalars))
+            return result
 
         for axes, size in self.maps:
             function = jax.vmap(function, in_axes=axes, axis_size=size)
         return function
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         return (self._function(kernel)(*self._arguments(operands)),), ()
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -126,7 +138,7 @@ class OwnSite:
         arguments = self._arguments(operands)
         wanted = list(dict.fromkeys(self.uses[i] for i in active))
 
-        def varied(*chosen: jax.Array) -> Any:
+        def varied(*chosen: jax.Array) -> PyTree:
             filled = list(arguments)
             for position, x in zip(wanted, chosen, strict=True):
                 filled[position] = x
@@ -134,19 +146,17 @@ class OwnSite:
 
         _, pull = jax.vjp(varied, *(arguments[i] for i in wanted))
         found = dict(zip(wanted, pull(cotangents[0]), strict=True))
-        return tuple(
-            found.pop(self.uses[i]) if self.uses[i] in found else jnp.zeros_like(operands[i]) for i in active
-        )
+        return tuple(found.pop(self.uses[i]) if self.uses[i] in found else jnp.zeros_like(operands[i]) for i in active)
 
     def batched(self, axes: Sequence[int | None], size: int) -> OwnSite:
         own = tuple(axes[self.uses.index(i)] for i in range(len(self.spec.operands)))
         return replace(self, maps=(*self.maps, (own, size)))
 
 
-def spec_of(pattern: Pattern, operands: Sequence[Any], result: Any, scalars: dict[str, float]) -> OwnSpec:
+def spec_of(pattern: Pattern, operands: Sequence[Shaped], result: Shaped, scalars: dict[str, float]) -> OwnSpec:
     """The spec for operands and a result of certain abstract values."""
 
-    def described(aval: Any) -> tuple[tuple[int, ...], str]:
+    def described(aval: Shaped) -> tuple[tuple[int, ...], str]:
         return tuple(aval.shape), np.dtype(aval.dtype).name
 
     return OwnSpec(

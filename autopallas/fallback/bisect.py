@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 ALL_SITES = ("everything",)
 NO_SITES: tuple[str, ...] = ()
-allowing = compat.trace_context(None)
+allowing: compat.TraceContext[tuple[str, ...] | None] = compat.trace_context(None)
 """The keys of the sites that may be replaced, while the one at fault is looked for; else None.  Part of the trace
 key."""
 
@@ -70,9 +70,10 @@ def no_site_is_allowed() -> bool:
 
 def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: Device) -> list[Decision]:
     """The decisions, where sites at fault are looked for without those that are left out."""
-    if not is_bisecting():
+    allowed = allowing.value
+    if allowed is None:
         return decisions
-    allowed, result = allowing.value, []
+    result = []
     for match, decision in zip(matches, decisions, strict=True):
         if decision.verdict == "applied" and isinstance(match.site, OwnSite):  # no file on disk can tell these
             if allowed != ALL_SITES:

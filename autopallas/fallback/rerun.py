@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import jax
+
+from autopallas.compat import PyTree
 from autopallas.fallback.bisect import ALL_SITES, NO_SITES, SEEN, Suspect, allowing, bisect_failures
 from autopallas.fallback.warn import warn_not_used
 from autopallas.faults import one_line
@@ -42,17 +45,17 @@ def is_users_error(error: Exception) -> bool:
 class Recoverable(Protocol):
     """What a call that failed offers."""
 
-    def __call__(self) -> Any:
+    def __call__(self) -> PyTree:
         """Does the call, and waits for its result."""
 
-    def trace(self) -> Any:
+    def trace(self) -> jax.stages.Traced:
         """Traces it, as ``jax.jit(f).trace`` does."""
 
     def spent(self) -> bool:
         """Whether arguments are gone, which were donated."""
 
 
-def rerun(call: Recoverable, error: Exception) -> tuple[Any, list[Blamed]] | None:
+def rerun(call: Recoverable, error: Exception) -> tuple[PyTree, list[Blamed]] | None:
     """The result of a call that failed with ``error`` while sites were replaced, and what is to blame.
 
     None where that is not known, since the failing call may have had effects, which must not happen twice.

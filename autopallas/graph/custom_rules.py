@@ -6,17 +6,17 @@ a kernel can evaluate both on a tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, JaxprLike, Literal, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Side, parameters
 
 __all__ = ["ELEMENTWISE", "Rule", "called_program", "is_elementwise_call", "restates_casts", "rule_of", "same_rule"]
@@ -31,6 +31,9 @@ ELEMENTWISE = frozenset(
 
 _CALL = "custom_jvp_call"
 _LONGEST = 60
+
+
+It = TypeVar("It")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,12 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
     return None if tangent is None else Rule(value, tangent)
 
 
-class _Identified:
+class _Identified(Generic[It]):
     """A key for caches: the object itself, whatever it says about equality, and what else tells two uses apart."""
 
     __slots__ = ("it", "types", "use")
 
-    def __init__(self, it: Any, use: Any = None, types: tuple[Any, ...] = ()):
+    def __init__(self, it: It, use: JaxprEqn | None = None, types: tuple[Hashable, ...] = ()):
         self.it, self.use, self.types = it, use, types
 
     def __eq__(self, other: object) -> bool:
@@ -114,8 +117,9 @@ def restates_casts(equation: JaxprEqn, order: int = 2) -> bool:
 
 
 @lru_cache(maxsize=128)
-def _restates_casts(call_of: _Identified, order: int) -> bool:
+def _restates_casts(call_of: _Identified[JaxprLike], order: int) -> bool:
     equation, body = call_of.use, call_of.it
+    assert equation is not None
     if not _only_casts(body, order):
         return False
     if order == 0:
@@ -152,7 +156,13 @@ def _only_casts(body: JaxprLike, order: int) -> bool:
     return True
 
 
-def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: Sequence[Var], order: int) -> Any:
+_Path: TypeAlias = int | tuple[Hashable, ...]
+"""The number of a cotangent; or (the path so far, a cast, its parameters)."""
+
+
+def _pulled_back(
+    function: Callable[..., list[jax.Array]], inputs: Sequence[Var], results: Sequence[Var], order: int
+) -> list[_Path | None] | None:
     """What each floating operand's cotangent is: the number of a result's, and the casts that it passes; None where it
     is something else."""
     shapes = [compat.typed_like(v.aval) for v in inputs]
@@ -160,20 +170,21 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in results):
         return None
 
-    def pulled(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def chosen(*given: Any) -> Any:
+    def pulled(operands: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def chosen(*given: jax.Array) -> list[jax.Array]:
             filled = list(operands)
             for i, x in zip(active, given, strict=True):
                 filled[i] = x
             return function(*filled)
 
-        return jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
+        found: tuple[jax.Array, ...] = jax.vjp(chosen, *(operands[i] for i in active))[1](list(cotangents))
+        return found
 
     kinds = [compat.typed_like(v.aval) for v in results]
     jaxpr, _ = jaxprs.open_jaxpr(compat.make_jaxpr(pulled, shapes, kinds))
-    known: dict[Any, Any] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
+    known: dict[Var, _Path] = {v: i - len(shapes) for i, v in enumerate(jaxpr.invars) if i >= len(shapes)}
 
-    def follow(jaxpr: Jaxpr, known: dict[Any, Any]) -> list[Any]:
+    def follow(jaxpr: Jaxpr, known: dict[Var, _Path]) -> list[_Path | None]:
         for equation in jaxpr.eqns:
             path = None if isinstance(equation.invars[0], Literal) else known.get(equation.invars[0])
             held = jaxprs.bodies(equation)
@@ -194,15 +205,16 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Var], results: S
 
 
 @lru_cache(maxsize=128)
-def _program(body: _Identified) -> ElementwiseProgram | None:
+def _program(body: _Identified[JaxprLike]) -> ElementwiseProgram | None:
     jaxpr, consts = jaxprs.open_jaxpr(body.it)
     return None if consts else _read(jaxpr)
 
 
 @lru_cache(maxsize=128)
-def _tangent(function: _Identified) -> ElementwiseProgram | None:
+def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram | None:
     """The derivative, traced as JAX would differentiate the equation."""
-    equation: JaxprEqn = function.use
+    equation = function.use
+    assert equation is not None
     inputs = [Var(atom.aval) for atom in equation.invars]
     info = jaxprs.debug_info("autopallas", len(inputs), 1)
     again = equation.replace(invars=inputs)
@@ -210,14 +222,15 @@ def _tangent(function: _Identified) -> ElementwiseProgram | None:
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
     active = [i for i, s in enumerate(shapes) if jnp.issubdtype(s.dtype, jnp.floating)]
 
-    def moved(operands: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        def function(*chosen: Any) -> Any:
+    def moved(operands: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> jax.Array:
+        def function(*chosen: jax.Array) -> jax.Array:
             filled = list(operands)
             for i, x in zip(active, chosen, strict=True):
                 filled[i] = x
             return once(*filled)[0]
 
-        return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+        tangent: jax.Array = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+        return tangent
 
     try:
         jaxpr, consts = jaxprs.open_jaxpr(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
@@ -226,20 +239,24 @@ def _tangent(function: _Identified) -> ElementwiseProgram | None:
     return None if consts else _read(jaxpr)
 
 
+_Register: TypeAlias = Input | int
+"""An input, or the number of an instruction."""
+
+
 def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
     """An elementwise jaxpr as a program over its inputs; None where it is something else."""
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
-    lines: list[tuple[Instruction, list[Any]]] = []
+    lines: list[tuple[Instruction, list[_Register]]] = []
 
     def load(value: Input) -> Input:
         inputs.setdefault(value)
         return value
 
-    def inline(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+    def inline(jaxpr: Jaxpr, arguments: Sequence[_Register]) -> list[_Register]:
         """Registers are inputs, or numbers of instructions."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: JaxprAtom) -> _Register:
             if not isinstance(atom, Literal):
                 return known[atom]
             value = np.asarray(atom.val)
@@ -274,7 +291,7 @@ def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
         (result,) = inline(jaxpr, list(inputs))
         numbers = {value: i for i, value in enumerate(inputs)}
 
-        def number(register: Any) -> int:
+        def number(register: _Register) -> int:
             return len(numbers) + register if isinstance(register, int) else numbers[register]
 
         program = ElementwiseProgram(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
@@ -35,10 +36,10 @@ class Edit:
     given: list[tuple[Var, Var | Literal]] = field(default_factory=list)
     read: list[tuple[Var, Var | Literal]] = field(default_factory=list)
     stacked: list[tuple[Var, Var]] = field(default_factory=list)
-    specs: dict[Any, Any] = field(default_factory=dict)
+    specs: dict[Var, PartitionSpec] = field(default_factory=dict)
 
 
-def rebuild(body: Body, edits: dict[Body, Edit]) -> Any:
+def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
     """The body as a jaxpr of its kind, with the edits in it and below it."""
     edit = edits.get(body, Edit())
     equations: list[JaxprEqn] = []
@@ -214,7 +215,7 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
                     edits[body].added += [jaxprs.reader(equation, read, other)] if read else []
     alive: set[int] = set()
     owner = {v: n for numbers in graph.numbers.values() for v, n in numbers.items()}
-    todo: list[Any] = [jaxprs.without_dead_code(rebuild(graph.root, edits))]
+    todo: list[JaxprLike] = [jaxprs.without_dead_code(rebuild(graph.root, edits))]
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
         for equation in jaxpr.eqns:

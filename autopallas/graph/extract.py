@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from autopallas import jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.numbering import Graph, Node
 
 __all__ = ["closed", "copied", "jaxpr_of", "nodes_between"]
@@ -43,7 +42,7 @@ def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], resul
     Of operands with the same number, the first is read.
     """
     inputs = [Var(graph.avals[number]) for number in operands]
-    variables: dict[int, Any] = {}
+    variables: dict[int, Var] = {}
     for number, variable in zip(operands, inputs, strict=True):
         variables.setdefault(number, variable)
     equations = copied(graph, nodes, variables)
@@ -51,7 +50,7 @@ def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], resul
     return closed(inputs, given, equations)
 
 
-def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> list[JaxprEqn]:
+def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Var]) -> list[JaxprEqn]:
     """The equations of some nodes, over ``variables``, to which their results are added."""
     equations = []
     for node in nodes:
@@ -66,7 +65,7 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Any]) -> li
     return equations
 
 
-def closed(inputs: Sequence[Var], results: Sequence[Any], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
+def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
     """A closed jaxpr without constants."""
     info = jaxprs.debug_info("autopallas", len(inputs), len(results))
     return ClosedJaxpr(Jaxpr([], list(inputs), list(results), list(equations), debug_info=info), [])

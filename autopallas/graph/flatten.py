@@ -7,9 +7,10 @@ program that runs: the program itself, a loop's, branch's or checkpoint's body, 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+import jax
 
 from autopallas import compat, jaxprs
 from autopallas.compat import Jaxpr, JaxprEqn, JaxprLike, Literal, Var
@@ -38,10 +39,10 @@ class Child:
 class Body:
     """One flat jaxpr: inputs, equations in order, results, and the bodies that its equations hold."""
 
-    source: Any
+    source: JaxprLike
     path: tuple[str, ...]
     constvars: list[Var]
-    consts: list[Any]
+    consts: list[jax.Array]
     invars: list[Var]
     equations: list[JaxprEqn] = field(default_factory=list)
     outvars: list[Var | Literal] = field(default_factory=list)
@@ -146,22 +147,23 @@ def _inline(
     return [atom if isinstance(atom, Literal) else known.get(atom, atom) for atom in jaxpr.outvars]
 
 
-def _called(equation: JaxprEqn) -> Any | None:
+def _called(equation: JaxprEqn) -> JaxprLike | None:
     """The body of a call that may be dissolved, or None."""
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
-    bodies: Sequence[tuple[str, int | None, Any]] = jaxprs.bodies(equation)
+    bodies = jaxprs.bodies(equation)
     if len(bodies) != 1 or len(jaxprs.open_jaxpr(bodies[0][2])[0].invars) != len(equation.invars):
         return None
     return bodies[0][2]
 
 
-def _outside_of_kernels(equation: JaxprEqn) -> Any | None:
+def _outside_of_kernels(equation: JaxprEqn) -> JaxprLike | None:
     """The branch that is taken outside of Pallas kernels, where an equation asks for no more, as in ``jnp.diag``."""
     platforms = equation.params.get("branches_platforms") if equation.primitive.name == "cond" else None
     if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
         return None
-    return equation.params["branches"][-1]
+    branch: JaxprLike = equation.params["branches"][-1]
+    return branch
 
 
 def may_hold_bodies(equation: JaxprEqn) -> bool:

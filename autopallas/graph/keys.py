@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from autopallas import compat
 from autopallas.compat import JaxprEqn, Literal
@@ -46,7 +46,7 @@ def spread_over_all(equation: JaxprEqn, position: int) -> bool:
     return {name for part in parts for name in part} == set(equation.params["newly_manual_axes"])
 
 
-def spec_key(spec: Any) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
+def spec_key(spec: PartitionSpec | tuple[()]) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
     """Equal for partition specs that say the same."""
     parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
     while parts and not parts[-1]:
@@ -69,7 +69,7 @@ def enters_mesh(equation: JaxprEqn) -> bool:
     return before != after and bool(before)  # a number that is on no mesh yet is handed from none
 
 
-def hashable(value: Any) -> Hashable:
+def hashable(value: object) -> Hashable:
     """Parameters hold numpy integers, dtypes, tuples and the odd array or dictionary."""
     if isinstance(value, (tuple, list)):
         return tuple(hashable(v) for v in value)
@@ -79,4 +79,4 @@ def hashable(value: Any) -> Hashable:
         return (value.shape, str(value.dtype), value.tobytes())
     if isinstance(value, np.integer):
         return int(value)
-    return value  # type: ignore[no-any-return]
+    return value

@@ -7,8 +7,8 @@ derivative is the sum of K scatters.  One element per row is what a kernel picks
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 from jax import lax
 
 from autopallas.compat import JaxprEqn, Literal, Var
@@ -45,20 +45,21 @@ def label_set(equation: JaxprEqn) -> tuple[Var, int] | None:
     return indices, several[0]
 
 
-def apart(array: Any, axis: int) -> Sequence[Any]:
+def apart(array: jax.Array, axis: int) -> Sequence[jax.Array]:
     """An array's elements along an axis, which each of them keeps with a size of 1."""
     return [lax.slice_in_dim(array, k, k + 1, 1, axis) for k in range(array.shape[axis])]
 
 
-def gathered(equation: JaxprEqn, axis: int, array: Any, indices: Any) -> Any:
+def gathered(equation: JaxprEqn, axis: int, array: jax.Array, indices: jax.Array) -> jax.Array:
     """What a gather gives, as one gather for each label."""
     return lax.concatenate([equation.primitive.bind(array, i, **equation.params) for i in apart(indices, axis)], axis)
 
 
-def scattered(equation: JaxprEqn, axis: int, zeros: Any, indices: Any, updates: Any) -> Any:
+def scattered(equation: JaxprEqn, axis: int, zeros: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
     """What a scatter into zeros gives, as a sum of one for each label."""
-    found: Any = None
+    found: jax.Array | None = None
     for index, update in zip(apart(indices, axis), apart(updates, axis), strict=True):
         one = equation.primitive.bind(zeros, index, update, **equation.params)
         found = one if found is None else lax.add(found, one)
+    assert found is not None
     return found

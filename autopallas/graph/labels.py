@@ -9,8 +9,8 @@ Labelling uses and not values keeps T and S apart in ``softmax(x @ x.T) @ x``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Hashable, Iterator, Sequence, Set
+from typing import NamedTuple, TypeAlias
 
 from jax import numpy as jnp
 
@@ -58,7 +58,7 @@ class Space:
         self._origin: dict[Atom, Atom] = {}
         self._canonical: dict[Ref, tuple[int, Ref]] = {}
         self._met: dict[int, dict[Ref, None]] = {}  # by the value of their canonical form
-        self._inside: dict[Any, list[Dimension]] = {}
+        self._inside: dict[Hashable, list[Dimension]] = {}
 
     # ------------------------------------------------------------------ atoms
 
@@ -101,7 +101,7 @@ class Space:
     def same(self, a: Ref, b: Ref) -> bool:
         return a.value == b.value and self.view(a.view) == self.view(b.view)
 
-    def pattern(self, ref: Ref, fixed: Set[Atom]) -> tuple[int, Any]:
+    def pattern(self, ref: Ref, fixed: Set[Atom]) -> tuple[int, Hashable]:
         """Equal for uses of one value that differ only in how labels are called that are not among the ``fixed`` ones.
 
         What holds of an element for all values of its labels, and says nothing of others than the fixed ones, holds
@@ -111,7 +111,7 @@ class Space:
         names: dict[Atom, tuple[int, int]] = {}
         found = []
         for offset, atoms in ref.view:
-            own: list[Any] = []
+            own: list[Atom | tuple[int, int]] = []
             for atom in self.resolve(atoms):
                 own.append(atom if atom in fixed else names.setdefault(atom, (len(names), self.sizes[atom])))
             found.append((offset, tuple(own)))

@@ -8,7 +8,7 @@ of a loop that do not change out of a loop around it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import Dtype, JaxprEqn, Literal, Var
 from autopallas.graph.flatten import Body
 from autopallas.numerics.casts import counts_exactly
 
@@ -52,7 +52,7 @@ def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int 
     return found
 
 
-def counting(dtype: np.dtype[Any], length: int) -> JaxprEqn:
+def counting(dtype: Dtype, length: int) -> JaxprEqn:
     """The equation that gives the numbers of all steps."""
     program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
     return program.eqns[-1]

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Hashable, Sequence
-from typing import Any
+from typing import Protocol
 
+import jax
 import numpy as np
 from jax import numpy as jnp
+from jax.sharding import PartitionSpec
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import Dtype, JaxprEqn, Literal, Params, ShapedArray, Var
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.equal_loops import Loop, Loops, loops
 from autopallas.graph.flatten import Body, Child
@@ -64,8 +66,15 @@ class Node:
         self.equation, self.inputs, self.outputs, self.body = equation, inputs, outputs, body
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Params:
         return self.equation.params
+
+
+class Outside(Protocol):
+    """What the inputs of a part of a program are in the program."""
+
+    def ask(self, place: int, question: str, *more: int) -> bool:
+        """The answer to a question about the input at a place."""
 
 
 class Graph:
@@ -99,9 +108,9 @@ class Graph:
     def __init__(self, root: Body):
         self.root = root
         self.nodes: list[Node] = []
-        self.avals: list[Any] = []
-        self.literals: dict[int, np.ndarray[Any, Any]] = {}
-        self.constants: dict[int, Any] = {}
+        self.avals: list[ShapedArray] = []
+        self.literals: dict[int, np.ndarray] = {}
+        self.constants: dict[int, jax.Array] = {}
         self.definitions: dict[int, Node] = {}
         self.users: dict[int, list[Node]] = defaultdict(list)
         self.returned: set[int] = set()
@@ -116,7 +125,7 @@ class Graph:
         self._table: dict[Hashable, tuple[int, ...]] = {}
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
-        self._said: dict[int, tuple[dict[str, Any], Hashable | None]] = {}
+        self._said: dict[int, tuple[Params, Hashable | None]] = {}
         """By the identity of an equation's parameters, which calls of one function share: these, and what they say."""
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
@@ -125,7 +134,7 @@ class Graph:
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.notes: dict[str, Sequence[Hashable]] = {}
         self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
-        self.outside: dict[int, tuple[Any, int]] = {}
+        self.outside: dict[int, tuple[Outside, int]] = {}
         self.returned.update(self._add(root, [self._new(v.aval) for v in root.invars], frame=()))
         for body in self.numbers:
             for position, children in body.children.items():
@@ -135,9 +144,8 @@ class Graph:
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.avals[number].shape)
 
-    def dtype(self, number: int) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = self.avals[number].dtype
-        return dtype
+    def dtype(self, number: int) -> Dtype:
+        return self.avals[number].dtype
 
     def name(self, number: int) -> str | None:
         """Name of the primitive that computes a value, or None."""
@@ -156,7 +164,7 @@ class Graph:
 
     # ------------------------------------------------------------------ construction
 
-    def _new(self, aval: Any) -> int:
+    def _new(self, aval: ShapedArray) -> int:
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -168,7 +176,7 @@ class Graph:
             self.literals[number] = np.asarray(literal.val)
         return self._table[key][0]
 
-    def _constant(self, variable: Var, value: Any) -> int:
+    def _constant(self, variable: Var, value: jax.Array) -> int:
         key = ("constant", id(value))
         if key not in self._table:
             number = self._new(variable.aval)
@@ -329,7 +337,7 @@ class Graph:
         found = self._table.get(literal_key(literal))
         return None if found is None else found[0]
 
-    def _element(self, stacked: int, aval: Any, depth: int) -> int:
+    def _element(self, stacked: int, aval: ShapedArray, depth: int) -> int:
         """The family of slices of a value along its leading axis, in loops with as many loops around them: a loop and
         one inside it that read the same array are at different slices of it."""
         key = ("element", stacked, depth)
@@ -354,7 +362,7 @@ class Graph:
                 return self._table["counter", dtype, length, depth][0]
         return self._table.get(("element", stacked, depth), (None,))[0]
 
-    def _counter(self, aval: Any, length: int, depth: int) -> int:
+    def _counter(self, aval: ShapedArray, length: int, depth: int) -> int:
         """The number of the step in a loop of so many steps, with as many loops around it."""
         key = ("counter", aval.dtype, length, depth)
         if key not in self._table:
@@ -655,7 +663,7 @@ class Graph:
         (steps,) = self._equation(body, counting(self.dtype(counter), length), [], [], frame)
         return steps if made is None else self._equation(body, made[1], [steps], [], frame)[0]
 
-    def _part(self, number: int, spec: Any, aval: Any, inside: tuple[int, ...]) -> int:
+    def _part(self, number: int, spec: PartitionSpec, aval: ShapedArray, inside: tuple[int, ...]) -> int:
         """What each device of a mesh has of a value: the whole, where the value is the same on all."""
         key = ("part", number, inside, spec_key(spec))
         if key not in self._table:
@@ -663,7 +671,7 @@ class Graph:
         return self._table[key][0]
 
 
-def _can_be_hashed(value: Any) -> bool:
+def _can_be_hashed(value: object) -> bool:
     try:
         hash(value)
     except TypeError:

@@ -8,10 +8,9 @@ give the same outcome, said of the corresponding values.  So of equal layers one
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast, overload
 
-import numpy as np
-
+from autopallas.compat import Dtype, ShapedArray
 from autopallas.graph.custom_rules import called_program, is_elementwise_call, same_rule
 from autopallas.graph.flatten import Body
 from autopallas.graph.numbering import Graph, Node
@@ -67,7 +66,11 @@ class _Asked(Mapping[int, V]):
         self._asked.add(number)
         return self._known[number]
 
-    def get(self, number: int, default: Any = None) -> Any:
+    @overload
+    def get(self, number: int, default: None = None, /) -> V | None: ...
+    @overload
+    def get(self, number: int, default: V | T, /) -> V | T: ...
+    def get(self, number: int, default: V | T | None = None, /) -> V | T | None:
         self._asked.add(number)
         return self._known.get(number, default)
 
@@ -133,7 +136,7 @@ class _Watched:
         self.asked.add(number)
         return self.graph.shape(number)
 
-    def dtype(self, number: int) -> np.dtype[Any]:
+    def dtype(self, number: int) -> Dtype:
         self.asked.add(number)
         return self.graph.dtype(number)
 
@@ -145,7 +148,7 @@ class _Watched:
         self.found.add(number)
         return self.graph.occurrences(number)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         self.further = True
         return getattr(self.graph, name)
 
@@ -157,7 +160,7 @@ class _Step(NamedTuple):
     definition: Node | None
     fixed: bool
     """Whether it has to be the same value: a literal or a captured array."""
-    aval: Any
+    aval: ShapedArray
     users: Sequence[Node] | None
     """The nodes that read it, if that was asked."""
     places: Sequence[tuple[Body, bool]]

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
@@ -68,7 +68,7 @@ def move_selections(root: Body, assume_finite: bool = True) -> Body:
       root: the program.
       assume_finite: whether 0 times something may be taken for 0.
     """
-    choices: set[tuple[Any, ...]] = set()
+    choices: set[tuple[Hashable, ...]] = set()
     for body in root.walk():
         if _may_select(body, choices):
             with contained("a selection of rows", "cross_entropy", "graph"):
@@ -76,7 +76,7 @@ def move_selections(root: Body, assume_finite: bool = True) -> Body:
     return root
 
 
-def _may_select(body: Body, choices: set[tuple[Any, ...]]) -> bool:
+def _may_select(body: Body, choices: set[tuple[Hashable, ...]]) -> bool:
     names = {e.primitive.name for e in body.equations}
     selects = not names.isdisjoint(SELECTIONS) and not names.isdisjoint(("exp", "exp2"))
     puts = bool(choices) and not names.isdisjoint(_PUTS)
@@ -90,7 +90,7 @@ class _Mover:
     left out at the end.
     """
 
-    def __init__(self, body: Body, choices: set[tuple[Any, ...]], assume_finite: bool):
+    def __init__(self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool):
         self.body, self.choices, self.assume_finite = body, choices, assume_finite
         self.equations: list[JaxprEqn] = []
         self.definitions: dict[Var, JaxprEqn] = {}
@@ -177,7 +177,7 @@ class _Mover:
                 if any(isinstance(a, Var) and a in known for a in equation.invars):
                     known.add(result)
 
-    def _emit(self, like: JaxprEqn, function: Callable[..., Any], *atoms: Atom) -> Var:
+    def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom) -> Var:
         """The result of a function of some atoms, computed by new equations."""
         made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
         inner, consts = jaxprs.open_jaxpr(made)
@@ -190,18 +190,22 @@ class _Mover:
             names.update(zip(equation.outvars, outputs, strict=True))
             self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx))
         (result,) = inner.outvars
+        assert isinstance(result, Var)
         found = names[result]
         assert isinstance(found, Var)
         return found
 
-    def _bind(self, like: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> Var:
+    def _bind(self, like: JaxprEqn, atoms: Sequence[Atom], **params: object) -> Var:
         """The equation ``like`` with other operands and parameters."""
         full = {**like.params, **params}
         varying = [a for a in atoms if not isinstance(a, Literal)]
 
-        def function(*given: Any) -> Any:
+        def function(*given: jax.Array) -> jax.Array:
             left = iter(given)
-            return like.primitive.bind(*(a.val if isinstance(a, Literal) else next(left) for a in atoms), **full)
+            result: jax.Array = like.primitive.bind(
+                *(a.val if isinstance(a, Literal) else next(left) for a in atoms), **full
+            )
+            return result
 
         return self._emit(like, function, *varying)
 
@@ -378,7 +382,7 @@ class _Mover:
         pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
         return self._product(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
 
-    def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: Any) -> Var:
+    def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: object) -> Var:
         found = self._bind(equation, atoms, **params)
         self.scores.add(found)
         return found
@@ -443,8 +447,8 @@ class _Mover:
         given = [self.spread.get(a) if isinstance(a, Var) else None for a in operands]
         first = next(s for s in given if s is not None)
         rows, assumed = first.rows, any(s.assumed for s in given if s is not None)
-        if len(given) == 2 and (whole := self._rolled_back(equation, given)) is not None:
-            return whole
+        if len(given) == 2 and (back := self._rolled_back(equation, given)) is not None:
+            return back
         if any(s is not None and s.rows != rows for s in given):
             return None
         if name in _LINEAR:
@@ -534,8 +538,8 @@ class _Mover:
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
-        side = next(i for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
-        own = self.spread[operands[side]]
+        side, spread = next((i, a) for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
+        own = self.spread[spread]
         if not self.assume_finite and not own.rows.all:
             return None
         rows, other = own.rows, operands[1 - side]
@@ -582,7 +586,9 @@ class _Mover:
 
     def _sum_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A sum of something among zeros: over the rows, or what is among zeros again."""
-        own = self.spread[equation.invars[0]]
+        operand = equation.invars[0]
+        assert isinstance(operand, Var)
+        own = self.spread[operand]
         rows, axes = own.rows, equation.params["axes"]
         many = [d for a in axes for d in (range(a, a + 1 + rows.more) if a == rows.axis else (rows.moved(a),))]
         core = self._bind(equation, [own.core], axes=tuple(many))
@@ -595,7 +601,9 @@ class _Mover:
         return None
 
 
-def _layout_of(equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows) -> Callable[[Any], Any]:
+def _layout_of(
+    equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows
+) -> Callable[[jax.Array], jax.Array]:
     """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result."""
     name, params = equation.primitive.name, equation.params
     if name in _REDUCTIONS:

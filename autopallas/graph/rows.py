@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import GatherScatterMode
 
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.numerics.casts import counts_exactly
@@ -44,7 +45,7 @@ class Rows:
     start: int | Var
     size: int
     stride: int = 1
-    mode: Any = None
+    mode: GatherScatterMode | None = None
     fill: float | None = None
 
     @property
@@ -58,11 +59,11 @@ class Rows:
         return self.mode is None and self.stride == 1 and self.size == self.parts[self.part]
 
     @property
-    def choice(self) -> tuple[Any, ...]:
+    def choice(self) -> tuple[Hashable, ...]:
         """What is selected, wherever the axis is."""
         return self.parts[self.part], self.start, self.size, self.stride, self.mode, self.fill is None
 
-    def filled(self, array: Any, start: Any, fill: float) -> Any:
+    def filled(self, array: jax.Array, start: jax.Array, fill: float) -> jax.Array:
         """What is selected, with ``fill`` in the rows whose index is out of range."""
         own, last = self.axis + self.part, self.parts[self.part] - 1
         index = lax.reshape(start, (self.size,))
@@ -90,7 +91,7 @@ class Rows:
         """Whether an operand of an elementwise result can be read at the rows; one that is repeated cannot be split."""
         return not shape or self.varies(shape, whole) or not self.more
 
-    def select(self, array: Any, start: Any = None) -> Any:
+    def select(self, array: jax.Array, start: jax.Array | None = None) -> jax.Array:
         """``array`` at the positions; ``start`` is the value of a variable one."""
         own = self.axis + self.part
         if self.more:
@@ -100,15 +101,19 @@ class Rows:
         if isinstance(self.start, int):
             stop = self.start + (self.size - 1) * self.stride + 1
             return lax.slice_in_dim(array, self.start, stop, self.stride, own)
+        assert start is not None
         if self.mode is not None:
             kept, sizes = tuple(d for d in range(array.ndim) if d != own), list(array.shape)
             sizes[own] = 1
             numbers = lax.GatherDimensionNumbers(kept, (own,), (own,))
             return lax.gather(array, start, numbers, tuple(sizes), mode=self.mode)
         sizes = [self.size if d == own else n for d, n in enumerate(array.shape)]
-        return lax.dynamic_slice_p.bind(array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes))
+        taken: jax.Array = lax.dynamic_slice_p.bind(
+            array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes)
+        )
+        return taken
 
-    def put(self, array: Any, before: Sequence[int], start: Any = None) -> Any:
+    def put(self, array: jax.Array, before: Sequence[int], start: jax.Array | None = None) -> jax.Array:
         """The inverse: an array of the shape ``before``, zero elsewhere."""
         own = self.axis + self.part
         full = (*before[: self.axis], *self.parts, *before[self.axis + 1 :])
@@ -119,22 +124,24 @@ class Rows:
             config = [(self.start, rest, self.stride - 1) if d == own else (0, 0, 0) for d in range(len(full))]
             array = lax.pad(array, jnp.zeros((), array.dtype), config)
         elif self.mode is not None:
+            assert start is not None
             kept = tuple(d for d in range(len(full)) if d != own)
             numbers = lax.ScatterDimensionNumbers(kept, (own,), (own,))
             array = lax.scatter_add(jnp.zeros(full, array.dtype), start, array, numbers, mode=self.mode)
         else:
+            assert start is not None
             zeros = jnp.zeros(full, array.dtype)
             array = lax.dynamic_update_slice_p.bind(zeros, array, *_starts(start, own, len(full)))
         return lax.reshape(array, tuple(before)) if self.more else array
 
 
-def _rolled(array: Any, start: int, axis: int) -> Any:
+def _rolled(array: jax.Array, start: int, axis: int) -> jax.Array:
     """An array whose first position along an axis is ``start``."""
     parts = (lax.slice_in_dim(array, start, None, 1, axis), lax.slice_in_dim(array, 0, start, 1, axis))
     return lax.concatenate(parts, axis)
 
 
-def _starts(start: Any, axis: int, rank: int) -> list[Any]:
+def _starts(start: jax.Array, axis: int, rank: int) -> list[jax.Array]:
     return [start if d == axis else jnp.zeros((), start.dtype) for d in range(rank)]
 
 
@@ -204,8 +211,8 @@ def window(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) ->
 
 
 def picked(
-    indices: Atom, own: tuple[Any, Any, Any], batching: Sequence[int], whole: Sequence[int], part: Sequence[int],
-    mode: Any, fill: float | None = None,
+    indices: Atom, own: tuple[Sequence[int], Sequence[int], Sequence[int]], batching: Sequence[int],
+    whole: Sequence[int], part: Sequence[int], mode: GatherScatterMode, fill: float | None = None,
 ) -> Rows | None:  # fmt: skip
     """The rows of a gather along one axis, whole otherwise, at indices [size, 1]; ``own``: the dimensions of its result
     (or of a scatter's updates) that are not picked, and the axis twice; ``fill``: of rows out of range, NaN if None."""

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+
+from autopallas.compat import Dtype, Shaped
 
 __all__ = ["harmless", "is_float", "normal"]
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray
 
 
-def is_float(dtype: np.dtype[Any]) -> bool:
+def is_float(dtype: Dtype) -> bool:
     """Whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def normal(random: np.random.Generator, shape: Sequence[int], dtype: Any, scale: float = 1.0) -> Array:
+def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, scale: float = 1.0) -> Array:
     """Normally distributed numbers."""
     return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
 
 
-def harmless(random: np.random.Generator, types: Sequence[Any]) -> list[Array]:
+def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array]:
     """One array for each operand of a site, before the operation fills in what means something to it.
 
     Args:
@@ -34,7 +36,7 @@ def harmless(random: np.random.Generator, types: Sequence[Any]) -> list[Array]:
       Positive numbers around 1, for a logarithm may be taken of them; True; zeros.
     """
 
-    def one(kind: Any) -> Array:
+    def one(kind: Shaped) -> Array:
         dtype = np.dtype(kind.dtype)
         if is_float(dtype):
             return np.asarray(random.uniform(0.5, 1.5, kind.shape), dtype)

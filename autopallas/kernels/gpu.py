@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import ModuleType
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas.kernels.refs import Ref, Types
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
@@ -38,7 +41,6 @@ __all__ = [
     "too_few_threads",
 ]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 SHARED_MEMORY = 227 * 2**10
 """Bytes of shared memory that one block of an H100 may have."""
@@ -88,7 +90,10 @@ _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 
 
 
 def reason_against(
-    device: Device, dtypes: Iterable[Any] = (), programs: Iterable[ElementwiseProgram] = (), held: Iterable[Any] = ()
+    device: Device,
+    dtypes: Iterable[DTypeLike] = (),
+    programs: Iterable[ElementwiseProgram] = (),
+    held: Iterable[DTypeLike] = (),
 ) -> Unsupported | None:
     """What stops a Hopper kernel, from rules alone; None where nothing is known to.
 
@@ -112,7 +117,9 @@ def reason_against(
     return reason_against_programs(programs, held)
 
 
-def reason_against_programs(programs: Iterable[ElementwiseProgram], held: Iterable[Any] = ()) -> Unsupported | None:
+def reason_against_programs(
+    programs: Iterable[ElementwiseProgram], held: Iterable[DTypeLike] = ()
+) -> Unsupported | None:
     """What the programs, or dtypes of other operands and results, have that Mosaic GPU has not."""
     programs = tuple(programs)
     # Programs evaluate add_any, which adds cotangents, as an addition.
@@ -133,12 +140,12 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def array_bytes(*arrays: Any) -> int:
+def array_bytes(*arrays: Shaped) -> int:
     """Of main memory, of arrays or their types."""
     return sum(int(math.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
-def swizzle(columns: int, dtype: Any) -> int:
+def swizzle(columns: int, dtype: DTypeLike) -> int:
     """Bytes of the widest swizzle that a tile's rows of so many columns are whole numbers of.
 
     Raises:
@@ -155,7 +162,7 @@ def swizzle(columns: int, dtype: Any) -> int:
     raise ValueError(f"rows of {columns} {np.dtype(dtype).name} are no multiple of 32 bytes")
 
 
-def shared_bytes(tiles: Iterable[tuple[Sequence[int], Any]], barriers: int = 0) -> int:
+def shared_bytes(tiles: Iterable[tuple[Sequence[int], DTypeLike]], barriers: int = 0) -> int:
     """Shared memory of one block: its tiles, each from an aligned address on, its barriers, and Mosaic's own scratch.
 
     Args:
@@ -190,14 +197,14 @@ def too_few_threads() -> str | None:
     )
 
 
-def mosaic() -> Any:
+def mosaic() -> ModuleType:
     """``jax.experimental.pallas.mosaic_gpu``, imported when first asked for."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
 
 
-def tile(shape: Sequence[int], dtype: Any, widest: int = 128) -> Any:
+def tile(shape: Sequence[int], dtype: DTypeLike, widest: int = 128) -> Ref:
     """Shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
 
     Args:
@@ -216,15 +223,15 @@ def call(
     *,
     name: str,
     grid: Mapping[str, int],
-    out_type: Any,
-    scratch: Sequence[Any],
+    out_type: Types,
+    scratch: Sequence[Ref],
     warpgroups: int,
     flops: int = 0,
     bytes_accessed: int = 0,
     transcendentals: int = 0,
     approximate: bool = False,
     by_lanes: bool = False,
-) -> Callable[..., Any]:
+) -> ArrayFunction:
     """A ``plgpu.kernel`` as every GPU kernel here has it: named, scoped, and interpreted where that is asked for.
 
     Args:
@@ -262,7 +269,7 @@ def call(
         compiler_params=plgpu.CompilerParams(approx_math=approximate, **semantics),
     )
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> PyTree:
         # Indices are of 32 bits, also where the program around has 64.
         with jax.named_scope(name), jax.enable_x64(False):
             return kernel(*operands)

@@ -10,7 +10,7 @@ Inside a kernel alone: this module imports Pallas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.kernels.gpu import mosaic
+from autopallas.kernels.refs import Ref
 
 __all__ = ["CONSUMERS", "PART", "REGISTERS", "Ring", "placed", "steps_of", "tiles"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
 
 CONSUMERS = 2
 PART = 64

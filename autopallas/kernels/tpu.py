@@ -9,16 +9,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from autopallas.kernels.tpu_schedule_tracing import in_main_memory, limit_of, part_of, tables_of
+from autopallas.compat import ArrayFunction, PyTree, Shaped
+from autopallas.kernels.refs import Number, Ref, Types
+from autopallas.kernels.tpu_schedule_tracing import Table, in_main_memory, limit_of, part_of, tables_of
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation, refusal
 from autopallas.sites.operation import Unsupported
+
+if TYPE_CHECKING:
+    from jax.experimental import pallas as pl
 
 __all__ = [
     "ANY_GENERATION",
@@ -89,7 +95,7 @@ def generation(device: Device) -> Generation:
 # ---------------------------------------------------------------------- tiles and memory
 
 
-def sublanes(dtype: Any) -> int:
+def sublanes(dtype: DTypeLike) -> int:
     """Elements along the second minor dimension of a tile: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
     return 32 // int(np.dtype(dtype).itemsize)
 
@@ -99,7 +105,7 @@ def rounded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def block_bytes(shape: Sequence[int], dtype: Any, buffers: int = 1) -> int:
+def block_bytes(shape: Sequence[int], dtype: DTypeLike, buffers: int = 1) -> int:
     """Bytes that a block takes in vector memory, its last two dimensions filled up to whole tiles.
 
     Args:
@@ -116,7 +122,7 @@ def block_bytes(shape: Sequence[int], dtype: Any, buffers: int = 1) -> int:
     return buffers * math.prod(leading) * rows * rounded(columns, LANES) * int(np.dtype(dtype).itemsize)
 
 
-def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: Any) -> None:
+def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: DTypeLike) -> None:
     """Raises where Mosaic would not take a block: each of its last two dimensions is the array's, or divisible by the
     tile's.
 
@@ -158,7 +164,9 @@ PROGRAM_PRIMITIVES = frozenset(
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float32".split())
 
 
-def reason_against(device: Device, programs: Iterable[ElementwiseProgram], dtypes: Iterable[Any]) -> Unsupported | None:
+def reason_against(
+    device: Device, programs: Iterable[ElementwiseProgram], dtypes: Iterable[DTypeLike]
+) -> Unsupported | None:
     """What stops a TPU kernel of these programs and operands, from rules alone; None where nothing is known to.
 
     Args:
@@ -186,17 +194,17 @@ def call(
     kernel: Callable[..., None],
     *,
     name: str,
-    grid: Sequence[Any],
+    grid: Sequence[Number],
     semantics: Sequence[Semantics],
-    in_specs: Sequence[Any],
-    out_specs: Any,
-    out_shape: Any,
-    cost: Any,
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: pl.BlockSpec | Sequence[pl.BlockSpec],
+    out_shape: Types,
+    cost: pl.CostEstimate,
     alike: int = 0,
-    scratch_shapes: Sequence[Any] = (),
+    scratch_shapes: Sequence[Ref] = (),
     prefetched: int = 0,
     aliases: dict[int, int] | None = None,
-) -> Callable[..., Any]:
+) -> ArrayFunction:
     """A ``pallas_call`` as every TPU kernel here has it: named, scoped, priced, and within the generation's memory.
 
     Args:
@@ -217,7 +225,7 @@ def call(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    def made(tables: Sequence[Any] | None) -> Callable[..., Any]:
+    def made(tables: Sequence[Table] | None) -> ArrayFunction:
         """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
         body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
         extents = tuple(grid)
@@ -247,7 +255,7 @@ def call(
         )
         return in_main_memory(of_shapes, out_shape, scalars)
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> PyTree:
         if not interpretation():
             written = zip(jax.tree.leaves(out_specs), jax.tree.leaves(out_shape), strict=True)
             for spec, array in (*zip(in_specs, operands[prefetched:], strict=True), *written):
@@ -262,12 +270,14 @@ def call(
     return run
 
 
-def _without_scalars(spec: Any, tables: Sequence[Any]) -> Any:
+def _without_scalars(spec: pl.BlockSpec, tables: Sequence[Table]) -> pl.BlockSpec:
     """A block whose index map sees no prefetched scalars, but what stands for them."""
-    return replace(spec, index_map=lambda *ids: spec.index_map(*ids, *tables))
+    index_map = spec.index_map
+    assert index_map is not None
+    return replace(spec, index_map=lambda *ids: index_map(*ids, *tables))
 
 
-def cost_of(body: Callable[..., Any], *types: Any, times: int, arrays: Iterable[Any]) -> Any:
+def cost_of(body: ArrayFunction, *types: jax.ShapeDtypeStruct, times: int, arrays: Iterable[Shaped]) -> pl.CostEstimate:
     """What a kernel costs, as XLA's scheduler wants to know it.
 
     Args:

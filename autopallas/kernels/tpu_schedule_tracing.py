@@ -9,10 +9,9 @@ part is run.  What kernels read and write lies in main memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree
+from autopallas.kernels.refs import Number, Types
 
 __all__ = [
     "Record",
@@ -60,7 +61,7 @@ class Record:
     most: int | None = None
 
 
-_current = compat.trace_context(None)
+_current: compat.TraceContext[Record | None] = compat.trace_context(None)
 
 
 @contextmanager
@@ -99,7 +100,7 @@ def limit_of(asked: int | None) -> int | None:
     return asked if asked is None or most is None else min(asked, most)
 
 
-def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Callable[..., Any]:
+def in_main_memory(call: ArrayFunction, shapes: Types, scalars: int) -> ArrayFunction:
     """A kernel as it is made for results of some shapes; in a simulation its arrays lie in main memory.
 
     Left to itself, a compiler that simulates keeps arrays in vector memory until kernels have no room there.
@@ -110,21 +111,21 @@ def in_main_memory(call: Callable[..., Any], shapes: Any, scalars: int) -> Calla
       scalars: how many leading operands are tables, and stay where they are.
     """
     if _current.value is None:
-        made: Callable[..., Any] = call(shapes)
+        made: ArrayFunction = call(shapes)
         return made
     from jax.experimental.pallas import tpu as pltpu
 
     _current.value.kernels += 1
     kernel = call(jax.tree.map(lambda one: pltpu.HBM(one.shape, one.dtype), shapes))
 
-    def placed(*operands: Any) -> Any:
+    def placed(*operands: jax.Array) -> PyTree:
         arrays = jax.tree.map(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM), operands[scalars:])
         return kernel(*operands[:scalars], *arrays)
 
     return placed
 
 
-def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
+def part_of(kernel: str, grid: Sequence[Number], alike: int) -> tuple[Number, ...]:
     """The grid, or in a simulation a part of it; the record has how many times as long the whole is.
 
     Args:
@@ -132,13 +133,14 @@ def part_of(kernel: str, grid: Sequence[Any], alike: int) -> tuple[Any, ...]:
       grid: the extents, outermost first.
       alike: how many of the first dimensions have steps that all take the same time, but for those at the ends.
     """
-    extents, record = list(grid), _current.value
-    if record is None or record.steps is None or not all(isinstance(n, int) for n in extents):
-        return tuple(extents)
+    extents, record = [n for n in grid if isinstance(n, int)], _current.value
+    if record is None or record.steps is None or len(extents) < len(grid):
+        return tuple(grid)
+    whole = math.prod(extents)
     for axis in range(alike):
         others = math.prod(extents) // max(extents[axis], 1)
         extents[axis] = min(extents[axis], max(1, -(-record.steps // max(others, 1))))
-    part = math.prod(grid) / max(math.prod(extents), 1)
+    part = whole / max(math.prod(extents), 1)
     if part > 1:
         record.parts[kernel] = max(part, record.parts.get(kernel, 1.0))
     return tuple(extents)
@@ -150,7 +152,7 @@ def concrete() -> AbstractContextManager[None]:
     return context
 
 
-def tables_of(kernel: str, operands: Sequence[Any]) -> tuple[Table, ...] | None:
+def tables_of(kernel: str, operands: Sequence[jax.Array]) -> tuple[Table, ...] | None:
     """What stands for a kernel's tables in a simulation; None where they are to be read."""
     if not operands or not is_simulated():
         return None
@@ -173,7 +175,7 @@ class Table:
       [3, 1, 4, 1, 5]
     """
 
-    def __init__(self, values: np.ndarray[Any, np.dtype[Any]]):
+    def __init__(self, values: np.ndarray):
         self._least = int(values.min())
         self._step = int(values[1] - values[0]) if len(values) > 1 else 0
         self._affine = bool(np.all(values == values[0] + self._step * np.arange(len(values))))
@@ -187,7 +189,7 @@ class Table:
         """How many constants it takes."""
         return len(self._packed)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Number) -> jax.Array:
         i = jnp.asarray(index, jnp.int32)
         if self._affine:
             return i * np.int32(self._step) + np.int32(self._start)
@@ -197,7 +199,7 @@ class Table:
         return (shifted & np.int32(2**self._bits - 1 if self._bits < 32 else -1)) + np.int32(self._least)
 
 
-def _packed(values: np.ndarray[Any, np.dtype[Any]], bits: int, each: int) -> list[int]:
+def _packed(values: np.ndarray, bits: int, each: int) -> list[int]:
     words = []
     for first in range(0, len(values), each):
         word = sum(int(x) << bits * n for n, x in enumerate(values[first : first + each]))
@@ -205,7 +207,7 @@ def _packed(values: np.ndarray[Any, np.dtype[Any]], bits: int, each: int) -> lis
     return words
 
 
-def _chosen(words: Sequence[int], index: Any, first: int = 0) -> Any:
+def _chosen(words: Sequence[int], index: Number, first: int = 0) -> jax.Array:
     """``words[index - first]``, by halving."""
     if len(words) == 1:
         return jnp.asarray(words[0], jnp.int32)

@@ -21,18 +21,16 @@ different: the program says there how precise a value is to be.  What that allow
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
+
 __all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "keeps_range", "rounds", "widens"]
 
-_Dtype: TypeAlias = np.dtype[Any]
-
-
 @cache
-def rounds(source: _Dtype, target: _Dtype) -> bool:
+def rounds(source: Dtype, target: Dtype) -> bool:
     """Whether a cast between floating types keeps a value up to the rounding of the narrower of them.
 
     Both have 16 bits or more.  Beyond the range of float16 this does not hold; a proof says what it assumes there.
@@ -45,7 +43,7 @@ def rounds(source: _Dtype, target: _Dtype) -> bool:
 
 
 @cache
-def widens(source: _Dtype, target: _Dtype) -> bool:
+def widens(source: Dtype, target: Dtype) -> bool:
     """Whether a cast between floating types of 16 bits or more keeps every value as it is.
 
     Example:
@@ -59,7 +57,7 @@ def widens(source: _Dtype, target: _Dtype) -> bool:
 
 
 @cache
-def counts_exactly(dtype: _Dtype, largest: int) -> bool:
+def counts_exactly(dtype: Dtype, largest: int) -> bool:
     """Whether a type holds every whole number from 0 to ``largest``.
 
     Example:
@@ -79,7 +77,7 @@ def counts_exactly(dtype: _Dtype, largest: int) -> bool:
 
 
 @cache
-def keeps_range(source: _Dtype, target: _Dtype) -> bool:
+def keeps_range(source: Dtype, target: Dtype) -> bool:
     """Whether a cast between floating types makes no finite number infinite but for its rounding.
 
     Example:
@@ -93,7 +91,7 @@ _BLURRED = 0.02
 """An error of an exponent that changes its exponential by more than the tolerances of 16-bit numbers allow."""
 
 
-def blurs(dtype: _Dtype, distance: float) -> bool:
+def blurs(dtype: Dtype, distance: float) -> bool:
     """Whether a cast to a floating type rounds an exponent beyond recognition, at a distance from 0.
 
     Example:
@@ -103,7 +101,7 @@ def blurs(dtype: _Dtype, distance: float) -> bool:
     return distance * float(jnp.finfo(dtype).eps) > _BLURRED
 
 
-def exponential_underflows_below(dtype: _Dtype) -> float:
+def exponential_underflows_below(dtype: Dtype) -> float:
     """The number below which the exponential is exactly 0, computed in a type and seen from a wide one.
 
     The least positive numbers are 1.4e-45 in float32, from which narrower types come, and 4.9e-324 in float64.

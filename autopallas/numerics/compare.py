@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from autopallas.compat import Array
 from autopallas.numerics.rounding import Source
 
 __all__ = ["Comparison", "Errors", "compare", "errors", "tolerance", "tolerance_of"]
@@ -58,7 +59,7 @@ class Comparison:
     ok: bool
 
 
-def tolerance(dtype: Any, gradient: bool) -> float:
+def tolerance(dtype: DTypeLike, gradient: bool) -> float:
     """The relative error that is allowed whatever the original's own is.
 
     Args:
@@ -75,14 +76,14 @@ def tolerance(dtype: Any, gradient: bool) -> float:
     return _ROUNDINGS * float(jnp.finfo(dtype).eps) * (2 if gradient else 1)
 
 
-def tolerance_of(dtype: Any, source: Source) -> float:
+def tolerance_of(dtype: DTypeLike, source: Source) -> float:
     """The tolerance of a result of a dtype, as far as it is known what the original rounds on the way to it."""
     if not jnp.issubdtype(dtype, np.inexact):
         return 0.0
     return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
 
 
-def errors(x: Any, original: Any, oracle: Any) -> Errors:
+def errors(x: Array, original: Array, oracle: Array) -> Errors:
     """The distance of ``x`` from the oracle, over what is finite in the original and the oracle.
 
     Args:
@@ -98,7 +99,7 @@ def errors(x: Any, original: Any, oracle: Any) -> Errors:
     return Errors(worst, mean, _relative(worst, float(wanted.max()), x), _relative(mean, float(wanted.mean()), x))
 
 
-def _relative(distance: float, size: float, x: Any) -> float:
+def _relative(distance: float, size: float, x: Array) -> float:
     """Results below a dtype's normal numbers have no relative precision: processors flush them to zero."""
     if size == 0 or distance == 0:
         return distance
@@ -107,7 +108,7 @@ def _relative(distance: float, size: float, x: Any) -> float:
 
 
 def compare(
-    name: str, original: Any, rewritten: Any, oracle: Any, allowed: float, perturbed: Sequence[Any] = ()
+    name: str, original: Array, rewritten: Array, oracle: Array, allowed: float, perturbed: Sequence[Array] = ()
 ) -> Comparison:
     """Judges one result.
 
@@ -134,19 +135,19 @@ def compare(
     return Comparison(name, dtype, shape, own, ours, bound, introduced, introduced == 0 and ours.max_relative <= bound)
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: Array) -> np.ndarray:
     complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
     return np.asarray(x).astype(np.complex128 if complex_ else np.float64)
 
 
-def _introduced(original: Any, rewritten: Any) -> int:
+def _introduced(original: np.ndarray, rewritten: np.ndarray) -> int:
     """A NaN in place of anything else; an infinity in place of a finite number or of the other infinity."""
     nan = np.isnan(rewritten) & ~np.isnan(original)
     infinite = np.isinf(rewritten) & ~np.isnan(original) & (rewritten != original)
     return int(np.sum(nan | infinite))
 
 
-def _share_that_differs(original: Any, rewritten: Any) -> float:
+def _share_that_differs(original: Array, rewritten: Array) -> float:
     if jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
         original, rewritten = jax.random.key_data(original), jax.random.key_data(rewritten)
     if original.dtype == jax.dtypes.float0 or not np.size(original):

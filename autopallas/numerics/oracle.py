@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, JaxprLike, Literal, Shaped
 from autopallas.numerics.promote import Value, decided, equation_twice, is_float, quiet
 
 __all__ = ["Oracle"]
@@ -47,6 +50,9 @@ _SILENT = frozenset({"debug_callback", "debug_print"})
 """Equations that are only there for their effect, which a check must not repeat."""
 
 
+_Packed: TypeAlias = Sequence[tuple[jax.Array, ...]]
+
+
 class Oracle:
     """A closed jaxpr, to be evaluated in float64.  Compiled once, at the first call.
 
@@ -62,7 +68,7 @@ class Oracle:
 
     def __init__(self, program: ClosedJaxpr):
         self._program = program
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., list[jax.Array]] | None = None
         self._notes: set[str] = set()
 
     @property
@@ -70,7 +76,7 @@ class Oracle:
         """After a call: what could not be evaluated in float64, a line each."""
         return tuple(sorted(self._notes))
 
-    def __call__(self, *arguments: Any) -> list[Any]:
+    def __call__(self, *arguments: ArrayLike) -> list[jax.Array | np.ndarray]:
         """The results as numpy arrays (random keys as they are): float64, complex128, or the own dtype if no float.
 
         Args:
@@ -85,7 +91,7 @@ class Oracle:
                 results = self._compiled(*arguments)
             return [x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x) for x in results]
 
-    def _evaluate(self, *arguments: Any) -> list[Any]:
+    def _evaluate(self, *arguments: ArrayLike) -> list[jax.Array]:
         return [v.high for v in self._run(self._program, [decided(jnp.asarray(x)) for x in arguments])]
 
     # ------------------------------------------------------------------ bodies
@@ -95,11 +101,10 @@ class Oracle:
         known = dict(zip(jaxpr.invars, values, strict=True))
         known.update(zip(jaxpr.constvars, (decided(jnp.asarray(c)) for c in consts), strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: JaxprAtom) -> Value:
             if not isinstance(atom, Literal):
                 return known[atom]
-            aval: Any = atom.aval
-            return decided(jnp.asarray(atom.val, aval.dtype))
+            return decided(jnp.asarray(atom.val, atom.aval.dtype))
 
         for equation in jaxpr.eqns:
             with equation.ctx.manager:
@@ -126,7 +131,7 @@ class Oracle:
         constants, carried = compat.scan_parts(equation)
         fixed, start, rows = values[:constants], values[constants : constants + carried], values[constants + carried :]
 
-        def step(carry: Any, row: Any) -> tuple[Any, Any]:
+        def step(carry: _Packed, row: _Packed) -> tuple[_Packed, _Packed]:
             results = self._run(params["jaxpr"], [*fixed, *_unpacked(carry), *_unpacked(row)])
             return _packed(results[:carried]), _packed(results[carried:])
 
@@ -139,16 +144,16 @@ class Oracle:
         params = equation.params
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
-        def goes_on(carry: Any) -> Any:
+        def goes_on(carry: _Packed) -> jax.Array:
             return self._run(params["cond_jaxpr"], [*values[:first], *_unpacked(carry)])[0].own
 
-        def step(carry: Any) -> Any:
+        def step(carry: _Packed) -> _Packed:
             return _packed(self._run(params["body_jaxpr"], [*values[first:second], *_unpacked(carry)]))
 
         return _unpacked(lax.while_loop(goes_on, step, _packed(values[second:])))
 
     def _cond(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
-        def branch(body: JaxprLike, operands: Any) -> Any:
+        def branch(body: JaxprLike, operands: _Packed) -> _Packed:
             return _packed(self._run(body, _unpacked(operands)))
 
         branches = [functools.partial(branch, body) for body in equation.params["branches"]]
@@ -157,10 +162,10 @@ class Oracle:
     def _shard_map(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
         params = equation.params
 
-        def twice(specs: Any, types: Sequence[Any]) -> Any:
+        def twice(specs: Sequence[PartitionSpec], types: Sequence[Shaped]) -> list[tuple[PartitionSpec, ...]]:
             return [(s, s) if is_float(t.dtype) else (s,) for s, t in zip(specs, types, strict=True)]
 
-        mapped: Callable[..., Any] = jax.shard_map(
+        mapped: Callable[[_Packed], _Packed] = jax.shard_map(
             lambda packed: _packed(self._run(params["jaxpr"], _unpacked(packed))),
             mesh=params["mesh"],
             in_specs=(twice(params["in_specs"], [v.own for v in values]),),
@@ -186,22 +191,22 @@ _STRUCTURES: dict[str, Callable[[Oracle, JaxprEqn, list[Value]], list[Value]]] =
 }
 
 
-def _packed(values: Sequence[Value]) -> list[tuple[Any, ...]]:
+def _packed(values: Sequence[Value]) -> _Packed:
     """Values as a pytree of arrays: (own, high) of a float, (own,) of anything else."""
     return [tuple(map(_strong, v)) if is_float(v.own.dtype) else (_strong(v.own),) for v in values]
 
 
-def _unpacked(packed: Sequence[tuple[Any, ...]]) -> list[Value]:
+def _unpacked(packed: _Packed) -> list[Value]:
     return [Value(item[0], item[-1]) for item in packed]
 
 
-def _strong(x: Any) -> Any:
+def _strong(x: jax.Array) -> jax.Array:
     """Without a weak type, which a loop would not carry round."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
 
 
-def _device(arguments: Sequence[Any]) -> Any:
+def _device(arguments: Sequence[ArrayLike]) -> AbstractContextManager[object]:
     """A TPU has no float64, so there the host evaluates."""
-    if jax.default_backend() != "tpu":
-        return jax.default_device(None)
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+    host = None if jax.default_backend() != "tpu" else jax.local_devices(backend="cpu")[0]
+    context: AbstractContextManager[object] = jax.default_device(host)
+    return context

@@ -9,43 +9,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import primitives
+from jax.typing import DTypeLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprEqn, JaxprLike
+from autopallas.compat import Dtype, JaxprEqn, JaxprLike, Params, Shaped
 
 __all__ = ["Value", "decided", "equation_twice", "is_float", "promoted_dtype", "quiet"]
 
-Body = Callable[[Any, Sequence["Value"]], "list[Value]"]
+Body = Callable[[JaxprLike, Sequence["Value"]], "list[Value]"]
 """Evaluates a jaxpr, open or closed, on values."""
 
 
 class Value(NamedTuple):
     """A variable twice.  Of what is no float, both are the same object."""
 
-    own: Any
-    high: Any
+    own: jax.Array
+    high: jax.Array
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: DTypeLike) -> bool:
     """Whether a dtype is real or complex floating point."""
     return bool(jnp.issubdtype(dtype, np.inexact))
 
 
-def promoted_dtype(dtype: Any) -> Any:
+def promoted_dtype(dtype: Dtype) -> Dtype:
     """The dtype in the float64 world: float64 for floats, complex128 for complex, the same for everything else."""
     if not is_float(dtype):
         return dtype
     return np.dtype(np.complex128 if jnp.issubdtype(dtype, np.complexfloating) else np.float64)
 
 
-def decided(own: Any) -> Value:
+def decided(own: jax.Array) -> Value:
     """A value whose own form holds in both worlds."""
     dtype = own.dtype
     return Value(own, lax.convert_element_type(own, promoted_dtype(dtype)) if is_float(dtype) else own)
@@ -117,12 +118,12 @@ def equation_twice(equation: JaxprEqn, values: Sequence[Value], run: Body, notes
     ]
 
 
-def _bind(equation: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def _bind(equation: JaxprEqn, operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
     results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
     return list(results) if equation.primitive.multiple_results else [results]
 
 
-def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], run: Body) -> list[Any]:
+def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[jax.Array], run: Body) -> list[jax.Array]:
     name, params = equation.primitive.name, equation.params
     operands = [v.high for v in values]
     if name in _OPAQUE:
@@ -130,8 +131,8 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], r
     if name == "reduce_precision":
         return [operands[0] if _keeps_width(values[0].own.dtype, **params) else own[0]]
     if name in ("top_k", "approx_top_k"):
-        axis = params.get("axis", params.get("reduction_dimension", -1)) % operands[0].ndim
-        return [_take(operands[0], own[1], axis), own[1]]
+        axis: int = params["axis"] if "axis" in params else params.get("reduction_dimension", -1)
+        return [_take(operands[0], own[1], axis % operands[0].ndim), own[1]]
     if name == "rem":
         quotients = lax.round((values[0].own - own[0]) / values[1].own, lax.RoundingMethod.TO_NEAREST_EVEN)
         return [operands[0] - lax.convert_element_type(quotients, operands[0].dtype) * operands[1]]
@@ -143,7 +144,7 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], r
         count = 2  # What follows are group sizes.
         operands = [lax.convert_element_type(x, wide) for x in operands[:count]] + operands[count:]
     for key, position, body in jaxprs.bodies(equation):
-        types: list[Any] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
+        types: list[Shaped] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
         if position is not None or not all(is_float(t.dtype) for t in types):
             raise NotImplementedError
         params[key] = _promoted_body(body, run)
@@ -153,7 +154,7 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[Any], r
     return _bind(equation, operands, params)
 
 
-def _promoted_param(name: str, value: Any) -> Any:
+def _promoted_param(name: str, value: object) -> object:
     """Parameters that name a dtype: of the result, of the accumulator."""
     if isinstance(value, (np.dtype, type)):
         try:
@@ -163,11 +164,11 @@ def _promoted_param(name: str, value: Any) -> Any:
     return value
 
 
-def _promoted_body(body: JaxprLike, run: Body) -> Any:
+def _promoted_body(body: JaxprLike, run: Body) -> JaxprLike:
     """A combiner of scalars, in float64."""
-    types: list[Any] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
+    types: list[Shaped] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
 
-    def combine(*scalars: Any) -> list[Any]:
+    def combine(*scalars: jax.Array) -> list[jax.Array]:
         values = [Value(lax.convert_element_type(x, t.dtype), x) for x, t in zip(scalars, types, strict=True)]
         return [v.high for v in run(body, values)]
 
@@ -175,7 +176,7 @@ def _promoted_body(body: JaxprLike, run: Body) -> Any:
     return new if hasattr(body, "consts") else jaxprs.open_jaxpr(new)[0]
 
 
-def _keeps_width(dtype: Any, exponent_bits: int, mantissa_bits: int) -> bool:
+def _keeps_width(dtype: DTypeLike, exponent_bits: int, mantissa_bits: int) -> bool:
     """Whether a reduce_precision changes nothing, as those that checkpointing puts around what it saves.
 
     A narrower one is a rounding that the program asks for, and thereby a decision.
@@ -194,5 +195,5 @@ def _sort(equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     return [Value(x, _take(v.high, order, axis) if is_float(x.dtype) else x) for x, v in zip(own, values, strict=True)]
 
 
-def _take(x: Any, order: Any, axis: int) -> Any:
+def _take(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
     return jnp.take_along_axis(x, order, axis, mode="clip")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Literal
+from autopallas.compat import ClosedJaxpr, Dtype, JaxprAtom, JaxprEqn, JaxprLike, Literal, Var
 
 __all__ = ["NOTHING", "Source", "coarsest", "flow", "gradient_function", "joined", "less_precise", "rounded"]
 
@@ -30,7 +30,7 @@ class Source:
       followed: whether it depends on anything that is followed.
     """
 
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     gradient: bool = False
     followed: bool = False
 
@@ -60,9 +60,9 @@ def rounded(program: ClosedJaxpr, site: Site | None = None) -> list[Source]:
 def flow(program: JaxprLike, given: Sequence[Source], site: Site | None = None) -> list[Source]:
     """A source for each result of a jaxpr, from those of its arguments; constants are not followed."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
-    known: dict[Any, Source] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Var, Source] = dict(zip(jaxpr.invars, given, strict=True))
 
-    def of(atom: Any) -> Source:
+    def of(atom: JaxprAtom) -> Source:
         return NOTHING if isinstance(atom, Literal) else known.get(atom, NOTHING)
 
     for equation in jaxpr.eqns:
@@ -83,14 +83,14 @@ def joined(sources: Iterable[Source]) -> Source:
     return result
 
 
-def less_precise(a: Any | None, b: Any | None) -> Any | None:
+def less_precise(a: DTypeLike | None, b: DTypeLike | None) -> DTypeLike | None:
     """The less precise of two dtypes."""
     if a is None or b is None:
         return a if b is None else b
     return a if jnp.finfo(a).eps >= jnp.finfo(b).eps else b
 
 
-def coarsest(program: JaxprLike) -> Any | None:
+def coarsest(program: JaxprLike) -> DTypeLike | None:
     """The least precise floating-point dtype in a program, its arguments included; None if it has no floats."""
     found = None
     jaxpr, _ = jaxprs.open_jaxpr(program)
@@ -104,14 +104,14 @@ def coarsest(program: JaxprLike) -> Any | None:
     return found
 
 
-def gradient_function(original: ClosedJaxpr, active: Sequence[int]) -> Callable[..., list[Any]]:
+def gradient_function(original: ClosedJaxpr, active: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """The cotangents of the arguments of a closed jaxpr at the positions ``active``, as a function whose first
     arguments are the jaxpr's, and whose last ones are the cotangents of its results."""
-    function: Callable[..., Any] = compat.jaxpr_as_fun(original)
+    function = compat.jaxpr_as_fun(original)
     count, results = len(original.in_avals), len(original.out_avals)
 
-    def backward(*arguments: Any) -> list[Any]:
-        def varied(*chosen: Any) -> Any:
+    def backward(*arguments: jax.Array) -> list[jax.Array]:
+        def varied(*chosen: jax.Array) -> list[jax.Array]:
             filled = list(arguments[:count])
             for position, x in zip(active, chosen, strict=True):
                 filled[position] = x
@@ -136,9 +136,10 @@ def _through(equation: JaxprEqn, before: Sequence[Source], site: Site | None) ->
     return [joined([everything, Source(_own(equation, v), followed=True)]) for v in equation.outvars]
 
 
-def _own(equation: JaxprEqn, variable: Any) -> Any | None:
+def _own(equation: JaxprEqn, variable: Var) -> DTypeLike | None:
     """The dtype to which an equation without bodies rounds one of its results."""
-    dtype, name = getattr(variable.aval, "dtype", None), equation.primitive.name
+    dtype: Dtype | None = getattr(variable.aval, "dtype", None)
+    name = equation.primitive.name
     if dtype is None or not jnp.issubdtype(dtype, np.inexact) or name in _EXACT_PRIMITIVES:
         return None
     if name == "convert_element_type":
@@ -152,7 +153,7 @@ def _own(equation: JaxprEqn, variable: Any) -> Any | None:
 
 
 def _through_bodies(
-    equation: JaxprEqn, bodies: Sequence[Any], before: Sequence[Source], site: Site | None
+    equation: JaxprEqn, bodies: Sequence[JaxprLike], before: Sequence[Source], site: Site | None
 ) -> list[Source]:
     name, params = equation.primitive.name, equation.params
     if name == "scan":

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ArrayFunction, ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
@@ -148,7 +148,7 @@ class Forward:
         if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
             return []
         found: list[JaxprEqn] = []
-        atoms: list[Any] = []
+        atoms: list[JaxprAtom] = []
         for number in node.inputs:
             aval = self.graph.avals[number]
             if number in self.graph.literals and not aval.shape:
@@ -203,11 +203,11 @@ class Forward:
         inputs = [Var(use.variable.aval) for use in self.uses]
         return closed(inputs, [self.root], self.over(inputs))
 
-    def over(self, inputs: Sequence[Any]) -> list[JaxprEqn]:
+    def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
         """The equations with other variables for the uses."""
         return self._replaced({(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)})
 
-    def _replaced(self, given: dict[tuple[int, int], Any]) -> list[JaxprEqn]:
+    def _replaced(self, given: dict[tuple[int, int], JaxprAtom]) -> list[JaxprEqn]:
         return [
             e.replace(invars=[given.get((i, k), atom) for k, atom in enumerate(e.invars)])
             for i, e in enumerate(self.equations)
@@ -243,7 +243,7 @@ class Merged(Forward):
         order = {use.number: i for i, use in enumerate(self.uses)}
         return super().shape(), tuple((u.equation, u.position, order[u.number]) for u in self._places)
 
-    def over(self, inputs: Sequence[Any]) -> list[JaxprEqn]:
+    def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
         numbered = {u.number: x for u, x in zip(self.uses, inputs, strict=True)}
         given = {(u.equation, u.position): numbered[u.number] for u in self._places}
         return self._replaced(given)
@@ -414,14 +414,15 @@ class Lookup:
             if any(position in forward.body.children for position in forward.positions):
                 program = jaxprs.without_dead_code(program)  # of loops, what they stack for their own derivative
 
-            def pulled(cotangent: Any, *inputs: Any) -> Any:
-                def function(*chosen: Any) -> Any:
+            def pulled(cotangent: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+                def function(*chosen: jax.Array) -> jax.Array:
                     filled = list(inputs)
                     for i, x in zip(wanted, chosen, strict=True):
                         filled[i] = x
                     return compat.jaxpr_as_fun(program)(*filled)[0]
 
-                return jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
+                cotangents: tuple[jax.Array, ...] = jax.vjp(function, *(inputs[i] for i in wanted))[1](cotangent)
+                return cotangents
 
             avals = [forward.root.aval, *(u.variable.aval for u in forward.uses)]
             shapes = [compat.typed_like(a) for a in avals]
@@ -445,6 +446,7 @@ class Lookup:
         met = levels[-1].operand == use.number
         for equation in forward.steps_back(use):
             before = equation.invars[0]
+            assert isinstance(before, Var)
             if is_identity(equation):
                 continue
             if not met:
@@ -498,12 +500,14 @@ class Lookup:
         before, after = equation.invars[0].aval, equation.outvars[0].aval
         key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped, compat.axis_types(after))
         if key not in self._transposes:
-            step = compat.jaxpr_as_fun(closed([equation.invars[0]], equation.outvars, [equation]))
+            operand = equation.invars[0]
+            assert isinstance(operand, Var)
+            step = compat.jaxpr_as_fun(closed([operand], equation.outvars, [equation]))
             transpose = jax.linear_transpose(lambda x: step(x)[0], compat.typed_like(before))
             kind = compat.typed_like(after)
             if mapped is not None:
                 kind = jax.ShapeDtypeStruct((mapped, *after.shape), after.dtype)
-            pull: Callable[[Any], Any] = lambda ct: transpose(ct)[0]  # noqa: E731
+            pull: ArrayFunction = lambda ct: transpose(ct)[0]  # noqa: E731
             pull = pull if mapped is None else jax.vmap(pull)
             with compat.on_mesh_of([after]):
                 self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
@@ -701,14 +705,14 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
     return kept[::-1]
 
 
-def _without_rules(program: ClosedJaxpr) -> Callable[..., Any]:
+def _without_rules(program: ClosedJaxpr) -> Callable[..., list[ArrayLike]]:
     """What a program computes, without the derivatives of their own that some elementwise functions have."""
     jaxpr, constants = jaxprs.open_jaxpr(program)
 
-    def run(*args: Any) -> Any:
-        values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
+    def run(*args: jax.Array) -> list[ArrayLike]:
+        values: dict[Var, ArrayLike] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: JaxprAtom) -> ArrayLike:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:

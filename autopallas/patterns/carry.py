@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import Dtype, Primitive
 from autopallas.graph import Body, Graph, Ref
 from autopallas.graph.body_links import linked
 from autopallas.graph.labels import Atom, Dimension
@@ -55,7 +56,7 @@ def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough:
     """
 
     def size(match: Match) -> int:
-        parts = (part for side in match.site.sides for part in getattr(side, "parts", (side,)))
+        parts = (part for side in getattr(match.site, "sides", ()) for part in getattr(side, "parts", (side,)))
         sides = {side.position for side in parts if isinstance(side, Operand)}
         return sum(math.prod(graph.shape(match.operands[position])) for position in sides)
 
@@ -99,7 +100,7 @@ class Carrier:
         """Products that are added to the scores, which are the sum."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
-        self._costs: dict[Any, float] = {}
+        self._costs: dict[Hashable, float] = {}
 
     # ------------------------------------------------------------------ operands
 
@@ -260,15 +261,20 @@ class Carrier:
         return sum(self.cost(part) for part in distinct.values()) >= self.leaf_cost(ref)
 
 
+Register: TypeAlias = tuple[str, int]
+"""("input" or "instruction", its number)."""
+InstructionParams: TypeAlias = tuple[tuple[str, Hashable], ...]
+
+
 class ProgramBuilder:
     """Writes one expression as a program over the score, positions and side inputs."""
 
     def __init__(self, carrier: Carrier):
         self.carrier, self.scope = carrier, carrier.scope
         self._inputs: dict[Input, int] = {}
-        self._instructions: list[tuple[Instruction, tuple[Any, ...]]] = []
-        self._known: dict[Any, Any] = {}
-        self._applied: dict[int, tuple[Apply, Any]] = {}
+        self._instructions: list[tuple[Instruction, tuple[Register, ...]]] = []
+        self._known: dict[Hashable, Register] = {}
+        self._applied: dict[int, tuple[Apply, Register]] = {}
         self._depth = 0
 
     def build(self, expression: Expression) -> ElementwiseProgram:
@@ -288,18 +294,19 @@ class ProgramBuilder:
     def conjunction(self, terms: Sequence[tuple[Ref, bool]]) -> ElementwiseProgram:
         """The conjunction of boolean values, each as it is (True) or negated (False)."""
         boolean = np.dtype(bool)
-        result: Any = None
+        result: Register | None = None
         for ref, positive in terms:
             register = self._register(ref)
             if not positive:
                 register = self._emit(lax.not_p, (), (register,), boolean)
             result = register if result is None else self._emit(lax.and_p, (), (result, register), boolean)
+        assert result is not None
         return self._program(result)
 
     # Registers are ("input", i) or ("instruction", i) until the number of inputs is known.
 
-    def _program(self, result: Any) -> ElementwiseProgram:
-        def number(register: Any) -> int:
+    def _program(self, result: Register) -> ElementwiseProgram:
+        def number(register: Register) -> int:
             kind, position = register
             return int(position if kind == "input" else len(self._inputs) + position)
 
@@ -309,10 +316,12 @@ class ProgramBuilder:
         )
         return ElementwiseProgram(tuple(self._inputs), instructions, number(result))
 
-    def _input(self, value: Input) -> Any:
+    def _input(self, value: Input) -> Register:
         return "input", self._inputs.setdefault(value, len(self._inputs))
 
-    def _emit(self, primitive: Any, params: tuple[Any, ...], arguments: tuple[Any, ...], dtype: Any) -> Any:
+    def _emit(
+        self, primitive: Primitive, params: InstructionParams, arguments: tuple[Register, ...], dtype: Dtype
+    ) -> Register:
         key = (primitive, params, arguments)
         try:
             if key not in self._known:
@@ -324,7 +333,7 @@ class ProgramBuilder:
             ) from None
         return self._known[key]
 
-    def _register(self, expression: Expression) -> Any:
+    def _register(self, expression: Expression) -> Register:
         self._depth += 1
         try:
             if self._depth > _DEEPEST:
@@ -337,7 +346,7 @@ class ProgramBuilder:
         finally:
             self._depth -= 1
 
-    def _written(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Register:
         scope, space = self.scope, self.scope.space
         match expression:
             case Constant():
@@ -385,7 +394,7 @@ class ProgramBuilder:
             raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
-    def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Any:
+    def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Register | None:
         """What a sum is of which one operand is in the scores already; None where it is another."""
         if name not in ("add", "add_any", "sub") or not self.carrier.absorbed:
             return None
@@ -397,7 +406,7 @@ class ProgramBuilder:
                 return rest
         return None
 
-    def _elementwise(self, ref: Ref, dtype: Any) -> Any:
+    def _elementwise(self, ref: Ref, dtype: Dtype) -> Register:
         space = self.scope.space
         node, operands = self.scope.node(ref), space.uses(ref)
         if node is None or operands is None or node.equation.effects:
@@ -430,13 +439,13 @@ class ProgramBuilder:
         self._known[key] = register
         return register
 
-    def _convert(self, register: Any, dtype: Any) -> Any:
+    def _convert(self, register: Register, dtype: Dtype) -> Register:
         return self._emit(lax.convert_element_type_p, parameters(conversion_params(dtype)), (register,), dtype)
 
     def carrier_axis(self, ref: Ref) -> bool:
         return bool(self.scope.space.atoms(ref) & set(self.scope.space.resolve(self.carrier.axes[1])))
 
-    def _index(self, ref: Ref, dtype: Any) -> Index | None:
+    def _index(self, ref: Ref, dtype: Dtype) -> Index | None:
         """A position along T or S, if the value is an iota along a factor of one of them."""
         dimension = self.carrier._iota(ref)
         if dimension is None or not dimension[1]:

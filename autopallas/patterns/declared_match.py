@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from autopallas import jaxprs
 from autopallas.graph import Graph, Node, Ref
@@ -12,6 +11,7 @@ from autopallas.graph.labels import Atom
 from autopallas.patterns.match import Match
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.index_notation import Operand, View
+from autopallas.sites.spec import Spec
 
 __all__ = ["declared_match"]
 
@@ -19,7 +19,7 @@ __all__ = ["declared_match"]
 def declared_match(
     graph: Graph,
     op: str,
-    form: Any,
+    form: Spec,
     result: Node,
     operands: Mapping[str, Ref | None],
     letters: Mapping[str, Sequence[Atom]],

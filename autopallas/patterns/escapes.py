@@ -12,12 +12,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from autopallas import jaxprs
+from autopallas.custom.site import OwnSite
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.patterns.backward import Backward, Forward, Lookup, Search, settle
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, NearMiss
+from autopallas.sites.declared import DeclaredSite
 
 __all__ = ["CALLS", "complete"]
 
@@ -115,9 +117,11 @@ def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
         backwards.append(BackwardMatch(body, backward.cotangent, tuple(cotangents), backward.mapped))
     if not backwards:
         return None
+    site = match.site
+    assert isinstance(site, OwnSite | DeclaredSite)
     return replace(
         match,
-        site=replace(match.site, uses=tuple(match.operands.index(number) for number in numbers)),
+        site=replace(site, uses=tuple(match.operands.index(number) for number in numbers)),
         direction="forward+backward",
         operands=tuple(numbers),
         original=forward.jaxpr(),

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
 from autopallas import compat
+from autopallas.compat import Dtype, Params
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call, rule_of
-from autopallas.graph.labels import is_product
+from autopallas.graph.labels import View, is_product
 from autopallas.patterns.advice import OWN_DERIVATIVE, PRECISION
 from autopallas.patterns.match import Mismatch
 from autopallas.sites.elementwise import Axis, Constant, custom_p
-
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Apply:
     """An elementwise equation applied to other operands than the program's: what is left after taking terms out."""
 
     primitive: Primitive
-    params: dict[str, Any]
+    params: Params
     arguments: tuple[Expression, ...]
     dtype: Dtype
 
@@ -73,8 +72,8 @@ class Scope:
         self.further: frozenset[int] = frozenset()
         self.follows: Callable[[int], bool] | None = None
         self._depends: dict[int, bool] = {}
-        self._keys: dict[int, tuple[Apply, int, Any]] = {}
-        self._forms: dict[Any, int] = {}
+        self._keys: dict[int, tuple[Apply, int, Hashable]] = {}
+        self._forms: dict[Hashable, int] = {}
         self._numbers: dict[int, float | int | None] = {}
 
     def go_on(self, graph: Graph) -> None:
@@ -122,7 +121,7 @@ class Scope:
         )
 
     def _element_depends(self, ref: Ref) -> bool:
-        seen: set[tuple[int, Any]] = set()
+        seen: set[tuple[int, View]] = set()
         todo = [ref]
         while todo:
             at = self.space.canonical(todo.pop())
@@ -136,7 +135,7 @@ class Scope:
             todo += operands
         return False
 
-    def key(self, expression: Expression) -> Any:
+    def key(self, expression: Expression) -> Hashable:
         """Equal for expressions that compute the same.  Valid until a label is refined."""
         match expression:
             case Ref():
@@ -150,7 +149,7 @@ class Scope:
             case _:
                 return expression
 
-    def _form(self, expression: Apply) -> Any:
+    def _form(self, expression: Apply) -> Hashable:
         """A number for each form of an equation applied to something: what is shared in it is looked at once."""
         known = self._keys.get(id(expression))
         if known is None or known[1] != self.space.refinements:
@@ -246,7 +245,7 @@ def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) 
     return known[value]
 
 
-def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
+def operation(node: Node) -> tuple[Primitive, Params]:
     """What an elementwise computation is in a program: primitive and parameters.
 
     Raises:
@@ -260,7 +259,7 @@ def operation(node: Node) -> tuple[Primitive, dict[str, Any]]:
     return custom_p, {"value": rule.value, "tangent": rule.tangent}
 
 
-def _cast(value: np.ndarray[Any, Any], dtype: Dtype) -> float | int | None:
+def _cast(value: np.ndarray, dtype: Dtype) -> float | int | None:
     """A scalar in another dtype; None where platforms differ, as for a float that an integer type does not hold."""
     if dtype.kind in "iu" and value.dtype.kind not in "iub":
         if not jnp.iinfo(dtype).min <= float(value) <= jnp.iinfo(dtype).max:
@@ -268,7 +267,7 @@ def _cast(value: np.ndarray[Any, Any], dtype: Dtype) -> float | int | None:
     return _scalar(value.astype(dtype))
 
 
-def _divided(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """A quotient; of whole numbers the one towards 0, exactly."""
     if a.dtype.kind not in "iu":
         return np.asarray(a / b)
@@ -276,13 +275,13 @@ def _divided(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any
     return np.asarray(quotient + ((rest != 0) & ((rest < 0) != (a < 0))), a.dtype)
 
 
-def _scalar(value: np.ndarray[Any, Any]) -> float | int | None:
+def _scalar(value: np.ndarray) -> float | int | None:
     if value.size != 1 or not (value.dtype.kind in "fiub" or jnp.issubdtype(value.dtype, jnp.floating)):
         return None
     return int(value.reshape(())) if value.dtype.kind in "iub" else float(value.reshape(()))
 
 
-_FOLDS: dict[str, Callable[..., Any]] = {
+_FOLDS: dict[str, Callable[..., np.ndarray]] = {
     "add": lambda _, a, b: a + b,
     "sub": lambda _, a, b: a - b,
     "mul": lambda _, a, b: a * b,

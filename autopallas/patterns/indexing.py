@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopallas import compat
-from autopallas.graph import Ref
+from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension, View
 from autopallas.numerics.casts import counts_exactly
 from autopallas.patterns.advice import LOSS_PER_ROW, ONE_LABEL
@@ -41,7 +40,7 @@ class Pick:
     along: Axis = "key"
 
 
-def picked(scope: Scope, operand: Ref, gather: Any, axis: Sequence[Atom]) -> Pick:
+def picked(scope: Scope, operand: Ref, gather: Node, axis: Sequence[Atom]) -> Pick:
     """A gather node whose operand is seen as ``operand``, read as a pick along ``axis``.
 
     Raises:
@@ -68,7 +67,7 @@ def picked(scope: Scope, operand: Ref, gather: Any, axis: Sequence[Atom]) -> Pic
     )
 
 
-def placed(scope: Scope, result: Ref, scatter: Any, axis: Sequence[Atom]) -> Pick:
+def placed(scope: Scope, result: Ref, scatter: Node, axis: Sequence[Atom]) -> Pick:
     """A scatter-add node into zeros whose result is seen as ``result``: each row has one element along ``axis``.
 
     Raises:
@@ -146,7 +145,7 @@ def _pick(
     return Pick(label, view, mode)
 
 
-def _mode(mode: Any) -> str:
+def _mode(mode: object) -> str:
     name = str(getattr(mode, "name", mode)).lower()
     for known in ("fill", "clip", "promise"):
         if known in name:
@@ -206,7 +205,7 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
     return False
 
 
-def _constant(scope: Scope, ref: Ref) -> np.ndarray[Any, Any] | None:
+def _constant(scope: Scope, ref: Ref) -> np.ndarray | None:
     """The elements of a captured array, if they can be looked at."""
     constant = scope.graph.constants.get(ref.value)
     if constant is None or compat.is_tracer(constant) or np.size(constant) > _LONGEST:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from autopallas import jaxprs
 from autopallas.compat import ClosedJaxpr
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.steps import OutOfSteps
+from autopallas.sites.calls import SiteDescription
+from autopallas.sites.spec import SiteSpec
 
 __all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "describe_reason"]
 
@@ -89,7 +91,7 @@ class Match:
     """
 
     op: str
-    site: Any
+    site: SiteDescription
     direction: Literal["forward", "forward+backward"]
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -133,8 +135,9 @@ class Match:
         return found
 
     @property
-    def spec(self) -> Any:
-        return self.site.spec
+    def spec(self) -> SiteSpec:
+        spec: SiteSpec = self.site.spec
+        return spec
 
 
 @dataclass(frozen=True, slots=True)

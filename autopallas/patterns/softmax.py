@@ -20,6 +20,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autopallas import compat
+from autopallas.compat import Dtype
 from autopallas.graph import Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.numerics.casts import blurs, exponential_underflows_below, keeps_range, rounds, widens
@@ -91,7 +92,18 @@ class Term(NamedTuple):
 
     coefficient: float
     kind: Kind
-    expression: Any
+    expression: Ref | LogSumExp | None
+
+    @property
+    def value(self) -> Ref:
+        """What it is the value or the logarithm of."""
+        assert isinstance(self.expression, Ref)
+        return self.expression
+
+    @property
+    def inner(self) -> LogSumExp:
+        assert isinstance(self.expression, LogSumExp)
+        return self.expression
 
     def scaled(self, factor: float) -> Term:
         return self._replace(coefficient=self.coefficient * factor)
@@ -153,7 +165,7 @@ class Softmax:
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
         self.added_behind = False  # whether scores that a mask may fill were less their maximum before something was added
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
-        self._memory: dict[Hashable, tuple[int, Any]] = {}
+        self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, what that gives
 
     def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
         """The outcome of ``compute``, which is asked once for each use of a value.
@@ -409,7 +421,7 @@ class Softmax:
         converted = (self.convert(a, wide) if rounds(self.scope.dtype(a), wide) else a for a in arguments)
         return Apply(node.equation.primitive, node.params, tuple(converted), wide)
 
-    def convert(self, expression: Expression, dtype: np.dtype[Any]) -> Expression:
+    def convert(self, expression: Expression, dtype: Dtype) -> Expression:
         """An expression in another dtype."""
         if self.scope.dtype(expression) == dtype:
             return expression
@@ -430,7 +442,7 @@ class Softmax:
             if term.kind == "logsumexp" and term.coefficient < 0:
                 return True
             if term.kind == "value" and term.coefficient == -1:
-                if self._is_maximum(term.expression, values, about=True):
+                if self._is_maximum(term.value, values, about=True):
                     return True
         return False
 
@@ -514,9 +526,9 @@ class Softmax:
         filled = any(self.is_filled(ref, _BLURS_BY) for ref in refs)
         return filled and bool(self.assumed(inner.argument, inner.weights))
 
-    def _shown(self, argument: Expression) -> set[tuple[str, Any]]:
+    def _shown(self, argument: Expression) -> set[tuple[str, Hashable]]:
         """The masks that make scores -inf."""
-        found: set[tuple[str, Any]] = set()
+        found: set[tuple[str, Hashable]] = set()
         for _ in range(_DEEPEST):
             name: str | None = None
             arguments: Sequence[Expression] = ()
@@ -652,8 +664,8 @@ class Softmax:
             terms = self.log(ref, depth)
             shift = [t for t in terms if t.kind != "logsumexp"]
             if len(shift) == 1 and len(terms) == 2 and shift[0].kind == "value" and shift[0].coefficient == -1:
-                (inner,) = (t.expression for t in terms if t.kind == "logsumexp")
-                if not inner.weights and not inner.extras and self._is_maximum(shift[0].expression, inner.argument):
+                (inner,) = (t.inner for t in terms if t.kind == "logsumexp")
+                if not inner.weights and not inner.extras and self._is_maximum(shift[0].value, inner.argument):
                     return terms
         return None
 
@@ -723,7 +735,7 @@ class Softmax:
             if any(t.kind == "log" for t in extra):
                 raise Mismatch("what is added to the denominator is not known to be positive", advice=SINK)
             extras.append(tuple(extra))
-        inner: LogSumExp = found[0].expression
+        inner = found[0].inner
         merged = LogSumExp(inner.argument, inner.weights, (*inner.extras, *extras))
         return [*shift, Term(1.0, "logsumexp", merged)]
 
@@ -877,32 +889,32 @@ class Softmax:
 
     def combine(self, terms: Iterable[Term]) -> list[Term]:
         """Adds up equal terms and drops those that cancel."""
-        sums: dict[Any, Term] = {}
+        sums: dict[Hashable, Term] = {}
         for term in terms:
             key = (term.kind, self.term_key(term))
             before = sums.get(key)
             sums[key] = term if before is None else term._replace(coefficient=before.coefficient + term.coefficient)
         return [t for t in sums.values() if abs(t.coefficient) > 1e-12]  # equal terms cancel exactly
 
-    def term_key(self, term: Term) -> Any:
-        if term.kind == "constant":
+    def term_key(self, term: Term) -> Hashable:
+        inner = term.expression
+        if inner is None:
             return None
-        if term.kind != "logsumexp":
-            return self.scope.key(term.expression)
-        inner: LogSumExp = term.expression
+        if isinstance(inner, Ref):
+            return self.scope.key(inner)
         return (
             self.scope.key(inner.argument),
             tuple(sorted((self.factor_key(w) for w in inner.weights), key=repr)),
             tuple(sorted(([(t.coefficient, t.kind, self.term_key(t)) for t in e] for e in inner.extras), key=repr)),
         ).__repr__()
 
-    def factor_key(self, factor: Factor) -> Any:
+    def factor_key(self, factor: Factor) -> tuple[str, Hashable]:
         return factor.kind, self.scope.key(factor.source)
 
     def _depends(self, term: Term) -> bool:
-        if term.kind == "constant":
-            return False
         expression = term.expression
+        if expression is None:
+            return False
         return self.scope.reads_score(expression.argument if isinstance(expression, LogSumExp) else expression)
 
     def depends(self, term: Term) -> bool:
@@ -914,7 +926,7 @@ def _positive(term: Term) -> bool:
     """Whether a term is the logarithm of something that is known to be positive."""
     if term.kind != "logsumexp":
         return term.kind == "value" or term.kind == "constant"
-    return all(w.kind in ("where", "unless") for w in term.expression.weights)
+    return all(w.kind in ("where", "unless") for w in term.inner.weights)
 
 
 def _normalised(found: Exponential) -> bool:

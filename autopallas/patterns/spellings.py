@@ -7,14 +7,14 @@ its equations are looked up, with all their parameters.  Nothing is compared loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprLike, Literal, Var
+from autopallas.compat import JaxprLike, Literal, Shaped, Var
 from autopallas.custom.registry import Pattern
 from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
@@ -40,7 +40,7 @@ class Reference:
     differentiates.
     """
 
-    def __init__(self, pattern: Pattern, types: Sequence[Any], scalars: dict[str, float], dissolved: bool = False):
+    def __init__(self, pattern: Pattern, types: Sequence[Shaped], scalars: dict[str, float], dissolved: bool = False):
         shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
         program = compat.make_jaxpr(lambda *x: pattern.reference(*x, **scalars), *shapes)
         if dissolved:
@@ -58,15 +58,17 @@ class Reference:
         return found
 
 
-def _dissolved(program: JaxprLike, operands: Sequence[Any]) -> Any:
+def _dissolved(program: JaxprLike, operands: Sequence[ArrayLike]) -> list[ArrayLike]:
     """Evaluates a closed jaxpr without its custom rules."""
     jaxpr, consts = jaxprs.open_jaxpr(program)
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+    known: dict[Var, ArrayLike] = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True)
+    )
     for equation in jaxpr.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
         bodies = jaxprs.bodies(equation)
         if equation.primitive.name in CALLS or compat.is_plain_jit(equation):
-            results = _dissolved(bodies[0][2], inputs)
+            results: Sequence[ArrayLike] = _dissolved(bodies[0][2], inputs)
         else:
             read = list(dict.fromkeys(atom for atom in equation.invars if isinstance(atom, Var)))
             given = [Var(v.aval) for v in equation.outvars]
@@ -147,7 +149,7 @@ class _Finder:
         self.marks = _marks(pattern)
         self.shape = Reference(pattern, pattern.shapes, self.marks, dissolved)
         self.calls = any(node.name in CALLS for node in self.shape.graph.nodes)
-        self._exact: dict[Any, Reference] = {}
+        self._exact: dict[Hashable, Reference] = {}
 
     def sites(self) -> Iterator[tuple[Match, Node]]:
         """(forward, the node that gives its result) of each place; those inside one that was found are left out."""

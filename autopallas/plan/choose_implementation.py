@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import jax
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
+from autopallas.compat import Shaped
 from autopallas.custom import check
 from autopallas.custom.site import OwnSite
 from autopallas.errors import UnsupportedError
@@ -25,6 +26,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
 from autopallas.sites.operation import HOME, Operation, Unsupported
 from autopallas.sites.sharded_site import ShardedSite
+from autopallas.sites.spec import SiteSpec
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.coverage import REMEDY
@@ -51,11 +53,11 @@ def plan(
     """
     lock = None if options.lock is None else lockfile.read(options.lock)
     prober = prober or Prober(device, options, runs=False)
-    known: dict[Any, Decision] = {}
+    known: dict[Hashable, Decision] = {}
     decisions: list[Decision] = []
     applied = 0
     for match in matches:
-        key: Any = None
+        key: Hashable = None
         try:
             key = (match.op, tuple(part.site for part in match.passes), match.direction, match.obstacle)
             if key not in known:
@@ -114,6 +116,7 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
         if decision.verdict == "kept":
             return decision
         name, sizes = decision.implementation or "", decision.block_sizes
+        assert sizes is not None
         found_now = decision.block_sizes_from == "autotune"
         objection: tuple[str, str] | None = None
         if not foreign:
@@ -217,19 +220,19 @@ def _check_types(match: Match, decision: Decision) -> None:
         _same(gradients, [operands[position] for position in active])
 
 
-def _same(found: Sequence[Any], types: Sequence[Any]) -> None:
+def _same(found: Sequence[Shaped], types: Sequence[Shaped]) -> None:
     for given, wanted in zip(found, types, strict=True):
         if (given.shape, given.dtype) != (wanted.shape, wanted.dtype):
             raise TypeError(f"the kernel gives {given.dtype}{given.shape}, the original {wanted.dtype}{wanted.shape}")
 
 
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+def _shape(aval: Shaped) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def evaluate_candidates(
     operation: Operation,
-    spec: Any,
+    spec: SiteSpec,
     device: Device,
     options: Options,
     choices: Callable[[Sequence[str]], Mapping[str, Choice]],

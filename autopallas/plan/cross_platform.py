@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
-from autopallas.compat import ClosedJaxpr
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype, PyTree, Shaped
 from autopallas.errors import UnsupportedError
 from autopallas.plan.choose_implementation import evaluate_candidates
 from autopallas.plan.decision import Decision
@@ -18,12 +18,13 @@ from autopallas.sites.device import Device
 from autopallas.sites.interpret import settled
 from autopallas.sites.operation import Operation
 from autopallas.sites.sharded_site import ShardedSite
+from autopallas.sites.spec import SiteSpec
 from autopallas.tuning.choose import Choice, of_table
 from autopallas.tuning.coverage import products
 
 __all__ = ["replan_for"]
 
-Types = tuple[tuple[tuple[int, ...], Any], ...]
+Types = tuple[tuple[tuple[int, ...], Dtype], ...]
 """(shape, dtype) of each operand."""
 
 
@@ -45,7 +46,7 @@ class _Subject:
     """As much of a match as a table has to know."""
 
     op: str
-    spec: Any
+    spec: SiteSpec
     direction: Literal["forward", "forward+backward"]
     original: ClosedJaxpr
 
@@ -74,7 +75,8 @@ def replan_for(
     Raises:
       UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
     """
-    given, found = original.in_avals, original.out_avals
+    given: Sequence[Shaped] = original.in_avals
+    found: Sequence[Shaped] = original.out_avals
     if isinstance(site, ShardedSite):  # its parts are lowered: the devices are not known here
         active = None if active is None else site.moved(active, site.given_types(given))
         given, found, site = site.local(given), site.local(found, results=True), site.standalone
@@ -105,7 +107,7 @@ def _decided(
         if found.verdict == "kept":
             return found
 
-        def forward(*arguments: Any, found: Decision = found) -> Any:
+        def forward(*arguments: jax.Array, found: Decision = found) -> PyTree:
             return kernel_forward(site, found.implementation or "", found.block_sizes)(*arguments)
 
         problem = _lowering_problem(forward, device, _shapes(operands))
@@ -126,7 +128,7 @@ def _unable(operation: Operation, device: Device, why: str, attempts: list[tuple
 def _backward_problem(
     decision: Decision, device: Device, site: SiteDescription, operands: Types, results: Types, active: tuple[int, ...]
 ) -> str | None:
-    def backward(*arguments: Any) -> Any:
+    def backward(*arguments: Sequence[jax.Array]) -> PyTree:
         return kernel_backward(site, decision.implementation or "", decision.block_sizes, active)(*arguments)
 
     given = _shapes(operands), _shapes(results), list(site.residual_types()), _shapes(results)
@@ -137,7 +139,7 @@ def _shapes(types: Types) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
 
 
-def _lowering_problem(function: Callable[..., Any], device: Device, types: Sequence[Any]) -> str | None:
+def _lowering_problem(function: ArrayFunction, device: Device, types: Sequence[PyTree]) -> str | None:
     """Why a kernel cannot be lowered for a device, or None.  Tried on its own: half a lowering cannot be taken back."""
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     try:

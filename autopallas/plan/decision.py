@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from autopallas.options import Options
 from autopallas.report.late import Entry
+from autopallas.sites.spec import BlockSizes
+from autopallas.tuning.row import Row
 
 __all__ = ["Decision"]
 
@@ -19,9 +21,9 @@ class Decision:
     reason: str
     platform: str
     implementation: str | None = None
-    block_sizes: Any = None
+    block_sizes: BlockSizes | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
-    evidence: Any = None
+    evidence: Row[BlockSizes] | None = None
     """The row of a table or of the cache that the verdict rests on, or None."""
     attempts: tuple[tuple[str, str, str], ...] = ()
     """(implementation, stage, error) of those that were asked before and cannot."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopallas.faults import contained
 from autopallas.report.records import Site
 from autopallas.sites.encoding import encoded
+from autopallas.sites.spec import BlockSizes, SiteSpec
 
 if TYPE_CHECKING:
     from autopallas.patterns.match import Match
     from autopallas.plan.decision import Decision
+    from autopallas.tuning.row import Row
 
 __all__ = ["Describer"]
 
@@ -21,7 +23,7 @@ class Describer:
     """Makes the records of sites: everything as text and numbers.  Equal sites share theirs but for the place."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Site] = {}
+        self._known: dict[Hashable, Site] = {}
 
     def accountable(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
         """The decisions, but that a site is kept of which the report could not say what it is."""
@@ -84,21 +86,21 @@ def _describe(match: Match, decision: Decision) -> Site:
     )
 
 
-def _spec(spec: Any, sizes: Any, implementation: str | None) -> dict[str, Any]:
+def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) -> dict[str, object]:
     """The fields of a specification, and the picture of its tiles where the operation has one."""
-    fields: dict[str, Any] = spec.to_dict()
+    fields: dict[str, object] = spec.to_dict()
     if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
         fields["tiles"] = spec.tiles(sizes, implementation)
     return fields
 
 
-def _checks(spec: Any, decision: Decision) -> tuple[str, ...]:
+def _checks(spec: SiteSpec, decision: Decision) -> tuple[str, ...]:
     """What a replacement finds out when it runs, where its operation says so."""
     said: tuple[str, ...] = spec.checks(decision.implementation) if hasattr(spec, "checks") else ()
     return said if decision.verdict == "applied" else ()
 
 
-def _row(row: Any) -> dict[str, Any]:
+def _row(row: Row[object]) -> dict[str, object]:
     return {
         "kernel_us": row.kernel_us,
         "original_us": row.original_us,
@@ -114,6 +116,7 @@ def _replacement(match: Match, decision: Decision) -> str:
     """The call that stands in the program instead, and the program that the kernel evaluates on its tiles."""
     operands = ", ".join(a.str_short() for a in match.original.in_avals)
     results = ", ".join(a.str_short() for a in match.original.out_avals)
+    assert decision.block_sizes is not None
     sizes = ", ".join(f"{name}={value}" for name, value in decision.block_sizes.to_dict().items())
     call = f"{match.op}.{decision.implementation}[{sizes}] ({operands}) -> ({results})"
     return f"{call}\n{match.spec.programs()}".rstrip()

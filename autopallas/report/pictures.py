@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import groupby
-from typing import Any
+from typing import TypeGuard
 
 from autopallas.report.records import Site
 
@@ -21,8 +21,6 @@ def compared(site: Site) -> list[tuple[str, float, float, str, str]]:
     for label, unit, shown in (("time", "us", _time), ("temporary memory", "bytes", _bytes)):
         original, kernel = row.get(f"original_{unit}"), row.get(f"kernel_{unit}")
         if _positive(original) and _positive(kernel, zero=True):
-            assert original is not None
-            assert kernel is not None
             found.append((label, float(original), float(kernel), shown(original), shown(kernel)))
     return found
 
@@ -42,14 +40,14 @@ def bars(original: float, kernel: float, texts: tuple[str, str]) -> str:
     return "".join(rows)
 
 
-def tile_counts(picture: Mapping[str, Any]) -> dict[str, int]:
+def tile_counts(picture: Mapping[str, object]) -> dict[str, int]:
     """How many tiles are full, partial, skipped, and hidden: skipped if a check at run time allows it."""
     states = "".join(_rows(picture))
     counts = {name: states.count(state) for state, name in _STATES.items()}
     return {name: count for name, count in counts.items() if count or name != "hidden"}
 
 
-def tiles(picture: Mapping[str, Any]) -> str:
+def tiles(picture: Mapping[str, object]) -> str:
     """The tiles of a mask: queries downwards, keys to the right; equal neighbours are one rectangle."""
     rows = _rows(picture)
     if not rows or not rows[0]:
@@ -78,15 +76,15 @@ def tiles(picture: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(picture: Mapping[str, Any]) -> list[str]:
-    rows: Any = picture.get("states", ())
+def _rows(picture: Mapping[str, object]) -> list[str]:
+    rows = picture.get("states", ())
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         return []
     width = len(rows[0]) if rows and isinstance(rows[0], str) else 0
     return [row for row in rows if isinstance(row, str) and len(row) == width]
 
 
-def _positive(value: Any, zero: bool = False) -> bool:
+def _positive(value: object, zero: bool = False) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
 
 

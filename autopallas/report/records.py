@@ -23,6 +23,10 @@ Attempt: TypeAlias = tuple[str, str, str]
 """(implementation, stage, error): an implementation that was tried and did not work."""
 
 
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""What JSON can say."""
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A place that spells out a known computation, and what became of it.
@@ -46,7 +50,7 @@ class Site:
     """The implementation that was chosen."""
     block_sizes: Mapping[str, int] | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
-    measured: Mapping[str, Any] | None = None
+    measured: Mapping[str, object] | None = None
     """The row of the tuned table or of the cache that the verdict rests on."""
     attempts: tuple[Attempt, ...] = ()
     """The implementations that were tried and did not work."""
@@ -54,11 +58,11 @@ class Site:
     """What has to hold for the replacement to equal the original, such as finite values."""
     checks: tuple[str, ...] = ()
     """What the replacement finds out when it runs, such as whether masked tiles may be skipped."""
-    spec: Mapping[str, Any] = field(default_factory=dict)
+    spec: Mapping[str, object] = field(default_factory=dict)
     """The site's description: sizes, dtypes, score program, mask."""
     spec_line: str = ""
     """The same on one line."""
-    encoded: Mapping[str, Any] | None = None
+    encoded: Mapping[str, object] | None = None
     """The site as data, from which ``autopallas tune --from`` makes it anew; None where it has no such form."""
     original: str = ""
     """The equations that were found, printed."""
@@ -132,7 +136,7 @@ class Report:
         """The number of applied sites per operation; an operation without any counts 0."""
         return Counter(site.op for site in self.sites if site.verdict == "applied")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """The report as JSON's types: dictionaries, lists, strings, numbers, booleans and None."""
         result = plain(self)
         assert isinstance(result, dict)
@@ -193,7 +197,7 @@ class Report:
         return text.render(self)
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> Json:
     """``value`` in JSON's types; what has no such form becomes its text, infinities and NaNs included."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -210,14 +214,14 @@ def plain(value: object) -> Any:
     return str(value)
 
 
-def _parsed(kind: Any, data: object, where: str) -> Any:
+def _parsed(kind: Any, data: object, where: str) -> Any:  # an annotation has no type, nor what it describes
     """``data`` as the annotated type ``kind``, or ValueError naming ``where`` it is not."""
 
     def wrong(expected: str) -> ValueError:
         return ValueError(f"{where} is {_short(data)}, not {expected}")
 
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is object:
         return data
     if origin is Literal:
         if data not in arguments or not isinstance(data, str):

@@ -10,10 +10,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from autopallas.report import text
 from autopallas.report.records import Report, Site
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["relative", "show", "summary"]
 
@@ -68,14 +71,14 @@ def show(reports: Iterable[tuple[str, Report]], stream: TextIO) -> None:
             console.print(Text(line, style=style))
 
 
-def _console(stream: TextIO) -> Any:
+def _console(stream: TextIO) -> Console | None:
     if not stream.isatty():
         return None
     try:
-        from rich.console import Console
+        from rich.console import Console as Rich
     except ImportError:
         return None
-    return Console(file=stream, soft_wrap=True, highlight=False)
+    return Rich(file=stream, soft_wrap=True, highlight=False)
 
 
 def relative(words: str) -> str:
@@ -135,7 +138,7 @@ def _listed(head: str, items: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _groups(sites: Sequence[Site]) -> list[_Group]:
-    same: dict[tuple[Any, ...], list[int]] = {}
+    same: dict[tuple[str, ...], list[int]] = {}
     for number, site in enumerate(sites, 1):
         key = (*_cells(site), site.reason, site.path)
         same.setdefault(key, []).append(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopallas.report.records import Failure, NearMiss, Report, Site
 
@@ -146,11 +146,18 @@ def gains(site: Site) -> tuple[str, str]:
     """What the evidence says: ("2.57x", "0.07x"), how many times as fast, and what part of the temporary memory."""
     row = site.measured or {}
     try:
-        time = f"{row['original_us'] / row['kernel_us']:.2f}x"
-        memory = f"{row['kernel_bytes'] / row['original_bytes']:.2g}x"
+        time = f"{_figure(row, 'original_us') / _figure(row, 'kernel_us'):.2f}x"
+        memory = f"{_figure(row, 'kernel_bytes') / _figure(row, 'original_bytes'):.2g}x"
     except (KeyError, TypeError, ZeroDivisionError):
         return "", ""
     return time, memory
+
+
+def _figure(row: Mapping[str, object], name: str) -> float:
+    value = row[name]
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is no number")
+    return value
 
 
 def ranges(numbers: list[int]) -> str:

@@ -14,15 +14,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
+from jax.typing import ArrayLike
 
 from autopallas import compat
-from autopallas.compat import ClosedJaxpr, ad, batching, mlir
+from autopallas.compat import (
+    ClosedJaxpr,
+    LoweringContext,
+    Primitive,
+    Shaped,
+    ShapedArray,
+    ad,
+    batching,
+    mlir,
+)
 from autopallas.faults import one_line
 from autopallas.plan.cross_platform import replan_for
 from autopallas.plan.decision import Decision
@@ -33,6 +42,41 @@ from autopallas.sites.interpret import settled
 from autopallas.sites.operation import NOT_EXPORTED
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.tuning.cache import WARNED
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Tangent: TypeAlias = jax.Array | ad.Zero
+Lowering: TypeAlias = Callable[..., compat.IrValues]
+"""From a context and the operands in a module to the results."""
+
+
+class _Place(TypedDict):
+    """The parameters that all three primitives have; ``decision`` aside, which some functions have as one of theirs."""
+
+    site: SiteDescription
+    original: ClosedJaxpr
+
+
+class _Further(_Place, total=False):
+    """And those that some of them have."""
+
+    residuals: bool
+    active: tuple[int, ...]
+
+
+class _Decided(_Place):
+    decision: Decision
+
+
+class _Params(_Further):
+    decision: Decision
+
+
+class _SiteParams(_Decided):
+    residuals: bool
+
+
+class _LinearParams(_Decided):
+    active: tuple[int, ...]
 
 
 def entry_of(decision: Decision) -> Entry:
@@ -47,10 +91,12 @@ def enter(name: str, decision: Decision, platform: str, stage: str, error: Excep
         WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
 
 
-def _vary(original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[Any]) -> Callable[..., Any]:
+def _vary(
+    original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[ArrayLike]
+) -> Callable[..., list[jax.Array]]:
     """The original as a function of the operands at the positions ``chosen``, the others fixed."""
 
-    def function(*varied: Any) -> Any:
+    def function(*varied: jax.Array) -> list[jax.Array]:
         filled = list(operands)
         for position, x in zip(chosen, varied, strict=True):
             filled[position] = x
@@ -63,8 +109,8 @@ def _vary(original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[Any])
 
 
 def _site(
-    runs: bool, *operands: Any, site: SiteDescription, decision: Decision, original: ClosedJaxpr, residuals: bool
-) -> Any:
+    runs: bool, *operands: jax.Array, site: SiteDescription, decision: Decision, original: ClosedJaxpr, residuals: bool
+) -> list[jax.Array]:
     if runs:
         results, extra = kernel_forward(site, decision.implementation or "", decision.block_sizes)(*operands)
     else:
@@ -74,37 +120,51 @@ def _site(
     return _typed(results, extra, site, original, residuals)
 
 
-def _site_for_backward(*operands: Any, site: SiteDescription, original: ClosedJaxpr, **_: Any) -> Any:
+def _site_for_backward(
+    *operands: jax.Array, site: SiteDescription, original: ClosedJaxpr, **_: object
+) -> list[jax.Array]:
     """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
     those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
-    whole: Any = site.site if isinstance(site, ShardedSite) else site
-    _, extra = whole.forward(site.operation.implementation("reference"), None, operands)
+    whole: SiteDescription = site.site if isinstance(site, ShardedSite) else site
+    extra = whole.forward(site.operation.implementation("reference"), None, operands)[1]
     return _typed(results, extra, site, original, True)
 
 
-def _typed(results: Any, extra: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool) -> list[Any]:
-    types = [*original.out_avals, *site.residual_types()]
+def _typed(
+    results: Sequence[jax.Array],
+    extra: Sequence[jax.Array],
+    site: SiteDescription,
+    original: ClosedJaxpr,
+    residuals: bool,
+) -> list[jax.Array]:
+    types: list[Shaped] = [*original.out_avals, *site.residual_types()]
     outputs = [*results, *extra] if residuals else list(results)
     return [compat.divided_like(x, like) for x, like in zip(outputs, types, strict=False)]
 
 
 def _tangent(
-    runs: bool, *arguments: Any, site: SiteDescription, original: ClosedJaxpr, active: tuple[int, ...], **_: Any
-) -> Any:
+    runs: bool,
+    *arguments: jax.Array,
+    site: SiteDescription,
+    original: ClosedJaxpr,
+    active: tuple[int, ...],
+    **_: object,
+) -> list[jax.Array]:
     operands, _results, _residuals, tangents = _split(arguments, site, original)
     function = _vary(original, active, operands)
-    return jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+    moved: list[jax.Array] = jax.jvp(function, tuple(operands[i] for i in active), tuple(tangents))[1]
+    return moved
 
 
 def _backward(
     runs: bool,
-    *arguments: Any,
+    *arguments: jax.Array,
     site: SiteDescription,
     decision: Decision,
     original: ClosedJaxpr,
     active: tuple[int, ...],
-) -> Any:
+) -> list[jax.Array]:
     operands, results, residuals, cotangents = _split(arguments, site, original)
     if runs and site.has_backward:
         kernel = kernel_backward(site, decision.implementation or "", decision.block_sizes, active)
@@ -114,7 +174,7 @@ def _backward(
     return list(pull(list(cotangents)))
 
 
-def _split(arguments: Sequence[Any], site: SiteDescription, original: ClosedJaxpr) -> tuple[Any, Any, Any, Any]:
+def _split(arguments: Arrays, site: SiteDescription, original: ClosedJaxpr) -> tuple[Arrays, Arrays, Arrays, Arrays]:
     """(operands, results, residuals, tangents or cotangents)."""
     operands = len(original.in_avals)
     results = operands + len(original.out_avals)
@@ -125,11 +185,13 @@ def _split(arguments: Sequence[Any], site: SiteDescription, original: ClosedJaxp
 # ---------------------------------------------------------------------- registration
 
 
-def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]) -> Primitive:
+def _primitive(
+    name: str, compute: Callable[..., list[jax.Array]], types: Callable[..., list[ShapedArray]]
+) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def decided(decision: Decision, device: Device, params: dict[str, Any]) -> Decision:
+    def decided(decision: Decision, device: Device, params: _Further) -> Decision:
         if decision.verdict == "kept" or not device.platform or compute is _tangent:
             return decision
         same_kind = decision.options is None or not device.kind or decision.kind == device.kind
@@ -141,7 +203,9 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             entry_of(decision).keeps(device.platform, found.reason, *errors)
         return replace(found, entry=decision.entry)
 
-    def attempt(kernel: bool, *operands: Any, platform: str, decision: Decision, **params: Any) -> Any:
+    def attempt(
+        kernel: bool, *operands: jax.Array, platform: str, decision: Decision, **params: Unpack[_Further]
+    ) -> list[jax.Array]:
         """The kernel, or the original where that cannot be traced.
 
         A kernel is traced for the program before it gets here, but not for what transformations around the program
@@ -161,7 +225,9 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
                 return results
         return compute(False, *operands, decision=decision, **params)
 
-    def impl(*operands: Any, decision: Decision, **params: Any) -> Any:  # only without jit
+    def impl(  # only without jit
+        *operands: jax.Array, decision: Decision, **params: Unpack[_Further]
+    ) -> list[jax.Array]:
         device = Device.current()
         decision = decided(decision, device, params)
         return attempt(decision.verdict == "applied", *operands, platform=device.platform, decision=decision, **params)
@@ -170,20 +236,28 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
     primitive.def_abstract_eval(types)
     for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
 
-        def lowered(*operands: Any, runs: bool, ours: str = ours, **params: Any) -> Any:
+        def lowered(
+            *operands: jax.Array, runs: bool, ours: str = ours, **params: Unpack[_Params]
+        ) -> list[jax.Array]:
             return attempt(runs, *operands, platform=ours, **params)
 
-        rule: Any = mlir.lower_fun(lowered, multiple_results=True)
+        rule: Lowering = mlir.lower_fun(lowered, multiple_results=True)
 
         def lowering(
-            context: Any, *operands: Any, decision: Decision, ours: str = ours, rule: Any = rule, **params: Any
-        ) -> Any:
+            context: LoweringContext,
+            *operands: object,
+            decision: Decision,
+            ours: str = ours,
+            rule: Lowering = rule,
+            **params: Unpack[_Further],
+        ) -> compat.IrValues:
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
             # Kernels and extracted equations mix operands and constants, and know of no mesh.
             typed = isinstance(params["site"], ShardedSite) or decision.mark is not None
             plain = compat.invariant_type if typed else compat.whole_type
-            context = context.replace(avals_in=[plain(a) for a in context.avals_in])
+            given = cast("Sequence[ShapedArray]", context.avals_in)
+            context = context.replace(avals_in=[plain(a) for a in given])
             if decision.mark is not None:
                 return with_marks(context, *operands, number=decision.mark, decision=decision, **params)
             decision = decided(decision, device, params)
@@ -199,7 +273,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
 
         mlir.register_lowering(primitive, lowering, platform=platform)
 
-    def marked(*operands: Any, number: int, **params: Any) -> Any:
+    def marked(*operands: jax.Array, number: int, **params: Unpack[_Params]) -> list[jax.Array]:
         """The original, with marks by which its operands and results are found in the lowered program."""
         if compute is not _site:
             return compute(False, *operands, **params)
@@ -219,7 +293,7 @@ def _primitive(name: str, compute: Callable[..., Any], types: Callable[..., Any]
             results = found[:count]  # such sites have no residuals
         return [mark_p.bind(x, name=f"{number} result {i}") for i, x in enumerate(results)]
 
-    with_marks: Any = mlir.lower_fun(marked, multiple_results=True)
+    with_marks: Lowering = mlir.lower_fun(marked, multiple_results=True)
     return primitive
 
 
@@ -233,20 +307,24 @@ _UNPLACED = (
 )
 
 
-def _results(operands: Sequence[Any], original: ClosedJaxpr) -> list[Any]:
+def _results(operands: Sequence[ShapedArray], original: ClosedJaxpr) -> list[ShapedArray]:
     return [compat.array_type(a.shape, a.dtype, operands, a) for a in original.out_avals]
 
 
-def _site_types(*operands: Any, site: SiteDescription, original: ClosedJaxpr, residuals: bool, **_: Any) -> list[Any]:
+def _site_types(
+    *operands: ShapedArray, site: SiteDescription, original: ClosedJaxpr, residuals: bool, **_: object
+) -> list[ShapedArray]:
     extra = [compat.array_type(t.shape, t.dtype, operands, t) for t in site.residual_types()] if residuals else []
     return _results(operands, original) + extra
 
 
-def _tangent_types(*arguments: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
+def _tangent_types(*arguments: ShapedArray, original: ClosedJaxpr, **_: object) -> list[ShapedArray]:
     return _results(arguments, original)
 
 
-def _backward_types(*arguments: Any, original: ClosedJaxpr, active: tuple[int, ...], **_: Any) -> list[Any]:
+def _backward_types(
+    *arguments: ShapedArray, original: ClosedJaxpr, active: tuple[int, ...], **_: object
+) -> list[ShapedArray]:
     return [compat.array_type(arguments[i].shape, arguments[i].dtype, arguments, arguments[i]) for i in active]
 
 
@@ -258,11 +336,13 @@ backward_p = _primitive("autopallas_site_backward", _backward, _backward_types)
 # ---------------------------------------------------------------------- derivatives
 
 
-def _zero(x: Any) -> Any:
+def _zero(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _site_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+def _site_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Unpack[_SiteParams]
+) -> tuple[list[jax.Array], list[Tangent]]:
     try:
         return _site_and_tangent(primals, tangents, **params)
     except Exception as error:
@@ -277,8 +357,8 @@ def _site_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) ->
 
 
 def _site_and_tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], *, residuals: bool, **params: Any
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, residuals: bool, **params: Unpack[_Decided]
+) -> tuple[list[jax.Array], list[Tangent]]:
     params = params | {"site": with_residuals(params["site"])}
     outputs = site_p.bind(*primals, residuals=True, **params)
     count = len(params["original"].out_avals)
@@ -293,7 +373,9 @@ def _site_and_tangent(
     return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
 
 
-def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: ClosedJaxpr, **_: Any) -> list[Any]:
+def _site_transpose(
+    cotangents: Sequence[Tangent], *operands: jax.Array, original: ClosedJaxpr, **_: object
+) -> list[jax.Array | None]:
     """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [compat.shape_of(operands[i].aval) for i in linear]
@@ -302,28 +384,34 @@ def _site_transpose(cotangents: Sequence[Any], *operands: Any, original: ClosedJ
     return [next(pulled) if i in linear else None for i in range(len(operands))]
 
 
-def _tangent_transpose(cotangents: Sequence[Any], *arguments: Any, **params: Any) -> list[Any]:
+def _tangent_transpose(
+    cotangents: Sequence[Tangent], *arguments: jax.Array, **params: Unpack[_LinearParams]
+) -> list[jax.Array | None]:
     active = params["active"]
     known = arguments[: len(arguments) - len(active)]
-    cotangents = [ad.instantiate_zeros(ct) for ct in cotangents]
-    return [None] * len(known) + list(backward_p.bind(*known, *cotangents, **params))
+    given = [ad.instantiate_zeros(ct) for ct in cotangents]
+    return [None] * len(known) + list(backward_p.bind(*known, *given, **params))
 
 
-def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _tangent_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Unpack[_LinearParams]
+) -> tuple[list[jax.Array], list[Tangent]]:
     return _differentiate(tangent_p, _tangent, primals, tangents, params)
 
 
-def _backward_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+def _backward_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], **params: Unpack[_LinearParams]
+) -> tuple[list[jax.Array], list[Tangent]]:
     return _differentiate(backward_p, _backward, primals, tangents, params)
 
 
 def _differentiate(
     primitive: Primitive,
-    compute: Callable[..., Any],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    params: dict[str, Any],
-) -> tuple[Any, Any]:
+    compute: Callable[..., list[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Tangent],
+    params: _LinearParams,
+) -> tuple[list[jax.Array], list[Tangent]]:
     """The derivative of ``tangent`` or ``backward``: as functions of operands and (co)tangents, by the original.
 
     Tangents of results and residuals do not count: they depend on the operands, which the original says.
@@ -333,7 +421,7 @@ def _differentiate(
     given = operands + len(original.out_avals) + len(site.residual_types())
     varied = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero and not operands <= i < given]
 
-    def function(*chosen: Any) -> Any:
+    def function(*chosen: jax.Array) -> list[jax.Array]:
         filled = list(primals)
         for position, x in zip(varied, chosen, strict=True):
             filled[position] = x
@@ -356,7 +444,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 # ---------------------------------------------------------------------- batching
 
 
-def _front(x: Any, axis: int | None, size: int, wanted: bool) -> Any:
+def _front(x: jax.Array, axis: int | None, size: int, wanted: bool) -> jax.Array:
     """``x`` with its mapped axis in front; broadcast to have one where it is wanted and missing."""
     if axis is not None:
         return jnp.moveaxis(x, axis, 0)
@@ -364,8 +452,8 @@ def _front(x: Any, axis: int | None, size: int, wanted: bool) -> Any:
 
 
 def _batched_params(
-    params: dict[str, Any], axes: Sequence[int | None], size: int, types: Sequence[Any]
-) -> dict[str, Any]:
+    params: _Params, axes: Sequence[int | None], size: int, types: Sequence[ShapedArray]
+) -> _Params:
     original, site, decision = params["original"], params["site"].batched(axes, size), params["decision"]
     divided = next((named for t in types if (named := _first_axes(t))), ())
     if divided:
@@ -380,7 +468,7 @@ def _batched_params(
     return params | {"site": site, "decision": decision, "original": compat.make_jaxpr(function, *shapes)}
 
 
-def _first_axes(kind: Any) -> tuple[str, ...]:
+def _first_axes(kind: Shaped) -> tuple[str, ...]:
     """The explicit mesh axes over which the first axis of an array is divided."""
     sharding = compat.explicit_sharding(kind)
     axes = sharding.spec[0] if sharding is not None and kind.shape else None
@@ -390,7 +478,9 @@ def _first_axes(kind: Any) -> tuple[str, ...]:
 _MAPPED = "autopallas runs a site as it is written: vmap maps it over an axis that is divided among devices"
 
 
-def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | None], params: dict[str, Any]) -> Any:
+def _batch(
+    primitive: Primitive, arguments: Sequence[jax.Array], axes: Sequence[int | None], params: _Params
+) -> tuple[Sequence[jax.Array], list[int]]:
     """One rule for the three.  An operand whose tangent or cotangent is asked for has the mapped axis, so that each
     example gets its own; other operands that lack it stay without."""
     sizes = {np.shape(x)[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None}
@@ -413,7 +503,7 @@ def _batch(primitive: Primitive, arguments: Sequence[Any], axes: Sequence[int | 
     return outputs, [0] * len(outputs)
 
 
-_COMPUTED: dict[Primitive, Callable[..., Any]] = {site_p: _site, tangent_p: _tangent, backward_p: _backward}
+_COMPUTED: dict[Primitive, Callable[..., list[jax.Array]]] = {site_p: _site, tangent_p: _tangent, backward_p: _backward}
 
 for _p in _COMPUTED:
     batching.primitive_batchers[_p] = lambda arguments, axes, _p=_p, **params: _batch(_p, arguments, axes, params)

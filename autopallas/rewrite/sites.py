@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Params, Var
 from autopallas.graph import Body, Graph, flatten
 from autopallas.graph.body_links import linked
 from autopallas.graph.edit import Edit, check, rebuild, without_results
@@ -66,7 +65,7 @@ class _Splicer:
         for backward in match.backwards:
             self._replace_backward(match, params, backward, outputs)
 
-    def _replace_loop(self, match: Match, params: dict[str, Any], outputs: dict[Body, list[Var]]) -> None:
+    def _replace_loop(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
         """A site that is one result of a scan: the scan stays for what else it gives, or goes as dead code."""
         numbers = self.graph.numbers[match.body]
         for position in match.body.children:
@@ -79,7 +78,7 @@ class _Splicer:
                 self._edit(match.body).replaced[position] = [*kept, new]
 
     def _forward(
-        self, match: Match, params: dict[str, Any], body: Body, results: list[Var], residuals: bool, like: JaxprEqn
+        self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn
     ) -> tuple[JaxprEqn, list[Var]]:
         """The equation of a site, and the variables of its results and residuals."""
         operands = self._operands_in(body, match)
@@ -91,7 +90,7 @@ class _Splicer:
         return compat.new_jaxpr_eqn(operands, variables, site_p, full, set(), like.source_info, like.ctx), variables
 
     def _replace_backward(
-        self, match: Match, params: dict[str, Any], backward: BackwardMatch, outputs: dict[Body, list[Var]]
+        self, match: Match, params: Params, backward: BackwardMatch, outputs: dict[Body, list[Var]]
     ) -> None:
         body, edit = backward.body, self._edit(backward.body)
         known = self.graph.positions[body]
@@ -123,7 +122,7 @@ class _Splicer:
                 return False
         return True
 
-    def _replace_together(self, match: Match, params: dict[str, Any]) -> None:
+    def _replace_together(self, match: Match, params: Params) -> None:
         """A site with several results, or with operands from elsewhere: one equation in each body that computes any of
         them."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
@@ -224,15 +223,15 @@ class _Splicer:
         edits[1].read.append((inner, outside(stacked)))
 
 
-def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: dict[str, Any]) -> list[JaxprEqn]:
+def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: Params) -> list[JaxprEqn]:
     """The equations of the backward of a site for many cotangents, along a leading axis of the last operand."""
     shapes = [compat.shape_of(v.aval) for v in given]
     axes = (*(None for _ in given[1:]), 0)
     many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
     inner = flatten(compat.make_jaxpr(many, *shapes))
-    names: dict[Any, Any] = dict(zip([*inner.invars, *inner.outvars], [*given, *gradients], strict=True))
+    names: dict[JaxprAtom, Var] = dict(zip([*inner.invars, *inner.outvars], [*given, *gradients], strict=True))
 
-    def named(atom: Any) -> Any:
+    def named(atom: JaxprAtom) -> JaxprAtom:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
     return [

@@ -7,16 +7,17 @@ are a part of the key of every trace, so that a call with other shardings is tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprLike
+from autopallas.compat import ClosedJaxpr, JaxprLike, MeshLike, Params, PyTree
 
 __all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shardings", "recording_shardings", "spread"]
 
@@ -35,23 +36,24 @@ class Shardings:
       mesh: of all of them.
     """
 
-    arguments: tuple[Any, ...]
-    results: tuple[Any, ...]
-    mesh: Any
+    arguments: tuple[Sharding | None, ...]
+    results: tuple[Sharding | None, ...]
+    mesh: MeshLike | None
 
 
 _UNKNOWN = "unknown"
-_recorded = compat.trace_context(None)
+_Recorded: TypeAlias = tuple[tuple[Sharding | None, ...], Mesh | None]
+_recorded: compat.TraceContext[_Recorded | str | None] = compat.trace_context(None)
 """None: nobody asked; "unknown": there are no arrays, since something outside is being traced; else (per leaf of the
 call's arguments, the sharding or None; the mesh in force)."""
 
 
-def _of_leaf(leaf: Any) -> Any:
+def _of_leaf(leaf: object) -> Sharding | None:
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, jax.sharding.Sharding) and sharding.num_devices > 1 else None
 
 
-def recording_shardings(args: Any, kwargs: Any) -> AbstractContextManager[None]:
+def recording_shardings(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> AbstractContextManager[None]:
     """A context in which the shardings of a call's arguments are known, as far as there are any."""
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
@@ -66,7 +68,7 @@ def is_recording() -> bool:
     return _recorded.value is not None
 
 
-def needs_shardings(program: ClosedJaxpr, settings: dict[str, Any] | None) -> bool:
+def needs_shardings(program: ClosedJaxpr, settings: Params | None) -> bool:
     """Whether a program is spread over several devices, and nothing has recorded how."""
     if _recorded.value is not None:
         return False
@@ -76,7 +78,7 @@ def needs_shardings(program: ClosedJaxpr, settings: dict[str, Any] | None) -> bo
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    sharding: Any
+    sharding: object
 
 
 def spread(program: JaxprLike) -> bool:
@@ -108,7 +110,7 @@ def spread(program: JaxprLike) -> bool:
     return False
 
 
-def _is_divided_for(mesh: Any) -> bool:
+def _is_divided_for(mesh: MeshLike) -> bool:
     """Whether the compiler divides values whose types name a mesh."""
     if mesh.empty:
         return False
@@ -138,8 +140,13 @@ def _named_mesh(program: JaxprLike) -> jax.sharding.Mesh | None:
 
 
 def known(
-    program: ClosedJaxpr, args: Any, kwargs: Any, arrays: Sequence[Any], results: Any, settings: dict[str, Any] | None
-) -> Any:
+    program: ClosedJaxpr,
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    arrays: Sequence[ArrayLike],
+    results: PyTree,
+    settings: Params | None,
+) -> Shardings | None:
     """The shardings of the program that is being traced, or None where they are not known.
 
     Args:
@@ -149,9 +156,10 @@ def known(
       results: the structure of its results.
       settings: of its ``jit``.
     """
-    if _recorded.value is None or _recorded.value == _UNKNOWN:
+    recorded = _recorded.value
+    if recorded is None or isinstance(recorded, str):
         return None
-    given, mesh = _recorded.value
+    given, mesh = recorded
     settings = settings or {}
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if len(leaves) != len(given):
@@ -163,7 +171,7 @@ def known(
     arguments = tuple(by_leaf[place[id(x)]] for x in arrays)
     count = len(jax.tree.leaves(results))
     wanted = settings.get("out_shardings")
-    outside: list[Any] = [None] * count if wanted is None else _prefixed(wanted, results)
+    outside: list[Sharding | None] = [None] * count if wanted is None else _prefixed(wanted, results)
     named = [s for s in (*arguments, *outside) if isinstance(s, NamedSharding)]
     meshes = {s.mesh for s in named}
     if len(meshes) > 1:
@@ -171,7 +179,7 @@ def known(
     return Shardings(arguments, tuple(outside), meshes.pop() if meshes else mesh or _named_mesh(program))
 
 
-def _demanded(args: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
+def _demanded(args: Sequence[PyTree], settings: Params) -> list[Sharding | None]:
     """Per leaf of the positional arguments, the sharding that ``jit`` demands; of static ones it demands none."""
     if settings.get("in_shardings") is None:
         return []
@@ -181,16 +189,16 @@ def _demanded(args: Sequence[Any], settings: dict[str, Any]) -> list[Any]:
     return [None if i in static else next(left) for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
 
 
-def _prefixed(prefix: Any, full: Any) -> list[Any]:
+def _prefixed(prefix: PyTree, full: PyTree) -> list[Sharding | None]:
     """The leaves of a tree of shardings, one for each leaf of the tree that they are meant for."""
-    found: list[Any] = []
+    found: list[Sharding | None] = []
 
-    def spread_out(sharding: Any, part: Any) -> None:
+    def spread_out(sharding: object, part: PyTree) -> None:
         found.extend([sharding if isinstance(sharding, jax.sharding.Sharding) else None] * len(jax.tree.leaves(part)))
 
     jax.tree.map(spread_out, prefix, full, is_leaf=_is_prefix_leaf)
     return found
 
 
-def _is_prefix_leaf(x: Any) -> bool:
+def _is_prefix_leaf(x: object) -> bool:
     return x is None or isinstance(x, jax.sharding.Sharding) or "Unspecified" in type(x).__name__

@@ -6,13 +6,14 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopallas import compat
+from autopallas.compat import PyTree
 from autopallas.compile.outside_trace import isolated
 from autopallas.patterns.match import Match
 from autopallas.sharding.propagation import Divided, Found
@@ -46,10 +47,15 @@ def communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
     return all(count <= before[kind] for kind, count in after.items())
 
 
+_Arrays: TypeAlias = Sequence[jax.Array]
+_Saved: TypeAlias = tuple[_Arrays, _Arrays, _Arrays]
+_Type: TypeAlias = tuple[tuple[int, ...], str, Divided | None]
+
+
 class _Program:
     """A function, known by its key."""
 
-    def __init__(self, run: Callable[..., Any], key: Any):
+    def __init__(self, run: Callable[..., Sequence[jax.Array]], key: Hashable):
         self.run, self.key = run, key
 
     def __eq__(self, other: object) -> bool:
@@ -59,19 +65,19 @@ class _Program:
         return hash(self.key)
 
 
-def _in_parts(site: ShardedSite) -> Callable[..., Any]:
+def _in_parts(site: ShardedSite) -> Callable[..., Sequence[jax.Array]]:
     """What the site computes, with its own derivative, by the reference: what is sent is the same for all kernels."""
     kernel, saving = site.operation.implementation("reference"), with_residuals(site)
 
     @jax.custom_vjp
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         return list(site.forward(kernel, None, operands)[0])
 
-    def forward(*operands: Any) -> Any:
+    def forward(*operands: jax.Array) -> tuple[list[jax.Array], _Saved]:
         results, residuals = saving.forward(kernel, None, operands)
         return list(results), (operands, results, residuals)
 
-    def backward(saved: Any, cotangents: Any) -> Any:
+    def backward(saved: _Saved, cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
         operands, results, residuals = saved
         floats = [i for i, x in enumerate(operands) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
         found = saving.backward(kernel, None, operands, results, residuals, cotangents, floats)
@@ -84,15 +90,15 @@ def _in_parts(site: ShardedSite) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _sent(
-    program: _Program, given: Sequence[Any], wanted: Sequence[Any], gradients: tuple[int, ...], mesh: Mesh
+    program: _Program, given: Sequence[_Type], wanted: Sequence[_Type], gradients: tuple[int, ...], mesh: Mesh
 ) -> Counter[str]:
     """How often what is sent, and how many bits are received with that."""
     operands, results = (
         [_type(shape, dtype, divided, mesh) for shape, dtype, divided in types] for types in (given, wanted)
     )
 
-    def function(operands: Any, cotangents: Any) -> Any:
-        def varied(*chosen: Any) -> Any:
+    def function(operands: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> PyTree:
+        def varied(*chosen: jax.Array) -> list[jax.Array]:
             filled = list(operands)
             for position, x in zip(gradients, chosen, strict=True):
                 filled[position] = x

@@ -24,14 +24,16 @@ def local_match(match: SiteWorkload) -> SiteWorkload:
 
 
 def _part(part: SiteWorkload) -> SavedSite:
-    site: Any = part.site.standalone
+    sharded = part.site
+    assert isinstance(sharded, ShardedSite)
+    site = sharded.standalone
     reference = site.operation.implementation("reference")
-    types = part.site.local(part.original.in_avals)
+    types = sharded.local(part.original.in_avals)
     original = compat.make_jaxpr(lambda *arrays: site.forward(reference, None, arrays)[0], *types)
     backwards: list[Any] = list(part.backwards)
-    if part.site.prelude is not None:
-        given = part.site.given_types(part.original.in_avals)
-        moved = [part.site.moved([i for i, _ in backward.gradients], given) for backward in backwards]
+    if sharded.prelude is not None:
+        given = sharded.given_types(part.original.in_avals)
+        moved = [sharded.moved([i for i, _ in backward.gradients], given) for backward in backwards]
         pairs = zip(backwards, moved, strict=True)
         backwards = [replace(backward, gradients=tuple((i, -1) for i in own)) for backward, own in pairs]
     return SavedSite(part.op, site, part.direction, original, tuple(backwards), part.location)

@@ -7,9 +7,9 @@ import contextvars
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr
@@ -38,7 +38,7 @@ def inspection_only() -> Iterator[None]:
 
 
 def disagreement(
-    program: ClosedJaxpr, rewritten: ClosedJaxpr, arrays: Sequence[Any], shardings: Shardings | None
+    program: ClosedJaxpr, rewritten: ClosedJaxpr, arrays: Sequence[ArrayLike], shardings: Shardings | None
 ) -> str | None:
     """Why the original has to stay in all processes; None where each has rewritten it alike, or only one runs it.
 

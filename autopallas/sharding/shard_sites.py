@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeGuard
 
 import jax
 from jax.sharding import AxisType
 
 from autopallas import compat
-from autopallas.compat import ClosedJaxpr
+from autopallas.compat import ClosedJaxpr, MeshLike, Shaped
 from autopallas.faults import contained
 from autopallas.graph import Graph
 from autopallas.patterns.match import Match
@@ -19,7 +19,8 @@ from autopallas.sharding.assignment import Indivisible, assign
 from autopallas.sharding.call_shardings import Shardings, spread
 from autopallas.sharding.communication import communicates_no_more
 from autopallas.sharding.propagation import Divided, Found, propagated
-from autopallas.sites.division import Division
+from autopallas.sites.calls import SiteDescription
+from autopallas.sites.division import Divisible, Division
 from autopallas.sites.sharded_site import ShardedSite, divisible
 
 __all__ = ["shard_sites"]
@@ -100,11 +101,11 @@ def _with_obstacle(match: Match, reason: str) -> Match:
     return replace(match, obstacle=reason)
 
 
-def _unsupported(match: Match, outside: Any) -> str:
+def _unsupported(match: Match, outside: MeshLike | None) -> str:
     """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
     mesh = _mesh(match)
     for part in match.passes:
-        types: dict[str, set[Any]] = {}
+        types: dict[str, set[AxisType]] = {}
         for m in _meshes([*part.original.in_avals, *part.original.out_avals]):
             for name, kind in zip(m.axis_names, m.axis_types, strict=True):
                 types.setdefault(name, set()).add(kind)
@@ -115,11 +116,11 @@ def _unsupported(match: Match, outside: Any) -> str:
     return ""
 
 
-def _mesh(match: Match) -> Any:
+def _mesh(match: Match) -> MeshLike | None:
     return next(iter(_meshes(match.original.in_avals)), None)
 
 
-def _meshes(avals: Sequence[Any]) -> list[Any]:
+def _meshes(avals: Sequence[object]) -> list[MeshLike]:
     meshes = (getattr(getattr(a, "sharding", None), "mesh", None) for a in avals)
     return [m for m in meshes if m is not None and not m.empty]
 
@@ -134,7 +135,7 @@ def _divisible_axes(match: Match, shardings: Shardings | None) -> frozenset[str]
     return left or (None if AxisType.Manual in mesh.axis_types else left)
 
 
-def _over(mesh: Any) -> frozenset[str]:
+def _over(mesh: MeshLike) -> frozenset[str]:
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return frozenset(name for name, size, kind in axes if size > 1 and kind != AxisType.Manual)
 
@@ -145,7 +146,7 @@ def _is_explicit(match: Match) -> bool:
     return not match.obstacle and mesh is not None and _kinds(mesh) == {AxisType.Explicit}
 
 
-def _kinds(mesh: Any) -> set[AxisType]:
+def _kinds(mesh: MeshLike) -> set[AxisType]:
     """Of the axes that a site may be divided over."""
     return {kind for kind in mesh.axis_types if kind != AxisType.Manual}
 
@@ -158,6 +159,7 @@ def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
     """A match whose operands' types say how they are divided, sharded; with an obstacle where that is not possible."""
     mesh = _mesh(match)
     found = [_by_types(part) for part in match.passes]
+    assert mesh is not None
     if not _over(mesh):  # nothing is divided, and the kernel need not know of the mesh; as it is, it could do without
         alone = _divided(match, found, mesh)
         return match if alone.obstacle else alone
@@ -181,6 +183,7 @@ def _as_typed(match: Match, graph: Graph) -> Match:
     match = _with_typed_gradients(match, graph)
     for part in match.passes if not match.obstacle else ():
         types = [compat.explicit_sharding(a) for a in part.original.out_avals]
+        assert isinstance(part.site, ShardedSite)
         if list(part.site.result_shardings()) != types:
             return _with_obstacle(match, "its results are divided over explicit axes in another way than it is")
     return match
@@ -198,7 +201,7 @@ def _by_types(part: Match) -> Found:
     return Found(dict(enumerate(operands)), dict(enumerate(between)), dict(enumerate(results)), exact=True)
 
 
-def _dimensions(aval: Any) -> Divided | None:
+def _dimensions(aval: Shaped) -> Divided | None:
     sharding = compat.explicit_sharding(aval)
     if sharding is None:
         return ((),) * len(aval.shape)
@@ -208,7 +211,7 @@ def _dimensions(aval: Any) -> Divided | None:
     return tuple(() if axes is None else (axes,) if isinstance(axes, str) else tuple(axes) for axes in named)
 
 
-def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
+def _divided(match: Match, found: Sequence[Found], mesh: MeshLike | None) -> Match:
     if match.obstacle:
         return match
     try:
@@ -218,14 +221,19 @@ def _divided(match: Match, found: Sequence[Found], mesh: Any) -> Match:
         return _with_obstacle(match, f"divided among devices as it is, no kernel can compute it: {reason}")
 
 
-def _sharded(part: Match, found: Found, mesh: Any) -> Match:
-    if not hasattr(part.site, "per_device"):
+def _is_divisible(site: SiteDescription) -> TypeGuard[Divisible]:
+    return hasattr(site, "per_device")
+
+
+def _sharded(part: Match, found: Found, mesh: MeshLike | None) -> Match:
+    if not _is_divisible(part.site):
         raise Indivisible(f"{part.op} has no rule for it")
+    assert mesh is not None
     sizes = {axis: size for axis, size in mesh.shape.items() if axis in divisible(mesh)}
     whole = ShardedSite(part.site, Division(tuple(sizes.items()), ()), mesh)
     shapes = [a.shape for a in whole.given_types(part.original.in_avals)]
 
-    def divided(site: Any, gathers: bool = False) -> ShardedSite:
+    def divided(site: Divisible, gathers: bool = False) -> ShardedSite:
         axes = site.shardable_axes()
         return replace(whole, site=site, division=assign(axes, site.sizes, shapes, found, sizes, gathers))
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 
-from autopallas.sites.operation import Operation
+from autopallas.compat import ArrayFunction
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes, SiteSpec
 
 __all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "with_residuals"]
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 class SiteDescription(Protocol):
@@ -23,7 +27,7 @@ class SiteDescription(Protocol):
     def operation(self) -> Operation: ...
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> SiteSpec:
         """The canonical description that implementations and tables know."""
 
     @property
@@ -31,7 +35,7 @@ class SiteDescription(Protocol):
         """Whether ``backward`` gives the derivative; else it is the original's."""
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(results as the original has them, residuals for the backward)."""
 
@@ -40,8 +44,8 @@ class SiteDescription(Protocol):
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -63,12 +67,13 @@ def with_residuals(site: SiteDescription) -> SiteDescription:
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel_forward(site: SiteDescription, implementation: str, block_sizes: Any) -> Callable[..., Any]:
+def kernel_forward(site: SiteDescription, implementation: str, block_sizes: BlockSizes | None) -> ArrayFunction:
     """(results, residuals) as a jitted function of the operands."""
     kernel = site.operation.implementation(implementation)
+    assert kernel is not None
     name = f"autopallas_{site.operation.name}"
 
-    def forward(*operands: jax.Array) -> Any:
+    def forward(*operands: jax.Array) -> tuple[Arrays, Arrays]:
         with jax.named_scope(name):
             return site.forward(kernel, block_sizes, operands)
 
@@ -78,13 +83,14 @@ def kernel_forward(site: SiteDescription, implementation: str, block_sizes: Any)
 
 @functools.lru_cache(maxsize=1024)
 def kernel_backward(
-    site: SiteDescription, implementation: str, block_sizes: Any, active: tuple[int, ...]
-) -> Callable[..., Any]:
+    site: SiteDescription, implementation: str, block_sizes: BlockSizes | None, active: tuple[int, ...]
+) -> ArrayFunction:
     """Cotangents of the active operands as a jitted function of (operands, results, residuals, cotangents)."""
     kernel = site.operation.implementation(implementation)
+    assert kernel is not None
     name = f"autopallas_{site.operation.name}_backward"
 
-    def backward(operands: Any, results: Any, residuals: Any, cotangents: Any) -> Any:
+    def backward(operands: Arrays, results: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
         with jax.named_scope(name):
             return site.backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
 

@@ -12,17 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Shaped
 from autopallas.sites.device import Device
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand, View, read, write
-from autopallas.sites.operation import Operation, Supported, Unsupported, operation_named
-from autopallas.sites.spec import Dtype, NoBlockSizes, Spec
+from autopallas.sites.operation import Kernel, Operation, Supported, Unsupported, operation_named
+from autopallas.sites.spec import BlockSizes, Dtype, NoBlockSizes, Spec
+
+if TYPE_CHECKING:
+    from autopallas.tuning.row import Bucket, Rows
 
 __all__ = ["DeclaredOperation", "DeclaredSite"]
 
@@ -57,14 +61,14 @@ class DeclaredOperation(Operation):
     rows: str = field(kw_only=True)
     sample: Spec = field(kw_only=True)
 
-    def module(self, name: str) -> Any | None:
+    def module(self, name: str) -> object | None:
         """A module of the operation's folder, or its default."""
         found = Operation.module(self, name)
         if found is not None:
             return found
         if name in ("reference", "xla"):
             return _Differentiated(self.reference)
-        defaults: dict[str, Any] = {
+        defaults: dict[str, object] = {
             "block_sizes": SimpleNamespace(BlockSizes=NoBlockSizes),
             "tuned_block_sizes": _NoTable(),
             "example": SimpleNamespace(operands=_normal),
@@ -108,7 +112,7 @@ class DeclaredSite:
     """
 
     op: str
-    form: Any
+    form: Spec
     sizes: tuple[int, ...]
     operands: tuple[tuple[str, Operand], ...]
     letters: tuple[tuple[str, Labels], ...]
@@ -123,7 +127,7 @@ class DeclaredSite:
         return found
 
     @cached_property
-    def spec(self) -> Any:
+    def spec(self) -> Spec:
         """The canonical description, which kernels and tables know."""
         extents = {letter: math.prod(self.sizes[label] for label in labels) for letter, labels in self.letters}
         return replace(self.form, **{name: extents[letter] for letter, name in self.operation.sizes.items()})
@@ -170,7 +174,7 @@ class DeclaredSite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(the program's result, nothing to save)."""
         out = kernel.forward(self.spec, block_sizes, self._canonical(self._values(operands)))
@@ -178,8 +182,8 @@ class DeclaredSite:
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -197,9 +201,7 @@ class DeclaredSite:
             return self._as_large_as_the_result(self._canonical(filled))
 
         canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
-        cotangent = read(
-            Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result)
-        )
+        cotangent = read(Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result))
         names = frozenset(name for name, own in self.operands if own.position in wanted)
         gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
         filled = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}
@@ -255,14 +257,19 @@ class _Differentiated:
     def __init__(self, reference: Callable[..., jax.Array]):
         self._reference = reference
 
-    def supports(self, spec: Any, device: Device) -> Supported | Unsupported:
+    def supports(self, spec: Spec, device: Device) -> Supported | Unsupported:
         return Supported()
 
-    def forward(self, spec: Any, block_sizes: Any, operands: Arrays) -> jax.Array:
+    def forward(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> jax.Array:
         return self._reference(spec, **operands)
 
     def backward(
-        self, spec: Any, block_sizes: Any, operands: Arrays, cotangent: jax.Array, wanted: frozenset[str]
+        self,
+        spec: Spec,
+        block_sizes: BlockSizes | None,
+        operands: Arrays,
+        cotangent: jax.Array,
+        wanted: frozenset[str],
     ) -> Arrays:
         def varied(chosen: Arrays) -> jax.Array:
             return self._reference(spec, **{**operands, **chosen})
@@ -276,23 +283,23 @@ class _Differentiated:
 class _NoTable:
     """Tuned block sizes where nothing was measured."""
 
-    BUCKETS: tuple[Any, ...] = ()
-    TABLE: Mapping[str, Any] = {}
+    BUCKETS: tuple[Bucket, ...] = ()
+    TABLE: Mapping[str, Rows] = {}
 
-    def find(self, *_: Any) -> None:
+    def find(self, *_: object) -> None:
         return None
 
-    def infer_block_sizes(self, *_: Any) -> NoBlockSizes:
+    def infer_block_sizes(self, *_: object) -> NoBlockSizes:
         return NoBlockSizes()
 
-    def table_key(self, spec: Any, implementation: str, direction: str) -> tuple[str, str, str, str, str]:
+    def table_key(self, spec: Spec, implementation: str, direction: str) -> tuple[str, str, str, str, str]:
         return implementation, direction, str(spec.widest_dtype), "", ""
 
 
-def _normal(site: DeclaredSite, types: Sequence[Any], key: int = 0) -> list[np.ndarray[Any, Any]]:
+def _normal(site: DeclaredSite, types: Sequence[Shaped], key: int = 0) -> list[np.ndarray]:
     """Inputs for a search: normally distributed numbers; zeros for what has no floating dtype."""
     random = np.random.default_rng(key)
-    values: list[np.ndarray[Any, Any]] = []
+    values: list[np.ndarray] = []
     for kind in (types[site.uses.index(value)] for value in range(max(site.uses) + 1)):
         floating = jnp.issubdtype(kind.dtype, jnp.floating)
         given = random.standard_normal(kind.shape, np.float32) if floating else np.zeros(kind.shape)

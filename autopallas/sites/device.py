@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -16,7 +15,7 @@ __all__ = ["Device"]
 _ANY_TPU = "TPU v4"
 """What Mosaic lowers for the oldest supported generation runs on the later ones."""
 
-_target = compat.trace_context(None)
+_target: compat.TraceContext[Device | None] = compat.trace_context(None)
 """The device that code is being lowered for, where it is not this process's."""
 
 
@@ -32,13 +31,12 @@ class Device:
         """The device that is compiled for: that of an enclosing ``with device.targeted()``, else that of JAX's mesh,
         else the default one."""
         if _target.value is not None:
-            target: Device = _target.value
-            return target
+            return _target.value
         device = jax.sharding.get_abstract_mesh().abstract_device
         return Device.of(device or jax.devices()[0])
 
     @staticmethod
-    def of(device: Any) -> Device:
+    def of(device: jax.Device | jax.sharding.AbstractDevice) -> Device:
         """The description of one of JAX's devices."""
         return Device({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)
 
@@ -49,8 +47,7 @@ class Device:
 
     def targeted(self) -> AbstractContextManager[None]:
         """A context in which code is traced and lowered for this device, whatever this process runs on."""
-        context: AbstractContextManager[None] = _target(self)
-        return context
+        return _target(self)
 
     @contextmanager
     def lowered(self) -> Iterator[None]:

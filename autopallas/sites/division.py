@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
+from autopallas.compat import Dtype
 from autopallas.sites.calls import SiteDescription
 from autopallas.sites.index_notation import Label, Operand, Positions, View
 
-__all__ = ["Divisible", "Division", "PositionOperand", "PositionOperands", "ShardableAxes"]
+__all__ = ["Divisible", "Division", "PositionOperand", "PositionOperands", "Prelude", "ShardableAxes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class PositionOperand:
     """Positions in an array of labels: ``offset + (p // stride) % extent`` with p the mixed radix of the labels."""
 
     labels: tuple[Label, ...]
-    dtype: np.dtype[Any]
+    dtype: Dtype
     offset: int = 0
     stride: int = 1
     extent: int = 2**31 - 1
@@ -127,8 +127,18 @@ class PositionOperands:
         return self.operand(PositionOperand(labels, source.dtype, offset))
 
     @property
-    def types(self) -> tuple[np.dtype[Any], ...]:
+    def types(self) -> tuple[Dtype, ...]:
         return tuple(counted.dtype for counted in self.counted)
+
+
+class Prelude(Protocol):
+    """What some sites compute of their operands before they are divided."""
+
+    @property
+    def reads(self) -> Sequence[frozenset[int]]:
+        """For each array that it gives, the positions of the operands that it is computed from."""
+
+    def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]: ...
 
 
 class Divisible(SiteDescription, Protocol):

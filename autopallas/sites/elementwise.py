@@ -13,14 +13,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Primitive
+from jax.typing import ArrayLike, DTypeLike
 
-from autopallas.compat import Jaxpr
+from autopallas import compat
+from autopallas.compat import ArrayFunction, Dtype, Jaxpr, Var
+from autopallas.compat import Literal as JaxprLiteral
 
 custom_p = Primitive("custom_derivative")
 """Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
@@ -30,13 +33,14 @@ arguments.
 """
 
 Axis: TypeAlias = Literal["query", "key"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """The tile's scores: the result of the contraction, in the dtype that the original declared for it."""
 
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Index:
     """
 
     axis: Axis
-    dtype: np.dtype[Any]
+    dtype: Dtype
     offset: int = 0
     stride: int = 1
     extent: int = 2**31 - 1
@@ -58,7 +62,7 @@ class Side:
     """A side input: an array of the program (a mask, a bias, lengths, segment ids), by position in the spec's sides."""
 
     position: int
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Constant:
     """A scalar."""
 
     value: bool | int | float
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
     def __eq__(self, other: object) -> bool:  # True == 1 == 1.0 and nan != nan would make a poor identity
         return isinstance(other, Constant) and self._identity() == other._identity()
@@ -74,7 +78,7 @@ class Constant:
     def __hash__(self) -> int:
         return hash(self._identity())
 
-    def _identity(self) -> tuple[bytes, np.dtype[Any]]:
+    def _identity(self) -> tuple[bytes, Dtype]:
         return np.asarray(self.value, self.dtype).tobytes(), self.dtype
 
 
@@ -88,7 +92,7 @@ class Instruction:
     primitive: Primitive
     params: tuple[tuple[str, Hashable], ...]
     arguments: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class ElementwiseProgram:
     result: int
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """Dtype of the result."""
         if self.result < len(self.inputs):
             return self.inputs[self.result].dtype
@@ -180,10 +184,9 @@ class ElementwiseProgram:
                 case Constant():
                     return jnp.asarray(i.value, i.dtype)
 
-        result: jax.Array = self.run(load, _bind)
-        return result
+        return self.run(load, _bind)
 
-    def run(self, load: Callable[[Input], Any], apply: Callable[[Instruction, list[Any]], Any]) -> Any:
+    def run(self, load: Callable[[Input], T], apply: Callable[[Instruction, list[T]], T]) -> T:
         """Interprets the program over any domain: arrays, numpy arrays, intervals."""
         registers = [load(i) for i in self.inputs]
         for instruction in self.instructions:
@@ -248,12 +251,12 @@ _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "lo
 """Operations whose results may lie between two numbers of their dtype."""
 
 
-def conversion_params(dtype: np.dtype[Any]) -> dict[str, Any]:
+def conversion_params(dtype: Dtype) -> dict[str, Hashable]:
     """The parameters of a cast."""
     return {"new_dtype": dtype, "sharding": None, "weak_type": False}
 
 
-def parameters(params: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def parameters(params: Mapping[str, Hashable]) -> tuple[tuple[str, Hashable], ...]:
     """Parameters of an elementwise primitive as an instruction has them: without what ties them to a placement."""
     return tuple((name, None if name in _PLACEMENT else value) for name, value in sorted(params.items()))
 
@@ -306,26 +309,25 @@ def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
     return result
 
 
-def traced(function: Callable[..., Any], *inputs: Input) -> ElementwiseProgram:
+def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
     """The program of an elementwise function, one scalar argument per input.
 
     Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
     """
-    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
+    closed = compat.make_jaxpr(function, *(jax.ShapeDtypeStruct((), i.dtype) for i in inputs))
     loaded: list[Input] = list(inputs)
-    instructions: list[tuple[Any, tuple[tuple[str, Any], ...], list[tuple[str, int]], Any]] = []
+    instructions: list[tuple[Primitive, tuple[tuple[str, Hashable], ...], list[tuple[str, int]], Dtype]] = []
     environment: dict[Var, tuple[str, int]] = {v: ("input", n) for n, v in enumerate(closed.jaxpr.invars)}
 
-    def constant(value: Any, dtype: Any) -> tuple[str, int]:
+    def constant(value: ArrayLike, dtype: DTypeLike) -> tuple[str, int]:
         loaded.append(Constant(np.asarray(value).item(), np.dtype(dtype)))
         return "input", len(loaded) - 1
 
     def inline(jaxpr: Jaxpr, environment: dict[Var, tuple[str, int]]) -> list[tuple[str, int]]:
-        def read(atom: Any) -> tuple[str, int]:
+        def read(atom: Var | JaxprLiteral) -> tuple[str, int]:
             if isinstance(atom, Var):
                 return environment[atom]
-            aval: Any = atom.aval
-            return constant(atom.val, aval.dtype)
+            return constant(atom.val, atom.aval.dtype)
 
         for equation in jaxpr.eqns:
             arguments = [read(a) for a in equation.invars]

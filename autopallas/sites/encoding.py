@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal
+from typing import Literal, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,15 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from autopallas import compat
-from autopallas.compat import ClosedJaxpr
+from autopallas.compat import ClosedJaxpr, Dtype, Shaped
+from autopallas.sites.calls import SiteDescription
 from autopallas.sites.operation import operation_named, operation_names
-from autopallas.sites.workload import SiteWorkload
+from autopallas.sites.spec import SiteSpec
+from autopallas.sites.workload import Gradients, SiteWorkload
 
 __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
+
+Direction: TypeAlias = Literal["forward", "forward+backward"]
 
 FORMAT = 2
 """Rises whenever sites are encoded otherwise."""
@@ -55,10 +59,10 @@ class SavedSite:
     """
 
     op: str
-    site: Any
-    direction: Literal["forward", "forward+backward"]
+    site: SiteDescription
+    direction: Direction
     original: ClosedJaxpr
-    backwards: tuple[Any, ...]
+    backwards: tuple[Gradients, ...]
     location: str = ""
     then: tuple[SavedSite, ...] = ()
 
@@ -67,7 +71,7 @@ class SavedSite:
         return (self, *self.then)
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> SiteSpec:
         return self.site.spec
 
 
@@ -79,7 +83,7 @@ class _Backward:
 # ---------------------------------------------------------------------- writing
 
 
-def encoded(match: SiteWorkload) -> dict[str, Any] | None:
+def encoded(match: SiteWorkload) -> dict[str, object] | None:
     """A match as data, from which :func:`saved_site` makes one to tune for; None where it has no such form."""
     try:
         return {"format": FORMAT, "passes": [_pass(part) for part in match.passes]}
@@ -87,7 +91,7 @@ def encoded(match: SiteWorkload) -> dict[str, Any] | None:
         return None
 
 
-def _pass(part: SiteWorkload) -> dict[str, Any]:
+def _pass(part: SiteWorkload) -> dict[str, object]:
     gradients = sorted({position for backward in part.backwards for position, _ in backward.gradients})
     return {
         "site": _data(part.site),
@@ -97,11 +101,11 @@ def _pass(part: SiteWorkload) -> dict[str, Any]:
     }
 
 
-def _type(aval: Any) -> list[Any]:
+def _type(aval: Shaped) -> list[object]:
     return [list(aval.shape), np.dtype(aval.dtype).name]
 
 
-def _data(value: Any) -> Any:
+def _data(value: object) -> object:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -152,7 +156,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     if not 0 < len(data["passes"]) <= 8:
         raise EncodingError("it has no passes, or too many")
     try:
-        first, *then = (_read_pass(op, direction, part, location) for part in data["passes"])
+        first, *then = (_read_pass(op, cast(Direction, direction), part, location) for part in data["passes"])
     except EncodingError:
         raise
     except Exception as error:  # fields of a wrong type show in the site's own arithmetic
@@ -160,10 +164,10 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     return dataclasses.replace(first, then=tuple(then))
 
 
-def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
+def _read_pass(op: str, direction: Direction, data: object, location: str) -> SavedSite:
     if not isinstance(data, dict) or data.keys() != {"site", "operands", "results", "gradients"}:
         raise EncodingError("a pass has other fields than it should")
-    site = _value(data["site"], _classes(op), 0)
+    site = cast(SiteDescription, _value(data["site"], _classes(op), 0))
     if not hasattr(site, "forward") or site.operation.name != op:
         raise EncodingError(f"it describes no site of {op}")
     operands, results = ([_read_type(item) for item in data[name]] for name in ("operands", "results"))
@@ -181,21 +185,21 @@ def _read_pass(op: str, direction: Any, data: Any, location: str) -> SavedSite:
     return SavedSite(op, site, direction, original, backwards, location)
 
 
-def _read_type(data: Any) -> jax.ShapeDtypeStruct:
+def _read_type(data: tuple[Sequence[int], str]) -> jax.ShapeDtypeStruct:
     shape, name = data
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape) or math.prod(shape) > _MOST_ELEMENTS:
         raise EncodingError(f"{str(shape)[:60]} is no shape")
     return jax.ShapeDtypeStruct(tuple(shape), _dtype(name))
 
 
-def _dtype(name: Any) -> np.dtype[Any]:
+def _dtype(name: str) -> Dtype:
     known = isinstance(name, str) and name.isidentifier() and isinstance(getattr(jnp, name, None), type(jnp.float32))
     if not known and name != "bool":
         raise EncodingError(f"{str(name)[:60]!r} is no dtype")
     return np.dtype(getattr(jnp, name)) if known else np.dtype(bool)
 
 
-def _value(data: Any, classes: Mapping[str, type], depth: int) -> Any:
+def _value(data: object, classes: Mapping[str, type], depth: int) -> object:
     if depth > _DEEPEST:
         raise EncodingError("it is nested too deeply")
     if data is None or isinstance(data, (bool, int, float, str)):
@@ -232,7 +236,8 @@ def _classes(op: str) -> Mapping[str, type]:
     """The dataclasses that a site of an operation may consist of."""
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
-    modules += [own for name in ("operation", "spec", "site") if (own := operation_named(op).module(name))]
+    own = (operation_named(op).module(name) for name in ("operation", "spec", "site"))
+    modules += [module for module in own if isinstance(module, ModuleType)]
     for module in modules:
         found |= _dataclasses(module)
     return found

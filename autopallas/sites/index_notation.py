@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from autopallas.compat import Dtype
 
 Label: TypeAlias = int
 Dimension: TypeAlias = tuple[int, tuple[Label, ...]]
@@ -43,7 +45,7 @@ class Positions:
     """An array that is no operand: ``offset + mixed radix`` of some labels, as an iota gives."""
 
     dimension: Dimension
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -91,8 +93,8 @@ def write(array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[S
 
 def fill(
     source: Operand,
-    array: np.ndarray[Any, Any],
-    operands: Sequence[np.ndarray[Any, Any]],
+    array: np.ndarray,
+    operands: Sequence[np.ndarray],
     sizes: Sequence[int],
     groups: Sequence[Sequence[Label]],
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from autopallas import compat, environment
 from autopallas.sites.device import Device
@@ -11,20 +10,19 @@ from autopallas.sites.operation import Unsupported
 
 __all__ = ["interpretation", "mode", "refusal", "settled"]
 
-mode = compat.trace_context(None)
+mode: compat.TraceContext[object] = compat.trace_context(None)
 """How kernels are interpreted inside ``with mode(...)``: True, or the parameters of a platform's own interpreter.
 None leaves it to the environment.  Part of the trace key; for tests."""
 
 
-def interpretation() -> Any:
+def interpretation() -> object:
     """The ``interpret`` argument of a ``pallas_call``: True only if ``AUTOPALLAS_INTERPRET=1`` asks for it."""
     return bool(environment.read().interpret) if mode.value is None else mode.value
 
 
 def settled() -> AbstractContextManager[None]:
     """A context in which the answer of the environment is part of the trace key."""
-    context: AbstractContextManager[None] = mode(interpretation())
-    return context
+    return mode(interpretation())
 
 
 def refusal(platform: str, device: Device) -> Unsupported | None:

@@ -14,17 +14,28 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast, overload
 
 import jax
+import numpy as np
 
+from autopallas.compat import ArrayFunction
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.sites.device import Device
+from autopallas.sites.spec import BlockSizes, BlockSizesClass, SiteSpec
+
+if TYPE_CHECKING:
+    from autopallas.sites.calls import SiteDescription
+    from autopallas.sites.division import Divisible, Division, PositionOperand
+    from autopallas.tuning.table import Found, Key, Rows
 
 __all__ = [
     "HOME",
     "IMPLEMENTATIONS",
     "NOT_EXPORTED",
+    "Implementation",
+    "Kernel",
     "Operation",
     "Supported",
     "Unsupported",
@@ -60,6 +71,65 @@ class Unsupported:
     reason: str
 
 
+class Kernel(Protocol):
+    """What a site runs: functions of canonical arrays, whose arguments and results are the operation's own."""
+
+    @property
+    def forward(self) -> ArrayFunction:
+        """``forward(spec, block_sizes, ...)``."""
+
+    @property
+    def backward(self) -> ArrayFunction:
+        """``backward(spec, block_sizes, ...)``."""
+
+
+class Implementation(Kernel, Protocol):
+    """The module of an implementation, or what an operation has in the place of one."""
+
+    @property
+    def supports(self) -> Callable[..., Supported | Unsupported]:
+        """``supports(spec, device)``."""
+
+
+class BlockSizesModule(Protocol):
+    """What the module ``block_sizes`` of an operation offers."""
+
+    @property
+    def BlockSizes(self) -> BlockSizesClass:
+        """The class of its block sizes."""
+
+
+class TunedBlockSizes(Protocol):
+    """What the module ``tuned_block_sizes`` of an operation offers.  Specs are the operation's."""
+
+    @property
+    def TABLE(self) -> Mapping[str, Rows]:
+        """The rows by device."""
+
+    @property
+    def find(self) -> Callable[..., Found | None]:
+        """The row for a spec: see :meth:`autopallas.tuning.table.Table.find`."""
+
+    @property
+    def infer_block_sizes(self) -> Callable[..., BlockSizes]:
+        """Block sizes from the table, or the default."""
+
+    @property
+    def table_key(self) -> Callable[..., Key]:
+        """Where the table files a spec."""
+
+
+class Example(Protocol):
+    """What the module ``example`` of an operation offers."""
+
+    @property
+    def operands(self) -> Callable[..., Sequence[np.ndarray]]:
+        """``operands(site, types, key)``: an array for each operand of a site of the operation."""
+
+    def program(self) -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
+        """A small typical program, and the types of its arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One operation.
@@ -78,7 +148,7 @@ class Operation:
     order: Mapping[str, tuple[str, ...]] = field(default_factory=_order)
     priority: int = 0
 
-    def module(self, name: str) -> Any | None:
+    def module(self, name: str) -> object | None:
         """A module of the operation's folder, or None where it has none of that name."""
         folder = f"autopallas.kernels.{self.name}"
         try:
@@ -88,7 +158,16 @@ class Operation:
                 return None
             raise
 
-    def part(self, name: str) -> Any:
+    @overload
+    def part(self, name: Literal["block_sizes"]) -> BlockSizesModule: ...
+
+    @overload
+    def part(self, name: Literal["tuned_block_sizes"]) -> TunedBlockSizes: ...
+
+    @overload
+    def part(self, name: Literal["example"]) -> Example: ...
+
+    def part(self, name: str) -> object:
         """A module of the operation's folder that it must have.
 
         Raises:
@@ -99,22 +178,43 @@ class Operation:
             raise ImportError(f"{self.name} has no module {name}")
         return found
 
-    def implementation(self, name: str) -> Any | None:
-        """The module of an implementation, or None where this operation has none of that name."""
-        return self.module(name)
+    @overload
+    def implementation(self, name: Literal["reference"]) -> Implementation: ...
 
-    def hook(self, module: str, function: str) -> Callable[..., Any] | None:
+    @overload
+    def implementation(self, name: str) -> Implementation | None: ...
+
+    def implementation(self, name: str) -> Implementation | None:
+        """The module of an implementation, or None where this operation has none of that name."""
+        return cast("Implementation | None", self.module(name))
+
+    @overload
+    def hook(self, module: str, function: Literal["candidates"]) -> Callable[..., Sequence[BlockSizes]] | None: ...
+
+    @overload
+    def hook(self, module: str, function: Literal["default_block_sizes"]) -> Callable[..., BlockSizes] | None: ...
+
+    @overload
+    def hook(
+        self, module: str, function: Literal["divide"]
+    ) -> Callable[[SiteDescription, Division], tuple[SiteDescription, tuple[PositionOperand, ...]]] | None: ...
+
+    @overload
+    def hook(
+        self, module: str, function: Literal["with_sharded_groups"]
+    ) -> Callable[[SiteDescription], Divisible | None] | None: ...
+
+    def hook(self, module: str, function: str) -> Callable[..., object] | None:
         """What the operation does otherwise than others: a function of one of its modules, or None."""
-        found: Callable[..., Any] | None = getattr(self.module(module), function, None)
+        found: Callable[..., object] | None = getattr(self.module(module), function, None)
         return found
 
-    def program(self) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+    def program(self) -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
         """A small typical program that computes the operation, and the types of its arguments: ``program`` in its
         module ``example``."""
-        made: tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]] = self.part("example").program()
-        return made
+        return self.part("example").program()
 
-    def supports(self, name: str, spec: Any, device: Device) -> Supported | Unsupported:
+    def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
         """Whether the named implementation can compute ``spec`` on ``device``."""
         try:
             module = self.implementation(name)
@@ -122,8 +222,7 @@ class Operation:
             return Unsupported(f"{name} cannot be imported: {error}")
         if module is None:
             return Unsupported(f"{self.name} has no implementation {name}")
-        answer: Supported | Unsupported = module.supports(spec, device)
-        return answer
+        return module.supports(spec, device)
 
     def usual(self, device: Device) -> str:
         """The first implementation in the platform's order that this operation has."""
@@ -147,14 +246,18 @@ class Operation:
         return names
 
     def candidates(
-        self, spec: Any, device: Device, implementation: str | Sequence[str] | None
+        self, spec: SiteSpec, device: Device, implementation: str | Sequence[str] | None
     ) -> Iterator[tuple[str, Supported | Unsupported]]:
         """The requested implementations in order, each with its answer."""
         for name in self.requested(implementation, device):
             yield name, self.supports(name, spec, device)
 
     def first_that_works(
-        self, spec: Any, device: Device, implementation: str | Sequence[str] | None, call: Callable[[Any], T]
+        self,
+        spec: SiteSpec,
+        device: Device,
+        implementation: str | Sequence[str] | None,
+        call: Callable[[ModuleType], T],
     ) -> T:
         """Runs ``call(module)`` with the first requested implementation that supports ``spec`` and does not fail.
 
@@ -168,7 +271,7 @@ class Operation:
                 failures.append(f"{name}: {answer.reason}")
                 continue
             try:
-                result = call(self.implementation(name))
+                result = call(cast(ModuleType, self.implementation(name)))
             except Exception as error:
                 if isinstance(implementation, str):
                     raise

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.sites.calls import SiteDescription, with_residuals
-from autopallas.sites.division import Divisible, Division, PositionOperand, ShardableAxes
+from autopallas.sites.division import Divisible, Division, PositionOperand, Prelude, ShardableAxes
 from autopallas.sites.index_notation import View
-from autopallas.sites.operation import Operation
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes, SiteSpec
 
 __all__ = ["ShardedSite", "divisible"]
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Specs: TypeAlias = PartitionSpec | tuple["Specs", ...]
 
 
 @dataclass(frozen=True)
@@ -32,22 +37,21 @@ class ShardedSite:
 
     site: Divisible
     division: Division
-    mesh: Any
+    mesh: Mesh | AbstractMesh
 
     @cached_property
-    def _per_device(self) -> tuple[Any, tuple[PositionOperand, ...]]:
+    def _per_device(self) -> tuple[SiteDescription, tuple[PositionOperand, ...]]:
         divide = self.site.operation.hook("sharded", "divide")
         if divide is None:
             return self.site.per_device(self.division)
-        found: tuple[Any, tuple[PositionOperand, ...]] = divide(self.site, self.division)
-        return found
+        return divide(self.site, self.division)
 
     @cached_property
     def _axes(self) -> ShardableAxes:
         return self.site.shardable_axes()
 
     @property
-    def prelude(self) -> Any:
+    def prelude(self) -> Prelude | None:
         """What is computed of the operands before they are divided; None: nothing."""
         return getattr(self.site, "prelude", None)
 
@@ -55,11 +59,14 @@ class ShardedSite:
         """The arrays of which each device has a part."""
         return list(operands) if self.prelude is None else self.prelude(operands)
 
-    def given_types(self, types: Sequence[Any]) -> list[Any]:
+    def given_types(self, types: Sequence[Shaped]) -> list[Shaped]:
         """Their types, of operands of some types."""
-        return list(types) if self.prelude is None else jax.eval_shape(self.given, list(map(compat.shape_of, types)))
+        if self.prelude is None:
+            return list(types)
+        given: list[Shaped] = jax.eval_shape(self.given, list(map(compat.shape_of, types)))
+        return given
 
-    def moved(self, active: Sequence[int], types: Sequence[Any]) -> tuple[int, ...]:
+    def moved(self, active: Sequence[int], types: Sequence[Shaped]) -> tuple[int, ...]:
         """Which of the arrays, of given types, have a derivative by some of the operands."""
         if self.prelude is None:
             return tuple(active)
@@ -71,7 +78,7 @@ class ShardedSite:
         return self.site.operation
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> SiteSpec:
         """What one device computes."""
         return self._per_device[0].spec
 
@@ -106,7 +113,7 @@ class ShardedSite:
         """What one device computes, as a site of its own."""
         return self.site.standalone(self.division)
 
-    def local(self, types: Sequence[Any], results: bool = False) -> list[jax.ShapeDtypeStruct]:
+    def local(self, types: Sequence[Shaped], results: bool = False) -> list[jax.ShapeDtypeStruct]:
         """The types of the arrays (or of results) on one device; further operands behind the site's own."""
         types = types if results else self.given_types(types)
         views = self._result_views if results else self._operand_views(len(types))
@@ -116,7 +123,7 @@ class ShardedSite:
             shapes += [jax.ShapeDtypeStruct(tuple(sizes[a] for a in c.labels), c.dtype) for c in self._per_device[1]]
         return shapes
 
-    def _shape(self, kind: Any, view: View) -> jax.ShapeDtypeStruct:
+    def _shape(self, kind: Shaped, view: View) -> jax.ShapeDtypeStruct:
         counts = [1] * len(kind.shape)
         for dimension, (_, labels) in enumerate(view):
             for label in labels:
@@ -139,14 +146,14 @@ class ShardedSite:
             views[use.position] = use.view
         return views
 
-    def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _mapped(self, function: ArrayFunction, in_specs: Specs, out_specs: Specs) -> ArrayFunction:
         # Without names shard_map takes all axes; but for those that a vmap around, if traced now, takes for itself.
         names = {"axis_names": divisible(self.mesh)} if AxisType.Manual in self.mesh.axis_types else {}
-        mapped: Callable[..., Any] = jax.shard_map(
+        mapped: ArrayFunction = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **names
         )
 
-        def placed(*arguments: Any) -> Any:
+        def placed(*arguments: PyTree) -> PyTree:
             return mapped(*jax.tree.map(self._given, arguments, in_specs))
 
         return placed if self._explicit else mapped
@@ -155,14 +162,14 @@ class ShardedSite:
         """An array as a shard_map over explicit axes takes it: divided already."""
         return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
 
-    def _specs(self, views: Sequence[View]) -> tuple[Any, ...]:
+    def _specs(self, views: Sequence[View]) -> tuple[PartitionSpec, ...]:
         return tuple(self.division.spec(view) for view in views)
 
     def _extras(self) -> tuple[jax.Array, ...]:
         return tuple(counted.array(self.site.sizes) for counted in self._per_device[1])
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         local, extras = self._per_device
         parts = self._axes
@@ -171,20 +178,20 @@ class ShardedSite:
             for view, combined in zip(parts.results, parts.combined, strict=True)
         ]
 
-        def part(*operands: jax.Array) -> Any:
+        def part(*operands: jax.Array) -> tuple[Arrays, Arrays]:
             results, residuals = local.forward(kernel, block_sizes, operands)
             return tuple(map(_total, results, missing)), tuple(residuals)
 
         given = self.given(operands)
         views = [*self._operand_views(len(given)), *(c.view for c in extras)]
         out = self._specs(parts.results), self._specs(parts.residuals)
-        found: tuple[Any, Any] = self._mapped(part, self._specs(views), out)(*given, *self._extras())
+        found: tuple[Arrays, Arrays] = self._mapped(part, self._specs(views), out)(*given, *self._extras())
         return found
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -212,8 +219,8 @@ class ShardedSite:
 
     def _backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -225,7 +232,7 @@ class ShardedSite:
         views = self._operand_views(len(operands))
         missing = [self.division.lacking([views[i]]) for i in active]
 
-        def part(operands: Any, results: Any, residuals: Any, cotangents: Any) -> Any:
+        def part(operands: Arrays, results: Arrays, residuals: Arrays, cotangents: Arrays) -> Arrays:
             found = local.backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
             return tuple(map(_total, found, missing))
 
@@ -240,13 +247,11 @@ class ShardedSite:
 
     def with_residuals(self) -> ShardedSite:
         """The site where a backward follows."""
-        saving: Any = with_residuals(self.site)
-        return replace(self, site=saving)
+        return replace(self, site=cast(Divisible, with_residuals(self.site)))
 
     def batched(self, axes: Sequence[int | None], size: int) -> ShardedSite:
         """The site under vmap: the further axis is on every device."""
-        batched: Any = self.site.batched(axes, size)
-        return replace(self, site=batched)
+        return replace(self, site=cast(Divisible, self.site.batched(axes, size)))
 
     def divided_further(self, axes: tuple[str, ...]) -> ShardedSite | None:
         """The same with the axis that vmap added last divided as well; None where it cannot be."""
@@ -259,7 +264,7 @@ class ShardedSite:
         return replace(self, division=division) if fits and named.isdisjoint(axes) else None
 
 
-def divisible(mesh: Any) -> frozenset[str]:
+def divisible(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     """The axes of a mesh that no shard_map around has taken."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in pairs if kind != AxisType.Manual)

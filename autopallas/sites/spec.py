@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
-__all__ = ["Dtype", "NoBlockSizes", "Spec"]
+from autopallas.compat import Dtype
 
-Dtype: TypeAlias = np.dtype[Any]
+__all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec"]
+
+Sizes: TypeAlias = Mapping[str, int | bool | str]
+"""Block sizes by name."""
+
+
+class SiteSpec(Protocol):
+    """The canonical description of a site, as far as every operation's is alike: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What has to hold for the result to be the original's, in words."""
+
+    def programs(self) -> str:
+        """The elementwise programs that the site carries, one instruction a line."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields as plain data."""
+
+    def __hash__(self) -> int: ...
+
+
+class BlockSizes(Protocol):
+    """The block sizes of some operation: a frozen dataclass of plain values.  Their specs are that operation's."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    @property
+    def fitted(self) -> Callable[..., BlockSizes]:
+        """``fitted(spec)``: the same, valid for the shape."""
+
+    @property
+    def temporary_bytes(self) -> Callable[..., int]:
+        """``temporary_bytes(spec, direction)``: estimate of the temporary memory."""
+
+    @classmethod
+    def get_default(cls) -> BlockSizes:
+        """What is right almost everywhere."""
+
+    def to_dict(self) -> Mapping[str, int]:
+        """The sizes by name."""
+
+    def __hash__(self) -> int: ...
+
+
+class BlockSizesClass(Protocol):
+    """The class of them."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
+
+    def __call__(self, **sizes: int | bool | str) -> BlockSizes: ...
+
+    def get_default(self) -> BlockSizes:
+        """What is right almost everywhere."""
+
+    @property
+    def candidates(self) -> Callable[..., Sequence[BlockSizes]]:
+        """``candidates(spec)``: what a search should try, best guess first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +101,7 @@ class Spec:
         """The elementwise programs that the site carries, one instruction a line."""
         return ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
         plain = (bool, int, float, str, type(None))
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -56,10 +115,10 @@ class NoBlockSizes:
     def to_dict(self) -> dict[str, int]:
         return {}
 
-    def fitted(self, spec: Any) -> NoBlockSizes:
+    def fitted(self, spec: SiteSpec) -> NoBlockSizes:
         return self
 
-    def temporary_bytes(self, spec: Any, direction: str = "forward") -> int:
+    def temporary_bytes(self, spec: SiteSpec, direction: str = "forward") -> int:
         """What an implementation plans for, beside operands and results, is known by compiling it alone."""
         return 0
 
@@ -68,5 +127,5 @@ class NoBlockSizes:
         return cls()
 
     @classmethod
-    def candidates(cls, spec: Any) -> tuple[NoBlockSizes, ...]:
+    def candidates(cls, spec: SiteSpec) -> tuple[NoBlockSizes, ...]:
         return (cls(),)

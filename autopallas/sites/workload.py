@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from autopallas.compat import ClosedJaxpr
+from autopallas.sites.calls import SiteDescription
+from autopallas.sites.spec import SiteSpec
 
 __all__ = ["Gradients", "SiteWorkload", "Workload"]
 
@@ -18,7 +20,7 @@ class Workload(Protocol):
         """The operation's name."""
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> SiteSpec:
         """What is computed, as the operation describes it."""
 
     @property
@@ -45,7 +47,7 @@ class SiteWorkload(Workload, Protocol):
     """What a search or a probe has to know: a match, or a site that was saved without its program."""
 
     @property
-    def site(self) -> Any:
+    def site(self) -> SiteDescription:
         """The site's description."""
 
     @property

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import jax
 
@@ -19,6 +19,7 @@ from autopallas.compile.outside_trace import isolated
 from autopallas.options import Options
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload, Workload
 from autopallas.tuning import coverage
 from autopallas.tuning.cache import WARNED, Cache
@@ -43,9 +44,9 @@ class Choice:
       note: what a search came to that found nothing, or an empty string.
     """
 
-    block_sizes: Any
+    block_sizes: BlockSizes | None
     source: Literal["cache", "table", "autotune", "nearest", "default"]
-    row: Row | None = None
+    row: Row[BlockSizes] | None = None
     failure: str | None = None
     note: str = ""
     gap: str = ""
@@ -169,7 +170,7 @@ class Tuner:
         try:
             sizes = entry.sizes_for(kind)
             fitted = sizes.fitted(match.spec)
-            row = None if entry.row is None else replace(entry.row, block_sizes=sizes)
+            row = None if entry.row is None else entry.row.of(sizes)
             return Choice(fitted, source, row)
         except EntryError as error:
             WARNED.once("read", f"autopallas ignores the tuning result {entry.digest}: {error}")
@@ -181,8 +182,9 @@ class Tuner:
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
             if entry is None or entry == known:
                 self.searches += 1
+                first = cast(BlockSizes, otherwise.block_sizes)  # a table's choice has some
                 try:
-                    entry = isolated(lambda: search(match, implementation, key, otherwise.block_sizes, seconds, known))
+                    entry = isolated(lambda: search(match, implementation, key, first, seconds, known))
                 except Exception as error:
                     if self._options.strict:
                         raise

@@ -13,16 +13,19 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from autopallas.compat import ClosedJaxpr
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import SiteSpec
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.tuning.table import Row
+
+S = TypeVar("S")
 
 __all__ = ["Conditions", "conditions_of", "gap", "products", "stated"]
 
@@ -53,7 +56,7 @@ def conditions_of(match: Workload) -> Conditions:
     return found
 
 
-def gap(row: Row, match: Workload, device: Device) -> str:
+def gap(row: Row[object], match: Workload, device: Device) -> str:
     """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
     empty string.  Of devices other than CPUs nothing is asked."""
     if device.platform != "cpu":
@@ -80,7 +83,7 @@ def gap(row: Row, match: Workload, device: Device) -> str:
     return ""
 
 
-def stated(row: Row, match: Workload, device: Device) -> Row:
+def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:
     """A row that was measured for a match on this machine, with what it holds for."""
     if device.platform != "cpu":
         return row
@@ -119,7 +122,7 @@ def products(original: ClosedJaxpr) -> str:
     return "; ".join(found)
 
 
-def _narrow(spec: Any) -> bool:
+def _narrow(spec: SiteSpec) -> bool:
     """Whether some number of a specification has 16 bits or fewer, so that products may be of such numbers."""
     values = (getattr(spec, field.name) for field in dataclasses.fields(spec))
     dtypes = (value for value in values if isinstance(value, np.dtype))

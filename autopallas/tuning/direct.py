@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal, TypeVar, cast
 
+from autopallas.compat import ClosedJaxpr
 from autopallas.options import resolve
 from autopallas.sites.device import Device
+from autopallas.sites.spec import BlockSizes, SiteSpec
 from autopallas.tuning.choose import Tuner, of_table
 
 __all__ = ["Call", "block_sizes_for", "recorded"]
+
+B = TypeVar("B", bound=BlockSizes)
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Call:
     """A direct call, as much like a match as a table or a cache has to know."""
 
     op: str
-    spec: Any
+    spec: SiteSpec
     direction: Literal["forward", "forward+backward"]
 
     @property
@@ -29,8 +33,8 @@ class Call:
         return (self,)
 
     @property
-    def original(self) -> Any:
-        return SimpleNamespace(in_avals=())
+    def original(self) -> ClosedJaxpr:
+        return cast(ClosedJaxpr, SimpleNamespace(in_avals=()))
 
 
 class _Recorder(threading.local):
@@ -50,7 +54,9 @@ def recorded() -> Iterator[list[tuple[Call, str]]]:
         _RECORDER.calls = before
 
 
-def block_sizes_for(operation: str, spec: Any, device: Device, implementation: str, given: Any) -> tuple[Any, Any]:
+def block_sizes_for(
+    operation: str, spec: SiteSpec, device: Device, implementation: str, given: B | None
+) -> tuple[B, B]:
     """The block sizes of a call alone, and of one whose gradients are taken.
 
     Args:
@@ -64,17 +70,17 @@ def block_sizes_for(operation: str, spec: Any, device: Device, implementation: s
       Two, valid for the shape.
     """
     if given is not None:
-        return given.fitted(spec), given.fitted(spec)
+        return cast(B, given.fitted(spec)), cast(B, given.fitted(spec))
     options = replace(resolve({}), autotune=False)
     tuner = Tuner(device, options)
 
-    def chosen(direction: Literal["forward", "forward+backward"]) -> Any:
+    def chosen(direction: Literal["forward", "forward+backward"]) -> B:
         call = Call(operation, spec, direction)
         if _RECORDER.calls is not None:
             _RECORDER.calls.append((call, implementation))
         choice = tuner.choose(call, implementation)
         if choice.block_sizes is None:  # a search found none that work; who calls by name is told by the kernel itself
             choice = of_table(call, implementation, device, options.objective)
-        return choice.block_sizes
+        return cast(B, choice.block_sizes)
 
     return chosen("forward"), chosen("forward+backward")

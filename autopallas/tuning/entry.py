@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, NoReturn, TypeAlias, cast
 
-from autopallas.tuning.key import TuningKey, digest_of
+from autopallas.sites.spec import BlockSizes, BlockSizesClass, Sizes
+from autopallas.tuning.key import Description, TuningKey, digest_of
 from autopallas.tuning.table import Row
 
 __all__ = [
@@ -32,8 +32,7 @@ FORMAT = 3
 MAXIMUM_BYTES = 128 * 1024
 """A longer file is not read, a longer entry not written."""
 
-Sizes: TypeAlias = Mapping[str, int | bool | str]
-"""Block sizes by name."""
+Outcome: TypeAlias = Literal["tuned", "failed", "unfinished"]
 
 _KEY_TEXTS = ("operation", "implementation", "direction", "kernel_version", "platform", "device_kind", "runtime")
 _KEY_OBJECTS = ("versions", "flags")
@@ -79,14 +78,14 @@ class Entry:
       seconds: what the search was allowed to take.
     """
 
-    key: Mapping[str, Any]
-    outcome: Literal["tuned", "failed", "unfinished"]
+    key: Description
+    outcome: Outcome
     block_sizes: Sizes | None = None
-    row: Row | None = None
+    row: Row[object] | None = None
     reason: str = ""
     rejected: tuple[Rejected, ...] = field(default=())
     seconds: float = 0.0
-    lean: Row | None = None
+    lean: Row[Sizes] | None = None
 
     def serving(self, objective: str) -> Entry:
         """The entry whose block sizes and row are the best for an objective."""
@@ -98,7 +97,7 @@ class Entry:
     def digest(self) -> str:
         return digest_of(self.key)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The entry in JSON's types."""
         lean = None
         if self.lean is not None:
@@ -121,7 +120,7 @@ class Entry:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
 
-    def sizes_for(self, kind: Any) -> Any:
+    def sizes_for(self, kind: BlockSizesClass) -> BlockSizes:
         """The block sizes as an operation's class of them.
 
         Args:
@@ -146,7 +145,7 @@ _FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
 _ROW_FIELDS = (*_FIGURES, "evidence", "date", "versions", *_CONDITIONS)
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: Row[object]) -> dict[str, object]:
     return {name: getattr(row, name) for name in _ROW_FIELDS}
 
 
@@ -173,7 +172,7 @@ def parse(text: str | bytes, key: TuningKey | str | None = None) -> Entry:
     return from_data(read_json(text), key)
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(text: str | bytes) -> object:
     """JSON without numbers that are infinite, not a number, or too long to be meant."""
 
     def whole(digits: str) -> int:
@@ -181,21 +180,22 @@ def read_json(text: str | bytes) -> Any:
             raise ValueError(f"a number has {len(digits)} digits")
         return int(digits)
 
-    def refuse(name: str) -> Any:
+    def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is no number of JSON")
 
     try:
-        return json.loads(text, parse_int=whole, parse_constant=refuse)
+        data: object = json.loads(text, parse_int=whole, parse_constant=refuse)
+        return data
     except (ValueError, RecursionError) as error:
         raise EntryError(f"it is not JSON: {error}") from None
 
 
-def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
+def from_data(data: object, key: TuningKey | str | None = None) -> Entry:
     """As :func:`parse`, from parsed JSON."""
     if isinstance(data, dict) and data.get("format") != FORMAT:
         raise EntryError(f"its format is {_short(data.get('format'))}, not {FORMAT}")
     names = {"format", "key", "outcome", "block_sizes", "row", "lean", "reason", "rejected", "seconds"}
-    _object(data, names, "the entry")
+    data = _object(data, names, "the entry")
     description = _key(data["key"])
     digest = _digest(description)
     if key is not None and digest != (key if isinstance(key, str) else key.digest):
@@ -208,8 +208,8 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
         sizes = checked_sizes(data["block_sizes"])
         row = _row(data["row"], sizes)
         if data["lean"] is not None:
-            _object(data["lean"], {"block_sizes", "row"}, "lean")
-            lean = _row(data["lean"]["row"], checked_sizes(data["lean"]["block_sizes"]))
+            given = _object(data["lean"], {"block_sizes", "row"}, "lean")
+            lean = _row(given["row"], checked_sizes(given["block_sizes"]))
     elif any(data[name] is not None for name in ("block_sizes", "row", "lean")):
         raise EntryError(f"it has block sizes, although its outcome is {outcome}")
     rejected = data["rejected"]
@@ -217,7 +217,7 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
         raise EntryError(f"rejected is not a list of up to {_MOST_REJECTED}")
     return Entry(
         key=description,
-        outcome=cast(Any, outcome),
+        outcome=cast(Outcome, outcome),
         block_sizes=sizes,
         row=row,
         reason=checked_text(data["reason"], "reason"),
@@ -227,8 +227,8 @@ def from_data(data: Any, key: TuningKey | str | None = None) -> Entry:
     )
 
 
-def _key(data: Any) -> dict[str, Any]:
-    _object(data, _KEY_FIELDS, "key")
+def _key(data: object) -> Description:
+    data = _object(data, _KEY_FIELDS, "key")
     for name in _KEY_TEXTS:
         checked_text(data[name], f"key.{name}")
     for name in _KEY_OBJECTS:
@@ -237,17 +237,17 @@ def _key(data: Any) -> dict[str, Any]:
     for name in _KEY_LISTS:
         if not isinstance(data[name], list):
             raise EntryError(f"key.{name} is not a list")
-    return cast(dict[str, Any], data)
+    return cast(Description, data)
 
 
-def _digest(description: dict[str, Any]) -> str:
+def _digest(description: Description) -> str:
     try:
         return digest_of(description)
     except (ValueError, RecursionError):
         raise EntryError("its key holds a number that is not finite") from None
 
 
-def checked_sizes(data: Any) -> Sizes:
+def checked_sizes(data: object) -> Sizes:
     """Block sizes by name, few and within bounds, or EntryError."""
     if not isinstance(data, dict) or not 0 < len(data) <= _MOST_SIZES:
         raise EntryError(f"block_sizes is {_short(data)}, not an object of up to {_MOST_SIZES}")
@@ -263,8 +263,8 @@ def checked_sizes(data: Any) -> Sizes:
     return cast(Sizes, data)
 
 
-def _row(data: Any, sizes: Sizes) -> Row:
-    _object(data, set(_ROW_FIELDS), "row")
+def _row(data: object, sizes: Sizes) -> Row[Sizes]:
+    data = _object(data, set(_ROW_FIELDS), "row")
     if data["evidence"] != "measured":
         raise EntryError(f"row.evidence is {_short(data['evidence'])}, and only what was measured is kept")
     return Row(
@@ -282,30 +282,31 @@ def _row(data: Any, sizes: Sizes) -> Row:
     )
 
 
-def _rejected(data: Any) -> Rejected:
-    _object(data, {"block_sizes", "stage", "error"}, "rejected")
+def _rejected(data: object) -> Rejected:
+    data = _object(data, {"block_sizes", "stage", "error"}, "rejected")
     return Rejected(
         checked_sizes(data["block_sizes"]), checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
     )
 
 
-def _object(data: Any, names: set[str], where: str) -> None:
+def _object(data: object, names: set[str], where: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise EntryError(f"{where} is {_short(data)}, not an object")
     if missing := names - data.keys():
         raise EntryError(f"{where} lacks {', '.join(sorted(missing))}")
     if unknown := data.keys() - names:
         raise EntryError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
+    return data
 
 
-def checked_text(data: Any, where: str) -> str:
+def checked_text(data: object, where: str) -> str:
     """A short text of printable characters, or EntryError."""
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
         raise EntryError(f"{where} is {_short(data)}, not a short printable text")
     return data
 
 
-def _number(data: Any, where: str, low: float, high: float) -> float:
+def _number(data: object, where: str, low: float, high: float) -> float:
     if isinstance(data, bool) or not isinstance(data, (int, float)) or not math.isfinite(data):
         raise EntryError(f"{where} is {_short(data)}, not a number")
     if not low <= data <= high:
@@ -313,12 +314,12 @@ def _number(data: Any, where: str, low: float, high: float) -> float:
     return float(data)
 
 
-def _whole(data: Any, where: str) -> int:
+def _whole(data: object, where: str) -> int:
     if isinstance(data, bool) or not isinstance(data, int) or not 0 <= data <= _GREATEST_BYTES:
         raise EntryError(f"{where} is {_short(data)}, not a count")
     return data
 
 
-def _short(data: Any) -> str:
+def _short(data: object) -> str:
     shown = ascii(data)
     return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -38,7 +38,7 @@ class Evidence:
     objective: str
 
     @staticmethod
-    def of(row: Row | None, objective: str) -> Evidence | None:
+    def of(row: Row[object] | None, objective: str) -> Evidence | None:
         """What a row of the site's own bucket says; None where there is none, or no more than an estimate."""
         if row is None or row.evidence == "estimated":
             return None

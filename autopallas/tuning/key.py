@@ -10,23 +10,43 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jax
 
 from autopallas import compat
 from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import Sizes
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.version import __version__
 
-__all__ = ["EXACT_UP_TO", "TuningKey", "canonical", "digest_of", "key_of"]
+__all__ = ["EXACT_UP_TO", "Description", "TuningKey", "canonical", "digest_of", "key_of"]
 
 EXACT_UP_TO = 128
 """Sizes up to this, such as head sizes and numbers of heads, are themselves; longer ones share a power of two."""
 
 _PERFORMANCE_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class Description(TypedDict, total=False):
+    """What a key is of, in JSON's types: all of a tuning result, or more of one probe."""
+
+    operation: str
+    implementation: str
+    direction: str
+    specs: list[dict[str, object]]
+    bucket: list[str]
+    kernel_version: str
+    platform: str
+    device_kind: str
+    runtime: str
+    versions: dict[str, str]
+    flags: dict[str, str]
+    block_sizes: Sizes | None
+    types: list[list[str]]
+    site: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +59,15 @@ class TuningKey:
     """
 
     digest: str
-    description: Mapping[str, Any]
+    description: Description
 
 
-def canonical(description: Mapping[str, Any]) -> str:
+def canonical(description: Mapping[str, object]) -> str:
     """Equal text for equal descriptions, whatever the order of their parts."""
     return json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def digest_of(description: Mapping[str, Any]) -> str:
+def digest_of(description: Mapping[str, object]) -> str:
     """The name under which a result is kept."""
     return hashlib.sha256(canonical(description).encode()).hexdigest()
 
@@ -64,7 +84,7 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
       The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, have the same.
     """
     tables = operation_named(match.op).part("tuned_block_sizes")
-    description = {
+    description: Description = {
         "operation": match.op,
         "implementation": implementation,
         "direction": match.direction,
@@ -80,12 +100,13 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
     return TuningKey(digest_of(description), description)
 
 
-def _bucketed(spec: Mapping[str, Any]) -> dict[str, Any]:
+def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
     """The spec with each long size replaced by the power of two at or above it."""
 
-    def bucket(value: Any) -> Any:
-        long = isinstance(value, int) and not isinstance(value, bool) and value > EXACT_UP_TO
-        return 1 << (value - 1).bit_length() if long else value
+    def bucket(value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool) and value > EXACT_UP_TO:
+            return 1 << (value - 1).bit_length()
+        return value
 
     return {name: bucket(value) for name, value in spec.items()}
 

@@ -11,11 +11,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from autopallas.errors import OptionError
 from autopallas.places import users_place
+from autopallas.sites.device import Device
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import Workload
 from autopallas.tuning.entry import Entry, EntryError, Sizes, read_json
 from autopallas.tuning.key import digest_of
@@ -40,6 +42,18 @@ _FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
 
 class LockError(ValueError):
     """A text is no lockfile, and why."""
+
+
+class RowEvidence(TypedDict):
+    """A row without its block sizes."""
+
+    kernel_us: float
+    original_us: float
+    kernel_bytes: int
+    original_bytes: int
+    evidence: Evidence
+    date: str
+    versions: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +84,9 @@ class LockedSite:
     reason: str
     implementation: str | None = None
     block_sizes: Sizes | None = None
-    evidence: Mapping[str, Any] | None = None
+    evidence: RowEvidence | None = None
 
-    def sizes_for(self, op: str) -> Any:
+    def sizes_for(self, op: str) -> BlockSizes:
         """The block sizes as the operation's class of them.
 
         Raises:
@@ -84,7 +98,7 @@ class LockedSite:
         except EntryError as error:
             raise LockError(str(error)) from None
 
-    def row(self, block_sizes: Any) -> Row | None:
+    def row(self, block_sizes: BlockSizes) -> Row[BlockSizes] | None:
         """The evidence as a row."""
         return None if self.evidence is None else Row(block_sizes, **self.evidence)
 
@@ -115,7 +129,7 @@ class Lock:
 
     def to_json(self) -> str:
         """The file's text: equal locks give equal texts, with one field on each line."""
-        data: dict[str, Any] = {"autopallas_lock": FORMAT}
+        data: dict[str, object] = {"autopallas_lock": FORMAT}
         data |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sites"}
         data["versions"] = dict(sorted(self.versions.items()))
         data["sites"] = [_plain(site) for site in self.sites]
@@ -143,7 +157,7 @@ class Lock:
         if version != FORMAT or isinstance(version, bool):
             raise LockError(f"its format is {ascii(version)[:40]}; this autopallas reads {FORMAT}")
         names = {f.name for f in fields(cls)}
-        _object(data, {*names, "autopallas_lock"}, "the file")
+        data = _object(data, {*names, "autopallas_lock"}, "the file")
         sites = data["sites"]
         if not isinstance(sites, list) or len(sites) > _MOST_SITES:
             raise LockError(f"sites is not a list of up to {_MOST_SITES}")
@@ -183,7 +197,7 @@ def read(path: str | os.PathLike[str]) -> Lock:
         raise OptionError(f"{name!r} is no lockfile: {error}") from None
 
 
-def _plain(site: LockedSite) -> dict[str, Any]:
+def _plain(site: LockedSite) -> dict[str, object]:
     data = {f.name: getattr(site, f.name) for f in fields(site)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
 
@@ -192,7 +206,7 @@ def _plain(site: LockedSite) -> dict[str, Any]:
 
 
 def written(
-    matches: Sequence[Match], decisions: Sequence[Decision], function: str, shapes: str, device: Any, folder: str
+    matches: Sequence[Match], decisions: Sequence[Decision], function: str, shapes: str, device: Device, folder: str
 ) -> Lock:
     """The lock of a program.
 
@@ -222,7 +236,7 @@ def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
     evidence = None
     if decision.evidence is not None:
         names = (*_FIGURES, "evidence", "date", "versions")
-        evidence = {name: getattr(decision.evidence, name) for name in names}
+        evidence = cast(RowEvidence, {name: getattr(decision.evidence, name) for name in names})
     return LockedSite(
         op=match.op,
         location=place(match.location, folder),
@@ -233,7 +247,7 @@ def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
         verdict=decision.verdict,
         reason=decision.reason,
         implementation=decision.implementation if applied else None,
-        block_sizes=decision.block_sizes.to_dict() if applied else None,
+        block_sizes=decision.block_sizes.to_dict() if applied and decision.block_sizes is not None else None,
         evidence=evidence,
     )
 
@@ -258,8 +272,8 @@ def place(location: str, folder: str) -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def _site(data: Any, where: str) -> LockedSite:
-    _object(data, {f.name for f in fields(LockedSite)}, where)
+def _site(data: object, where: str) -> LockedSite:
+    data = _object(data, {f.name for f in fields(LockedSite)}, where)
     verdict = data["verdict"]
     if verdict not in ("applied", "kept"):
         raise LockError(f"{where}.verdict is {_short(verdict)}, not applied or kept")
@@ -276,7 +290,7 @@ def _site(data: Any, where: str) -> LockedSite:
     )
 
 
-def _sizes(data: Any, where: str) -> Sizes:
+def _sizes(data: object, where: str) -> Sizes:
     if not isinstance(data, dict) or not data or len(data) > 16:
         raise LockError(f"{where} is {_short(data)}, not an object of up to 16")
     for name, value in data.items():
@@ -286,35 +300,35 @@ def _sizes(data: Any, where: str) -> Sizes:
     return cast(Sizes, data)
 
 
-def _evidence(data: Any, where: str) -> dict[str, Any]:
-    _object(data, {*_FIGURES, "evidence", "date", "versions"}, where)
+def _evidence(data: object, where: str) -> RowEvidence:
+    data = _object(data, {*_FIGURES, "evidence", "date", "versions"}, where)
     for name in _FIGURES:
         value = data[name]
-        number = isinstance(value, int) or (isinstance(value, float) and name.endswith("_us"))
-        if not number or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        kinds = (int, float) if name.endswith("_us") else (int,)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
             raise LockError(f"{where}.{name} is {_short(value)}, not a number of 0 or more")
     if data["evidence"] not in _EVIDENCE:
         raise LockError(f"{where}.evidence is {_short(data['evidence'])}, not one of {', '.join(_EVIDENCE)}")
-    evidence: Evidence = data["evidence"]
     texts = {name: _text(data[name], f"{where}.{name}") for name in ("date", "versions")}
-    return {name: data[name] for name in _FIGURES} | {"evidence": evidence} | texts
+    return cast(RowEvidence, {name: data[name] for name in _FIGURES} | {"evidence": data["evidence"]} | texts)
 
 
-def _object(data: Any, names: set[str], where: str) -> None:
+def _object(data: object, names: set[str], where: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise LockError(f"{where} is {_short(data)}, not an object")
     if missing := names - data.keys():
         raise LockError(f"{where} lacks {', '.join(sorted(missing))}")
     if unknown := data.keys() - names:
         raise LockError(f"{where} has the unknown {_short(sorted(unknown)[0])}")
+    return data
 
 
-def _text(data: Any, where: str) -> str:
+def _text(data: object, where: str) -> str:
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
         raise LockError(f"{where} is {_short(data)}, not a printable text of up to {_LONGEST_TEXT} characters")
     return data
 
 
-def _short(data: Any) -> str:
+def _short(data: object) -> str:
     shown = ascii(data)
     return shown if len(shown) <= 60 else shown[:57] + "..."

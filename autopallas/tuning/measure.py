@@ -13,16 +13,18 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict, cast
 
 import jax
 import numpy as np
 
 from autopallas.autotune.device_time import profiled
+from autopallas.compat import ArrayFunction, PyTree
 
 __all__ = ["Clocks", "Difference", "Failure", "Measurement", "Spread", "Stage", "Timing", "measure"]
 
 Stage: TypeAlias = Literal["lower", "compile", "memory", "run", "compare"]
+Candidate: TypeAlias = ArrayFunction | jax.stages.Compiled
 Clock: TypeAlias = Literal["wall", "cpu", "device"]
 
 _PROFILED_ROUNDS = 5
@@ -154,15 +156,15 @@ class Measurement:
 
 
 def measure(
-    candidates: Mapping[str, Any],
-    arguments: Sequence[Any] = (),
+    candidates: Mapping[str, Candidate],
+    arguments: Sequence[PyTree] = (),
     *,
     baseline: str | None = None,
     repetitions: int = 15,
     seconds: float = 10.0,
     minimum_repetitions: int = 3,
     warm_up: int = 2,
-    reference: Any = None,
+    reference: PyTree = None,
     memory_limit: int | None = None,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -248,7 +250,9 @@ def measure(
     return Measurement({name: record.timing() for name, record in records.items()}, baseline)
 
 
-def _profile(records: Sequence[_Record], arguments: Sequence[Any], rounds: int, shuffle: Callable[[Any], None]) -> None:
+def _profile(
+    records: Sequence[_Record], arguments: Sequence[PyTree], rounds: int, shuffle: Callable[[list[_Record]], None]
+) -> None:
     """Some more rounds, for the time that the device takes."""
     left = [record for record in records if record.failure is None]
     order: list[_Record] = []
@@ -261,21 +265,35 @@ def _profile(records: Sequence[_Record], arguments: Sequence[Any], rounds: int, 
             record.device.append(seconds)
 
 
+class _Found(TypedDict, total=False):
+    """What of a :class:`Timing` is known so far, beside the samples."""
+
+    lower_seconds: float
+    compile_seconds: float
+    first_step_seconds: float
+    temporary_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    differences: tuple[Difference, ...]
+
+
 @dataclass
 class _Record:
     """One candidate while it is being measured."""
 
-    call: Callable[..., Any] | None = None
+    call: ArrayFunction | None = None
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
-    found: dict[str, Any] = field(default_factory=dict)
+    found: _Found = field(default_factory=_Found)
     failure: Failure | None = None
 
-    def prepare(self, candidate: Any, arguments: Sequence[Any], memory_limit: int | None, clocks: Clocks) -> None:
+    def prepare(
+        self, candidate: Candidate, arguments: Sequence[PyTree], memory_limit: int | None, clocks: Clocks
+    ) -> None:
         stage: Stage = "lower"
         try:
-            compiled = candidate
+            compiled = cast(jax.stages.Compiled, candidate)
             begin = clocks.wall()
             if not hasattr(candidate, "memory_analysis"):
                 lowered = (candidate if hasattr(candidate, "lower") else jax.jit(candidate)).lower(*arguments)
@@ -291,18 +309,18 @@ class _Record:
         except Exception as error:
             self._fail(stage, error)
 
-    def _weigh(self, analysis: Any, memory_limit: int | None) -> None:
+    def _weigh(self, analysis: object, memory_limit: int | None) -> None:
         if analysis is None:  # not every backend can tell
             return
         needed = 0
         for name, attribute in (("temporary", "temp"), ("argument", "argument"), ("output", "output")):
             size = int(getattr(analysis, f"{attribute}_size_in_bytes"))
-            self.found[f"{name}_bytes"] = size
+            self.found.update(cast(_Found, {f"{name}_bytes": size}))
             needed += size
         if memory_limit is not None and needed > memory_limit:
             raise MemoryError(f"needs {needed} bytes, more than the limit of {memory_limit}")
 
-    def first_run(self, arguments: Sequence[Any], reference: Any, clocks: Clocks) -> None:
+    def first_run(self, arguments: Sequence[PyTree], reference: PyTree, clocks: Clocks) -> None:
         begin = clocks.wall()
         result = self.run(arguments)
         if self.failure is not None:
@@ -314,7 +332,7 @@ class _Record:
             except Exception as error:
                 self._fail("compare", error)
 
-    def run(self, arguments: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[PyTree]) -> PyTree:
         if self.failure is not None:
             return None
         assert self.call is not None
@@ -323,7 +341,7 @@ class _Record:
         except Exception as error:
             self._fail("run", error)
 
-    def timed_run(self, arguments: Sequence[Any], clocks: Clocks) -> None:
+    def timed_run(self, arguments: Sequence[PyTree], clocks: Clocks) -> None:
         wall, cpu = clocks.wall(), clocks.cpu()
         result = self.run(arguments)
         cpu, wall = clocks.cpu() - cpu, clocks.wall() - wall
@@ -346,14 +364,14 @@ class _Record:
         )
 
 
-def _differences(result: Any, reference: Any) -> tuple[Difference, ...]:
+def _differences(result: PyTree, reference: PyTree) -> tuple[Difference, ...]:
     results, references = jax.tree.leaves(result), jax.tree.leaves(reference)
     if len(results) != len(references):
         raise ValueError(f"{len(results)} outputs, and {len(references)} in the reference")
     return tuple(_difference(np.asarray(x), np.asarray(r)) for x, r in zip(results, references, strict=True))
 
 
-def _difference(result: np.ndarray[Any, Any], reference: np.ndarray[Any, Any]) -> Difference:
+def _difference(result: np.ndarray, reference: np.ndarray) -> Difference:
     if result.shape != reference.shape:
         raise ValueError(f"an output of shape {result.shape}, and {reference.shape} in the reference")
     wide = np.complex128 if np.iscomplexobj(reference) else np.float64

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from autopallas.sites.device import Device
+from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Folder, directory
 from autopallas.tuning.entry import MAXIMUM_BYTES, EntryError, checked_text, printable, read_json
-from autopallas.tuning.key import TuningKey, canonical, digest_of, key_of
+from autopallas.tuning.key import Description, TuningKey, canonical, digest_of, key_of
 
 __all__ = ["DAY", "ProbeResult", "ProbeResults", "probe_key"]
 
@@ -40,7 +40,7 @@ class ProbeResult:
       until: the time, in seconds since 1970, after which it is not believed any more.
     """
 
-    key: Mapping[str, Any]
+    key: Description
     outcome: Literal["works", "fails"]
     stage: str = ""
     error: str = ""
@@ -62,7 +62,7 @@ class ProbeResult:
         """Whether it is still believed; one from the future is not."""
         return time.time() <= self.until <= time.time() + max(_LIFETIME.values()) + DAY
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The verdict in JSON's types."""
         data = {"format": FORMAT, "key": dict(self.key), "outcome": self.outcome, "stage": self.stage}
         return data | {"error": printable(self.error), "until": self.until}
@@ -96,7 +96,7 @@ def parse(text: str | bytes, digest: str) -> ProbeResult:
     stage, error = checked_text(data["stage"], "stage"), checked_text(data["error"], "error")
     if bool(stage) != (outcome == "fails"):
         raise EntryError("its outcome and its stage contradict each other")
-    return ProbeResult(key, cast(Any, outcome), stage, error, float(until))
+    return ProbeResult(cast(Description, key), cast(Literal["works", "fails"], outcome), stage, error, float(until))
 
 
 class ProbeResults(Folder[ProbeResult]):
@@ -142,13 +142,13 @@ def _at(base: Path | None) -> ProbeResults:
     return ProbeResults(base)
 
 
-def probe_key(match: SiteWorkload, implementation: str, block_sizes: Any, device: Device) -> TuningKey:
+def probe_key(match: SiteWorkload, implementation: str, block_sizes: BlockSizes | None, device: Device) -> TuningKey:
     """The key of one implementation with its block sizes for one site: unlike a tuning result's, of its exact sizes."""
     types = [[str(t) for t in (*part.original.in_avals, *part.original.out_avals)] for part in match.passes]
     sizes = None if block_sizes is None else block_sizes.to_dict()
-    exact: dict[str, Any] = {"block_sizes": sizes, "types": types}
+    exact: Description = {"block_sizes": sizes, "types": types}
     try:
-        exact |= dict(key_of(match, implementation, device).description)
+        exact.update(key_of(match, implementation, device).description)
         exact["specs"] = [part.spec.to_dict() for part in match.passes]
         return TuningKey(digest_of(exact), exact)
     except (OSError, TypeError, ValueError):  # no sources to hash, or a spec that is not plain data

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeAlias, TypeVar, cast
+
+from autopallas.sites.spec import BlockSizes
 
 __all__ = [
     "DEVICES",
@@ -22,6 +24,10 @@ Evidence: TypeAlias = Literal["measured", "simulated", "estimated"]
 Key: TypeAlias = tuple[str, str, str, str, str]
 """(implementation, direction, dtype, bucket, invariants)"""
 
+S = TypeVar("S", covariant=True)
+Other = TypeVar("Other")
+"""Block sizes of an operation's class, or by name."""
+
 LEAST_MEMORY = ", least memory"
 """What the invariants of a second row of a key end in: that of the candidate of least memory, where it is another one
 than the fastest, and at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memory" asks for it."""
@@ -34,7 +40,7 @@ DEVICES = ("cpu", "NVIDIA H100", "NVIDIA", "TPU v4", "TPU v5e", "TPU v5p", "TPU 
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Generic[S]):
     """Block sizes, and what the kernel and the original cost with them on that device and bucket.
 
     Times are microseconds per call, bytes are of temporary memory.  What rows of CPUs hold for, by
@@ -48,7 +54,7 @@ class Row:
         of the operation's cases.
     """
 
-    block_sizes: Any
+    block_sizes: S
     kernel_us: float
     original_us: float
     kernel_bytes: int
@@ -60,6 +66,10 @@ class Row:
     batch: int = 1
     spelling: str = ""
 
+    def of(self, block_sizes: Other) -> Row[Other]:
+        """The same for other block sizes, or for these in another form."""
+        return replace(cast("Row[Other]", self), block_sizes=block_sizes)
+
     @property
     def speedup(self) -> float:
         return self.original_us / self.kernel_us
@@ -70,7 +80,7 @@ class Row:
         return self.extensions or "avx2"
 
 
-Rows: TypeAlias = Mapping[Key, Row]
+Rows: TypeAlias = Mapping[Key, Row[BlockSizes]]
 """The rows of one device."""
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
-import numpy as np
-
+from autopallas.compat import Dtype
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Operation
+from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.row import DEVICES, LEAST_MEMORY, MEMORY_SLOWDOWN, Bucket, Evidence, Key, Row, Rows
 from autopallas.tuning.table_files import Files
 
@@ -62,7 +62,7 @@ def bucket_of(sizes: Mapping[str, int], buckets: Sequence[Bucket]) -> Bucket | N
 class Found:
     """A row, and whether its bucket is the one asked for ("table") or the "nearest" that has a row."""
 
-    row: Row
+    row: Row[BlockSizes]
     bucket: str
     source: Literal["table", "nearest"]
 
@@ -96,22 +96,11 @@ def lookup(
     return None
 
 
-class BlockSizes(Protocol):
-    """What a table asks of an operation's block sizes: a frozen dataclass of integers."""
-
-    @classmethod
-    def get_default(cls) -> Any: ...
-
-    def fitted(self, spec: Any) -> Any: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
 class Spec(Protocol):
     """What a table asks of an operation's specs."""
 
     @property
-    def widest_dtype(self) -> np.dtype[Any]: ...
+    def widest_dtype(self) -> Dtype: ...
 
 
 S = TypeVar("S", bound=Spec)
@@ -190,12 +179,9 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         """Block sizes from the table, or the default; valid for the shape in any case."""
         name = implementation or self.operation.usual(device)
         found = self.find(spec, device, name, direction, objective)
-        known: B | None = None if found is None else found.row.block_sizes
-        chosen: B
+        known: BlockSizes | None = None if found is None else found.row.block_sizes
         if (default := self.operation.hook(name, "default_block_sizes")) is not None:
-            chosen = default(spec, device, known)
-            return chosen
+            return cast(B, default(spec, device, known))
         if known is None and (candidates := self.operation.hook(name, "candidates")) is not None:
             known = candidates(spec, device)[0]
-        chosen = (known or self._block_sizes.get_default()).fitted(spec)
-        return chosen
+        return cast(B, (known or self._block_sizes.get_default()).fitted(spec))

@@ -14,10 +14,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TypedDict, cast
 
+from autopallas.sites.spec import BlockSizes
 from autopallas.tuning import processor
-from autopallas.tuning.row import DEVICES, Bucket, Key, Row, Rows, key_of_least_time
+from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, key_of_least_time
 
 __all__ = ["DATA", "Files", "device_of", "folder_of"]
 
@@ -38,6 +39,21 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "spelling": str,
 }
 """The columns of a row behind its key, and what each is read as; block sizes, by name, stand before the times."""
+
+
+class _Figures(TypedDict):
+    """All of a row but its block sizes."""
+
+    extensions: str | None
+    kernel_us: float
+    original_us: float
+    kernel_bytes: int
+    original_bytes: int
+    evidence: Evidence
+    date: str
+    versions: str
+    batch: int
+    spelling: str
 
 
 def folder_of(device: str) -> str:
@@ -71,7 +87,7 @@ class Files(Mapping[str, Rows]):
       buckets: in the order that rows are written in.
     """
 
-    def __init__(self, operation: str, block_sizes: type[Any], buckets: Sequence[Bucket]):
+    def __init__(self, operation: str, block_sizes: type[BlockSizes], buckets: Sequence[Bucket]):
         self._operation = operation
         self._block_sizes = block_sizes
         self._buckets = [bucket.name for bucket in buckets]
@@ -97,7 +113,7 @@ class Files(Mapping[str, Rows]):
         """The file of a device's rows, which need not exist."""
         return DATA / folder_of(device) / f"{self._operation}.csv"
 
-    def read(self, device: str) -> list[tuple[Key, Row]]:
+    def read(self, device: str) -> list[tuple[Key, Row[BlockSizes]]]:
         """All rows of a device, those of every processor, in the order of its file; none where there is no file."""
         try:
             text = self.path(device).read_text(encoding="utf-8")
@@ -105,16 +121,16 @@ class Files(Mapping[str, Rows]):
             return []
         return [self._row(line) for line in csv.DictReader(io.StringIO(text))]
 
-    def _row(self, line: Mapping[str, str]) -> tuple[Key, Row]:
+    def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
         sizes = {name: int(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
-        figures: dict[str, Any] = {name: read(line[name]) for name, read in _FIGURES.items()}
+        figures = cast(_Figures, {name: read(line[name]) for name, read in _FIGURES.items()})
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 
-    def text(self, rows: Sequence[tuple[Key, Row]]) -> str:
+    def text(self, rows: Sequence[tuple[Key, Row[BlockSizes]]]) -> str:
         """Rows as a file has them: in the order of their keys, and of the buckets."""
 
-        def order(item: tuple[Key, Row]) -> tuple[object, ...]:
+        def order(item: tuple[Key, Row[BlockSizes]]) -> tuple[object, ...]:
             (*first, bucket, invariants), row = item
             place = self._buckets.index(bucket) if bucket in self._buckets else len(self._buckets)
             return (*first, place, invariants, row.measured_with)
@@ -145,7 +161,7 @@ class Files(Mapping[str, Rows]):
           OSError: it cannot be written.
         """
 
-        def place(key: Key, row: Row) -> tuple[Key, str]:
+        def place(key: Key, row: Row[BlockSizes]) -> tuple[Key, str]:
             return key_of_least_time(key) if both_objectives else key, row.measured_with
 
         replaced = {place(key, row) for key, row in rows.items()}
@@ -160,7 +176,7 @@ class Files(Mapping[str, Rows]):
         return path
 
 
-def _for_processor(rows: Sequence[tuple[Key, Row]], here: str | None) -> dict[Key, Row]:
+def _for_processor(rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None) -> dict[Key, Row[BlockSizes]]:
     """Of rows that differ in their vector extensions alone those of this processor's, else of such as multiply alike,
     else those of AVX2; the rows of both objectives from one processor."""
 

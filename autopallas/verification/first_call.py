@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.errors import AutopallasWarning, OptionError, RequirementError, UnsupportedError, VerificationError
 
 __all__ = ["FirstCall", "checked", "demand", "unchecked"]
@@ -50,7 +50,7 @@ def demand() -> None:
         raise FirstCall
 
 
-def checked(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], strict: bool) -> None:
+def checked(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree], strict: bool) -> None:
     """Checks a call that :func:`demand` broke off.  Under an outer trace there are no values, and nothing is checked.
 
     Args:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Shaped
 from autopallas.numerics.rounding import (
     NOTHING,
     Source,
@@ -30,7 +29,7 @@ def sources(program: ClosedJaxpr) -> list[Source]:
     program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
     """
     jaxpr, _ = jaxprs.open_jaxpr(program)
-    known: dict[Any, list[Source]] = {}
+    known: dict[Hashable, list[Source]] = {}
 
     def site(equation: JaxprEqn, before: Sequence[Source]) -> list[Source] | None:
         if equation.primitive not in SITES:
@@ -57,7 +56,7 @@ def site_sources(site: JaxprEqn) -> list[Source]:
     return [Source(source.dtype, gradient, True) for source in own]
 
 
-def replaced(site: JaxprEqn) -> Any:
+def replaced(site: JaxprEqn) -> Callable[..., list[jax.Array]]:
     """What the equation of a site, or of its backward, stands for: the original's equations, of the same arguments."""
     original = site.params["original"]
     if site.primitive is primitive.site_p:
@@ -65,5 +64,5 @@ def replaced(site: JaxprEqn) -> Any:
     return gradient_function(original, site.params["active"])
 
 
-def _type(aval: Any) -> jax.ShapeDtypeStruct:
+def _type(aval: Shaped) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

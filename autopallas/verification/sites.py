@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike
+from autopallas.compat import ClosedJaxpr, JaxprEqn, JaxprLike, Shaped
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
 from autopallas.numerics.promote import quiet
@@ -41,7 +41,7 @@ class SiteCheck:
     ok: bool
 
 
-def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Any:
+def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> JaxprLike:
     """A jaxpr with every equation, in nested bodies too, replaced by what ``edit`` makes of it; left out for None."""
     jaxpr, consts = jaxprs.open_jaxpr(body)
     equations = []
@@ -76,7 +76,7 @@ def applied_sites(program: JaxprLike) -> list[JaxprEqn]:
     return found
 
 
-def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[SiteCheck], tuple[str, ...]]:
+def check_sites(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> tuple[list[SiteCheck], tuple[str, ...]]:
     """Runs a rewritten program once more and looks at each kernel in it.
 
     Args:
@@ -88,11 +88,11 @@ def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Si
     """
     sites = applied_sites(program)
     positions = {id(site): i for i, site in enumerate(sites)}
-    calls: list[list[list[Any]]] = [[] for _ in sites]
+    calls: list[list[list[np.ndarray]]] = [[] for _ in sites]
     counts = [0] * len(sites)
 
-    def recorder(i: int) -> Callable[..., Any]:
-        def record(*values: Any) -> Any:
+    def recorder(i: int) -> Callable[..., list[np.ndarray]]:
+        def record(*values: jax.Array) -> list[np.ndarray]:
             counts[i] += 1
             taken = [np.array(x) for x in values]
             if len(calls[i]) < _CALLS_LOOKED_AT:
@@ -109,7 +109,7 @@ def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Si
         jax.block_until_ready(jax.jit(compat.jaxpr_as_fun(_edited(program, watched)))(*arguments))
     checks: list[SiteCheck] = []
     notes: set[str] = set()
-    known: dict[Any, tuple[Any, Oracle]] = {}
+    known: dict[Hashable, tuple[ClosedJaxpr, Oracle]] = {}
     for site, seen, count in zip(sites, calls, counts, strict=True):
         key = (id(site.params["original"]), site.primitive, site.params.get("active"))
         if key not in known:
@@ -121,25 +121,26 @@ def check_sites(program: ClosedJaxpr, arguments: Sequence[Any]) -> tuple[list[Si
     return checks, tuple(sorted(notes))
 
 
-def _type(aval: Any) -> jax.ShapeDtypeStruct:
+def _type(aval: Shaped) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _watched(equation: JaxprEqn, record: Callable[..., Any]) -> JaxprEqn:
+def _watched(equation: JaxprEqn, record: Callable[..., list[np.ndarray]]) -> JaxprEqn:
     """The site as an equation that also hands operands and results to ``record``."""
 
-    def run(*operands: Any) -> Any:
+    def run(*operands: jax.Array) -> Sequence[jax.Array]:
         results = equation.primitive.bind(*operands, **equation.params)
         # The results pass through, so that no compiler finds the detour useless.
-        return jax.pure_callback(record, [_type(jax.typeof(x)) for x in results], *operands, *results)
+        types = [_type(jax.typeof(x)) for x in results]
+        passed: Sequence[jax.Array] = jax.pure_callback(record, types, *operands, *results)
+        return passed
 
-    call: Any = compat.make_jaxpr(jax.jit(run), *(_type(v.aval) for v in equation.invars)).eqns[0]
-    watching: JaxprEqn = call.replace(invars=equation.invars, outvars=equation.outvars, ctx=equation.ctx)
-    return watching
+    call = compat.make_jaxpr(jax.jit(run), *(_type(v.aval) for v in equation.invars)).eqns[0]
+    return call.replace(invars=equation.invars, outvars=equation.outvars, ctx=equation.ctx)
 
 
 def _check(
-    site: JaxprEqn, calls: Sequence[Sequence[Any]], count: int, closed: ClosedJaxpr, oracle: Oracle
+    site: JaxprEqn, calls: Sequence[Sequence[np.ndarray]], count: int, closed: ClosedJaxpr, oracle: Oracle
 ) -> SiteCheck:
     params = site.params
     gradient = site.primitive is not primitive.site_p

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from autopallas import compat, jaxprs
-from autopallas.arguments import join, split
-from autopallas.compat import ClosedJaxpr, JaxprLike
+from autopallas.arguments import Static, join, split
+from autopallas.compat import Array, ArrayFunction, ClosedJaxpr, JaxprLike, PyTree
 from autopallas.errors import VerificationError
 from autopallas.numerics.compare import Comparison, compare, tolerance_of
 from autopallas.numerics.oracle import Oracle
@@ -51,7 +51,7 @@ class Verification:
         return text.render(self)
 
 
-def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
+def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
     """Checks that :func:`autopallas.optimize` does not change what a call computes.
 
     Runs the original, the rewritten program, and a float64 evaluation of the original (floats promoted behind explicit
@@ -87,11 +87,10 @@ def verify(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Verification:
     return verification
 
 
-def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Verification:
+def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Verification:
     """As :func:`verify`, but a breach is returned too."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, OptimizedFunction):
-        bound: Any = fn
-        fn, args = bound.__func__, (bound.__self__, *args)
+        fn, args = fn.__func__, (fn.__self__, *args)
     if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
         raise ValueError("verify needs the values of its arguments; call it outside of jit, grad and vmap")
     if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves((args, kwargs))):
@@ -110,7 +109,7 @@ def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     oracle, notes = _oracle(original, arrays, own)
     reached = sources(rewritten)
 
-    def compared(i: int, perturbed: Sequence[Sequence[Any]] = ()) -> Comparison:
+    def compared(i: int, perturbed: Sequence[Sequence[jax.Array]] = ()) -> Comparison:
         allowed = tolerance_of(own[i].dtype, reached[i])
         return compare(names[i], own[i], ours[i], oracle[i], allowed, [sample[i] for sample in perturbed])
 
@@ -136,12 +135,14 @@ def check(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     return Verification(tuple(outputs), tuple(sites), ok, replaced, notes)
 
 
-def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tuple[Any, Any, list[str]]:
+def _programs(
+    fn: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[str]]:
     """(original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
     optimized = isinstance(fn, OptimizedFunction)
-    inner: Callable[..., Any] = fn._inner if isinstance(fn, OptimizedFunction) else fn
+    inner: ArrayFunction = fn._inner if isinstance(fn, OptimizedFunction) else fn
 
-    def program_of(*arrays: Any) -> Any:
+    def program_of(*arrays: ArrayLike) -> PyTree:
         args, kwargs = join(static, arrays)
         return inner(*args, **kwargs)
 
@@ -155,7 +156,9 @@ def _programs(fn: Callable[..., Any], arrays: Sequence[Any], static: Any) -> tup
     return original, rewrite(original, resolve(fn._explicit if isinstance(fn, OptimizedFunction) else {}))[0], names
 
 
-def _oracle(original: ClosedJaxpr, arrays: Sequence[Any], own: Sequence[Any]) -> tuple[Sequence[Any], tuple[str, ...]]:
+def _oracle(
+    original: ClosedJaxpr, arrays: Sequence[ArrayLike], own: Sequence[jax.Array]
+) -> tuple[Sequence[Array], tuple[str, ...]]:
     oracle = Oracle(original)
     try:
         return oracle(*arrays), oracle.notes
@@ -165,13 +168,13 @@ def _oracle(original: ClosedJaxpr, arrays: Sequence[Any], own: Sequence[Any]) ->
         return [_widened(x) for x in own], (reason.split("\n")[0],)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: jax.Array) -> Array:
     if not jnp.issubdtype(x.dtype, np.inexact):
         return x
     return np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, np.complexfloating) else np.float64)
 
 
-def _precision(dtype: Any, source: Source) -> float:
+def _precision(dtype: DTypeLike, source: Source) -> float:
     """The step between numbers in which a result of this dtype is computed."""
     if not jnp.issubdtype(dtype, np.inexact):
         return 0.0
@@ -187,20 +190,21 @@ def _primitives(program: JaxprLike) -> set[str]:
     return found
 
 
-def _perturbed(arrays: Sequence[Any], seed: int, most: float) -> list[Any]:
+def _perturbed(arrays: Sequence[Array], seed: int, most: float) -> list[Array]:
     """The arguments, every float moved by one unit in its last place, up or down, if that is at most so much of it.
 
     A unit of an argument that is narrower than what the program computes in is far more than the program's own error.
     """
     random = np.random.default_rng(seed)
 
-    def moved(x: Any) -> Any:
+    def moved(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, np.floating):
             return x
         if float(jnp.finfo(x.dtype).eps) > most:
             return x
         wide = np.asarray(x).astype(np.float64)
         step = float(jnp.finfo(x.dtype).eps) * random.choice([-1.0, 1.0], wide.shape)
-        return jax.device_put((wide * (1 + step)).astype(x.dtype), getattr(x, "sharding", None))
+        result: jax.Array = jax.device_put((wide * (1 + step)).astype(x.dtype), getattr(x, "sharding", None))
+        return result
 
     return [moved(x) for x in arrays]

@@ -5,13 +5,14 @@ An operation that can be tuned by its name has a module ``cases``, with what :cl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, cast
 
 import jax
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, Shaped
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
 from autopallas.sites.operation import operation_named, operation_names
@@ -50,7 +51,7 @@ class Case:
 class Cases(Protocol):
     """What the module ``cases`` of an operation offers."""
 
-    ORIGINALS: Mapping[str, Callable[..., Any]]
+    ORIGINALS: Mapping[str, ArrayFunction]
     """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
@@ -59,20 +60,19 @@ class Cases(Protocol):
     def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of all arguments; the cotangent of the result comes last, where there is a backward pass."""
 
-    def in_direction(self, case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_direction(self, case: Case, function: ArrayFunction) -> ArrayFunction:
         """A function like an original, as a function of all the case's arguments, with gradients if it has them."""
 
-    def case_of(self, types: Sequence[Any], variant: str, direction: Direction) -> Case:
+    def case_of(self, types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
         """The case of given arguments, without a cotangent.  ValueError where they are not the operation's."""
 
-    def direct(self, case: Case) -> Callable[..., Any] | None:
+    def direct(self, case: Case) -> ArrayFunction | None:
         """The operation's own function, of the original's arguments; None where it has no such variant."""
 
 
 def cases_of(operation: str) -> Cases | None:
     """The cases of an operation by its name, or None where it has none."""
-    offered: Cases | None = operation_named(operation).module("cases") if operation in operation_names() else None
-    return offered
+    return cast("Cases | None", operation_named(operation).module("cases") if operation in operation_names() else None)
 
 
 def match_of(case: Case) -> Match:

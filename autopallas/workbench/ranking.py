@@ -6,13 +6,15 @@ import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import jax
 
 from autopallas.autotune.search import Tried, candidates_of
 from autopallas.autotune.trial import Trial
+from autopallas.compat import ArrayFunction
 from autopallas.compile.tpu import Compilation, Compiler
+from autopallas.sites.spec import BlockSizes, Sizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.evidence import SIMULATED_MARGIN
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
@@ -34,14 +36,19 @@ class Ranking:
       reason: why there is no row.
     """
 
-    time: Row | None
-    memory: Row | None
+    time: Row[Sizes] | None
+    memory: Row[Sizes] | None
     tried: tuple[Tried, ...]
     reason: str = ""
 
 
 def ranked(
-    match: SiteWorkload, implementation: str, first: Any, compiler: Compiler, seconds: float, say: Callable[[str], None]
+    match: SiteWorkload,
+    implementation: str,
+    first: BlockSizes,
+    compiler: Compiler,
+    seconds: float,
+    say: Callable[[str], None],
 ) -> Ranking:
     """Compiles the original and every candidate, and ranks those that compile.
 
@@ -67,7 +74,7 @@ def ranked(
         return Ranking(None, None, (), f"the original cannot be compiled: {reason or _first_line(original)}")
     tried: list[Tried] = []
     candidates = candidates_of(match, implementation, first, compiler.target.device)
-    compiled: list[tuple[Any, Compilation | None, str]] = []
+    compiled: list[tuple[BlockSizes, Compilation | None, str]] = []
     for number, sizes in enumerate(candidates, 1):
         left = begin + seconds - time.monotonic()
         if left <= 0:
@@ -83,13 +90,13 @@ def ranked(
         other, _ = _compiled(compiler, trial.original(), trial, left)
         original = original if other is None or other.estimated_seconds is None else other
     tried = [*(_tried(*one, original, compiler.version) for one in compiled), *tried]
-    rows = [one.row for one in tried if one.row is not None]
+    rows = [cast("Row[Sizes]", one.row) for one in tried if one.row is not None]
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
         return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
     # Where traffic is the slower for several, fewer cycles are the better chance.
     ordered = sorted((one.row.kernel_us, one.cycles, n) for n, one in enumerate(tried) if one.row and one.cycles)
-    simulated = [row for _, _, n in ordered if (row := tried[n].row) is not None]
+    simulated = [cast("Row[Sizes]", row) for _, _, n in ordered if (row := tried[n].row) is not None]
     fastest = (simulated or rows)[0]
     bearable = [r for r in simulated or rows if r.kernel_us <= MEMORY_SLOWDOWN * r.original_us]
     least = min(bearable, key=lambda row: row.kernel_bytes, default=fastest)
@@ -98,7 +105,7 @@ def ranked(
 
 
 def _compiled(
-    compiler: Compiler, function: Callable[..., Any], trial: Trial, seconds: float, simulate: bool | None = None
+    compiler: Compiler, function: ArrayFunction, trial: Trial, seconds: float, simulate: bool | None = None
 ) -> tuple[Compilation | None, str]:
     try:
         return compiler.compile(function, trial.arguments, seconds=seconds, simulate=simulate), ""
@@ -110,7 +117,7 @@ def _first_line(compilation: Compilation | None) -> str:
     return "" if compilation is None else str(compilation.failure).strip().split("\n")[0]
 
 
-def _tried(sizes: Any, found: Compilation | None, reason: str, original: Compilation, version: str) -> Tried:
+def _tried(sizes: BlockSizes, found: Compilation | None, reason: str, original: Compilation, version: str) -> Tried:
     if found is None:
         return Tried(sizes.to_dict(), "lower", reason)
     if found.failure is not None:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from autopallas.autotune.search import Tried
+from autopallas.sites.spec import SiteSpec, Sizes
 from autopallas.tuning.table import Key, Row
 
 __all__ = ["Result", "results_of", "write"]
@@ -57,7 +57,13 @@ class Result:
 
 
 def results_of(
-    operation: str, key: Key, device: str, spec: Any, tried: Sequence[Tried], time: Row | None, memory: Row | None
+    operation: str,
+    key: Key,
+    device: str,
+    spec: SiteSpec,
+    tried: Sequence[Tried],
+    time: Row[Sizes] | None,
+    memory: Row[Sizes] | None,
 ) -> list[Result]:
     """The results of one site.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
@@ -14,9 +13,10 @@ from autopallas.compile.tpu import GENERATIONS, Compiler, Generation, missing
 from autopallas.progress import Progress
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, operation_named
+from autopallas.sites.spec import BlockSizes, Sizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Cache
-from autopallas.tuning.direct import recorded
+from autopallas.tuning.direct import Call, recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
@@ -105,8 +105,8 @@ class Outcome:
     """
 
     implementation: str | None = None
-    time: Row | None = None
-    memory: Row | None = None
+    time: Row[Sizes] | None = None
+    memory: Row[Sizes] | None = None
     searched: bool = False
     digest: str = ""
     reasons: tuple[str, ...] = ()
@@ -114,11 +114,11 @@ class Outcome:
     key: Key | None = None
     others: tuple[Outcome, ...] = ()
 
-    def row(self, objective: str) -> Row | None:
+    def row(self, objective: str) -> Row[Sizes] | None:
         """The row that is best for an objective."""
         return self.memory if objective == "memory" and self.memory is not None else self.time
 
-    def rows(self, op: str) -> dict[Key, Row]:
+    def rows(self, op: str) -> dict[Key, Row[BlockSizes]]:
         """The rows for the operation's table."""
         if self.key is None or self.time is None:
             return {}
@@ -126,7 +126,7 @@ class Outcome:
         found = {self.key: self.time}
         if self.memory is not None:
             found[(*self.key[:4], self.key[4] + LEAST_MEMORY)] = self.memory
-        rows = {key: dataclasses.replace(row, block_sizes=kind(**dict(row.block_sizes))) for key, row in found.items()}
+        rows = {key: row.of(kind(**row.block_sizes)) for key, row in found.items()}
         for other in self.others:
             rows |= other.rows(op)
         return rows
@@ -169,7 +169,7 @@ def tune(
             tried = ranking.tried
         else:
             entry, searched, tried = _entry(subject, name, target.device, budget, first, again)
-            time = None if entry.row is None else dataclasses.replace(entry.row, block_sizes=entry.block_sizes)
+            time = None if entry.row is None else entry.row.of(entry.block_sizes or {})
             memory, reason, digest = entry.lean, entry.reason, entry.digest
         results += results_of(match.op, place, table_device(target.device), match.spec, tried, time, memory)
         if time is not None:
@@ -179,7 +179,7 @@ def tune(
         else:
             reasons.append(f"{name}: {reason}")
 
-    def rank(outcome: Outcome) -> tuple[Any, ...]:
+    def rank(outcome: Outcome) -> tuple[float, ...]:
         evidence = Evidence.of(outcome.row(objective), objective)
         return () if evidence is None else evidence.rank
 
@@ -188,7 +188,7 @@ def tune(
 
 
 def _entry(
-    subject: Subject, name: str, device: Device, budget: float, first: Any, again: bool
+    subject: Subject, name: str, device: Device, budget: float, first: BlockSizes, again: bool
 ) -> tuple[Entry, bool, Sequence[Tried]]:
     """(the result of one implementation on this device, whether it was searched for now, how far each came)."""
     match, cache = subject.match, Cache.current()
@@ -209,7 +209,7 @@ def _entry(
     return entry, searched, tried
 
 
-def _direct_calls(case: Case, implementation: str, direction: str) -> list[Any]:
+def _direct_calls(case: Case, implementation: str, direction: str) -> list[Call]:
     """What the operation's own function asks for, called for the same."""
     offered = cases_of(case.kernel)
     function = None if offered is None else offered.direct(case)

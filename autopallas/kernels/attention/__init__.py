@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopallas.kernels.attention.api import attention
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["attention"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "attention":
         from autopallas.kernels.attention.api import attention
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
@@ -166,8 +167,8 @@ def _attention(
 
 
 def _attention_forward(
-    name: str, spec: AttentionSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Any
-) -> tuple[Array, tuple[Any, ...]]:
+    name: str, spec: AttentionSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: PyTree
+) -> tuple[Array, tuple[PyTree, ...]]:
     module = OPERATION.implementation(name)
     assert module is not None
     out, logsumexp = module.forward(spec, block_sizes[1], *operands)
@@ -178,25 +179,25 @@ def _attention_backward(
     name: str,
     spec: AttentionSpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    residuals: tuple[Any, ...],
+    residuals: tuple[PyTree, ...],
     dout: Array,
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     module = OPERATION.implementation(name)
     assert module is not None
-    gradients: tuple[Any, ...] = module.backward(spec, block_sizes[1], *residuals, dout)
+    gradients: tuple[PyTree, ...] = module.backward(spec, block_sizes[1], *residuals, dout)
     return gradients
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-_SideInput: TypeAlias = tuple[int, np.dtype[Any]]
+_SideInput: TypeAlias = tuple[int, Dtype]
 _INT32 = np.dtype(np.int32)
 
 
 @lru_cache(maxsize=256)
 def _score_program(
-    dtype: np.dtype[Any],
+    dtype: np.dtype,
     scale: float,
     logits_soft_cap: float | None,
     bias: _SideInput | None,
@@ -237,7 +238,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

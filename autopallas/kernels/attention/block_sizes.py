@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from autopallas.kernels.attention.spec import AttentionSpec
 
@@ -72,7 +71,7 @@ class BlockSizes:
         fitted = (cls(query, key).fitted(spec) for query, key in pairs)
         return tuple(dict.fromkeys(fitted))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int]:
         return {"query_block": self.query_block, "key_block": self.key_block}
 
 

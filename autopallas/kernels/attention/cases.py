@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", "table_grid", "types", "window_size"]
@@ -82,12 +82,12 @@ def window_size(length: int) -> int:
     return max(1, length // 2)
 
 
-def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """The function itself, or with the gradients for query, key and value from a cotangent, its last argument."""
     if case.direction == "forward":
         return function
 
-    def forward_and_backward(*arguments: jax.Array) -> Any:
+    def forward_and_backward(*arguments: jax.Array) -> PyTree:
         *operands, cotangent = arguments
         output, pull_back = jax.vjp(lambda *qkv: function(*qkv, *operands[3:]), *operands[:3])
         return output, pull_back(cotangent)
@@ -114,7 +114,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(given)
 
 
-def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
     """The case of query [B, T, N, D] and key and value [B, S, N, D]."""
     if len(types) != 3 or any(len(getattr(t, "shape", ())) != 4 for t in types):
         raise ValueError("attention takes query [B, T, N, D], key and value [B, S, N, D]")
@@ -129,7 +129,7 @@ def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
 _DIRECT = ("full", "causal", "full32", "causal32")
 
 
-def direct(case: Case) -> Callable[..., Any] | None:
+def direct(case: Case) -> ArrayFunction | None:
     """``attention`` with the same mask."""
     from autopallas.kernels.attention.api import attention
 

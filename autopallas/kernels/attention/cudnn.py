@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ __all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"
 
 Array: TypeAlias = jax.Array
 
-_LIBRARY = "cudnn"
+_LIBRARY: Literal["cudnn"] = "cudnn"
 
 
 class Reduced(NamedTuple):
@@ -154,7 +154,6 @@ def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> t
     assert wanted is not None
     q = jnp.moveaxis(query.reshape(spec.batch, -1, *query.shape[3:]), 1, 2)
     k, v = (jnp.moveaxis(x, 1, 2) for x in (key, value))
-    chosen: Any = _LIBRARY
     out, logsumexp = jax.nn.dot_product_attention(
         q,
         k,
@@ -162,7 +161,7 @@ def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> t
         scale=wanted.scale,
         is_causal=wanted.causal,
         local_window_size=None if wanted.window is None else (wanted.window, 0),
-        implementation=chosen,
+        implementation=_LIBRARY,
         return_residual=True,
     )
     out = jnp.moveaxis(out, 1, 2).reshape(*query.shape[:4], -1)

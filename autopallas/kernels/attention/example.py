@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Shaped
 from autopallas.kernels.attention.site import AttentionSite, Joined
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
@@ -17,7 +18,7 @@ from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 _SEGMENTS = 4
 
@@ -62,7 +63,7 @@ def _most(length: int) -> int:
     return max(1, 3 * length // 4)
 
 
-def operands(site: AttentionSite, types: Sequence[Any], key: int = 0) -> list[Array]:
+def operands(site: AttentionSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
     """The same for a site: one array per operand, of the given shapes and dtypes."""
     query, keys, value, sides, _ = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)

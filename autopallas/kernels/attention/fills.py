@@ -17,12 +17,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
 from autopallas.kernels.attention.tiles import (
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["IMPLEMENTATIONS", "Fill", "TileStates", "fill_of", "mask_class", "picture", "tile_states", "usual"]
 
 Array: TypeAlias = jax.Array
-States: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+States: TypeAlias = np.ndarray
 
 IMPLEMENTATIONS = frozenset({"xla", "pallas_tpu"})
 """Those that skip hidden tiles; for the others such a mask is no mask."""
@@ -136,7 +137,7 @@ def tile_states(spec: AttentionSpec, rows: Edges, columns: Edges) -> TileStates:
 
 def picture(
     spec: AttentionSpec, query_block: int, key_block: int, most: int = 32, implementation: str | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The tiles as plain data, for a report: a digit (DEAD, PARTIAL, FULL, HIDDEN) for each tile, one string per row.
 
     Blocks are drawn several together where there would be more than ``most`` along an axis.  For an implementation that
@@ -266,7 +267,7 @@ def _parts(length: int, most: int) -> Edges:
     return tuple((start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _least(bound: float, dtype: Any) -> float:
+def _least(bound: float, dtype: Dtype) -> float:
     """The least maximum beside which the exponential of a score up to ``bound`` is 0, as a number of the dtype."""
     largest = float(jnp.finfo(dtype).max)
     # Where numbers are so great that they are further apart than that, a greater one is needed all the same.

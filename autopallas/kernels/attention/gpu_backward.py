@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tile_values import reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["backward"]
@@ -209,7 +210,7 @@ def _gradients(
     if through_memory:
         scratch.append(tile((warpgroups, WARPGROUP_ROWS, away), dtype))
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         given = list(refs)
         a_ref, b_ref, c_ref, d_ref, shift_ref, delta_ref = (given.pop(0) for _ in range(6))
         table = given.pop(0) if visits.operands else None
@@ -221,7 +222,7 @@ def _gradients(
 
         here = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
-        place: tuple[Any, ...]
+        place: tuple[Array, ...]
         if flipped:
             place = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
         else:
@@ -234,7 +235,7 @@ def _gradients(
         steps = visits.steps(table, place[0], block)
         loops = list(visits.loops(steps))
 
-        def address(n: Any, first: Any, count: Any) -> tuple[tuple[Any, ...], Any]:
+        def address(n: Number, first: Number, count: Number) -> tuple[tuple[Number, ...], Number]:
             """(indices of batch entry and heads, first position) of what step n streams."""
             if not flipped:
                 return place[:2], steps.block(n) * away
@@ -261,18 +262,18 @@ def _gradients(
             for programs, general, first, count in loops:
 
                 def step(
-                    n: Any,
-                    sums: tuple[Any, ...],
+                    n: Number,
+                    sums: tuple[Array, ...],
                     programs: TilePrograms = programs,
                     general: bool = general,
-                    first: Any = first,
-                    count: Any = count,
-                ) -> tuple[Any, ...]:
+                    first: Number = first,
+                    count: Number = count,
+                ) -> tuple[Array, ...]:
                     slot = lax.rem(n, jnp.int32(stages))
                     index, start = address(n, first, count)
                     shape = (WARPGROUP_ROWS, away)
 
-                    def rows(ref: Any, name: str) -> Value:
+                    def rows(ref: Ref, name: str) -> Value:
                         if not flipped:
                             return at_home[name]
                         return vector(ref, (*index, pl.ds(start, away)), "along_1")
@@ -282,11 +283,11 @@ def _gradients(
                     tile_place = Place(b, k, g, row, column, shape, flipped)
                     ragged = general and (spec.query_length if flipped else spec.key_length) % away
 
-                    def shown(x: Value) -> Any:
+                    def shown(x: Value) -> Array:
                         array = x.widened("tile", shape).astype(F32)
                         return jnp.where(exists(tile_place, spec), array, 0.0) if ragged else array
 
-                    def add(output: str, x: Value, streamed: Any) -> Any:
+                    def add(output: str, x: Value, streamed: Ref) -> Array:
                         total = sums[outputs.index(output)]
                         staged = None if through is None else through.at[here]
                         value = output == "value"
@@ -331,7 +332,7 @@ def _gradients(
         def _() -> None:
             share_registers(warpgroups, computes=False)
 
-            def load(part: int, n: Any, slot: Any) -> None:
+            def load(part: int, n: Number, slot: Array) -> None:
                 index, start = address(n, *loops[part][2:])
                 window = (*index, pl.ds(start, away))
                 plgpu.copy_gmem_to_smem(c_ref.at[window], c_shared.at[slot], ready.at[slot])
@@ -360,14 +361,16 @@ def _gradients(
     return named | {n: x[..., :cut] for n, x in zip(numbers, found[len(outputs) :], strict=True)}
 
 
-def _product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
+def _product(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
     """a b^T of two tiles in shared memory."""
     from jax.experimental import pallas as pl
 
     plgpu = mosaic()
 
-    def multiply(accumulator: Any) -> Any:
+    def multiply(accumulator: Ref) -> Array:
         plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
-        return accumulator[...]
+        found: Array = accumulator[...]
+        return found
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    product: Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return product

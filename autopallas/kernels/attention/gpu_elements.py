@@ -8,16 +8,19 @@ Mosaic that its layouts have no rule for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas import compat
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype, Jaxpr, JaxprEqn, JaxprLike, PyTree, Var
+from autopallas.compat import Literal as JaxprLiteral
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import Tile, exponentials_vjp, heights, logits, weighted, weighted_vjp
@@ -35,9 +38,9 @@ class Value(NamedTuple):
     """A scalar, a number for each row of a tile ("along_0") or for each of its columns ("along_1"), or a whole tile."""
 
     kind: Kind
-    array: Any
+    array: Array
 
-    def widened(self, kind: Kind, shape: tuple[int, int]) -> Any:
+    def widened(self, kind: Kind, shape: tuple[int, int]) -> Array:
         """The array as one of another kind."""
         if self.kind == kind:
             return self.array
@@ -46,7 +49,8 @@ class Value(NamedTuple):
             return lax.broadcast_in_dim(jnp.asarray(self.array), size, ())
         plgpu = mosaic()
         found = lax.broadcast_in_dim(self.array, shape, (0 if self.kind == "along_0" else 1,))
-        return plgpu.layout_cast(found, plgpu.Layout.WGMMA)
+        tile: Array = plgpu.layout_cast(found, plgpu.Layout.WGMMA)
+        return tile
 
 
 def _joined(kinds: Sequence[Kind]) -> Kind:
@@ -65,8 +69,8 @@ class Elements:
     """
 
     names: tuple[str, ...]
-    jaxpr: Any
-    tree: Any
+    jaxpr: ClosedJaxpr
+    tree: jax.tree_util.PyTreeDef
 
     def on(self, shape: tuple[int, int], known: Mapping[str, Value]) -> Evaluation:
         """Everything that follows from what is known; the rest is evaluated when it is asked for."""
@@ -79,7 +83,7 @@ class Evaluation:
 
     elements: Elements
     shape: tuple[int, int]
-    found: dict[Any, Value] = field(default_factory=dict)
+    found: dict[Var | JaxprLiteral, Value] = field(default_factory=dict)
 
     def given(self, known: Mapping[str, Value]) -> Evaluation:
         closed = self.elements.jaxpr
@@ -91,17 +95,17 @@ class Evaluation:
         self._run(closed.jaxpr)
         return self
 
-    def result(self) -> Any:
+    def result(self) -> PyTree:
         """What the function returns, None for what is not known yet."""
         read = [self._read(v) for v in self.elements.jaxpr.jaxpr.outvars]
         return jax.tree.unflatten(self.elements.tree, read)
 
-    def _read(self, variable: Any) -> Value | None:
+    def _read(self, variable: Var | JaxprLiteral) -> Value | None:
         if hasattr(variable, "val"):
-            return Value("scalar", np.asarray(variable.val, variable.aval.dtype))
+            return Value("scalar", cast(Array, np.asarray(variable.val, variable.aval.dtype)))
         return self.found.get(variable)
 
-    def _run(self, jaxpr: Any) -> None:
+    def _run(self, jaxpr: Jaxpr) -> None:
         for equation in jaxpr.eqns:
             if equation.outvars[0] in self.found:
                 continue
@@ -113,8 +117,8 @@ class Evaluation:
             results = self._called(inner, values) if inner is not None else [self._apply(equation, values)]
             self.found.update(zip(equation.outvars, results, strict=True))
 
-    def _called(self, inner: Any, values: list[Value]) -> list[Value]:
-        jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+    def _called(self, inner: JaxprLike, values: list[Value]) -> list[Value]:
+        jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
         self.found.update(zip(jaxpr.invars, values, strict=True))
         self.found.update((v, Value("scalar", c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
         for equation in jaxpr.eqns:
@@ -124,7 +128,7 @@ class Evaluation:
         results = [self._read(v) for v in jaxpr.outvars]
         return [r for r in results if r is not None]
 
-    def _apply(self, equation: Any, values: list[Value]) -> Value:
+    def _apply(self, equation: JaxprEqn, values: list[Value]) -> Value:
         name = equation.primitive.name
         if name in _NOTHING:
             return values[0]
@@ -218,13 +222,13 @@ def backward_elements(spec: AttentionSpec, programs: TilePrograms) -> Elements:
 
 
 def _traced(
-    spec: AttentionSpec, function: Callable[..., Any], names: tuple[str, ...], dtypes: tuple[Any, ...]
+    spec: AttentionSpec, function: ArrayFunction, names: tuple[str, ...], dtypes: tuple[Dtype, ...]
 ) -> Elements:
     """The function of these, the positions and the side inputs, for one element."""
     names = (*names, "query", "key", *(f"side{n}" for n in range(len(spec.sides))))
     types = [jax.ShapeDtypeStruct((), d) for d in (*dtypes, I32, I32, *(s.dtype for s in spec.sides))]
     with jax.enable_x64(False):
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(*types)
+        closed, shape = compat.make_jaxpr_and_shapes(function, *types)
     return Elements(names, closed, jax.tree.structure(shape))
 
 
@@ -233,7 +237,7 @@ def primitives(spec: AttentionSpec) -> frozenset[str]:
     programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, False)
     elements = [*forward_elements(spec, programs).values(), backward_elements(spec, programs)]
 
-    def of(jaxpr: Any) -> set[str]:
+    def of(jaxpr: JaxprLike) -> set[str]:
         found: set[str] = set()
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))

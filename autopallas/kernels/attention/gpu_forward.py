@@ -8,15 +8,18 @@ others wait for a stage, use it, and say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from autopallas.compat import Dtype
 from autopallas.kernels import gpu
+from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
@@ -34,6 +37,7 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import halves
 from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["forward", "multiplied", "parts", "ring", "share_registers", "statistics", "vectors"]
@@ -59,7 +63,7 @@ class _Running(NamedTuple):
 
 def forward(
     spec: AttentionSpec,
-    blocks: Any,
+    blocks: BlockSizes,
     query: Array,
     key: Array,
     value: Array,
@@ -72,7 +76,7 @@ def forward(
 
 
 def statistics(
-    spec: AttentionSpec, blocks: Any, query: Array, key: Array, sides: Sequence[Array], sink: Array | None
+    spec: AttentionSpec, blocks: BlockSizes, query: Array, key: Array, sides: Sequence[Array], sink: Array | None
 ) -> tuple[Array, Array]:
     """(maximum, sum of exponentials) of each row, [B, K, G, T]."""
     maximum, total = _call(spec, blocks, query, key, None, sides, sink)
@@ -81,7 +85,7 @@ def statistics(
 
 def _call(
     spec: AttentionSpec,
-    blocks: Any,
+    blocks: BlockSizes,
     query: Array,
     key: Array,
     value: Array | None,
@@ -120,20 +124,20 @@ def _call(
     if through_memory and value is not None:
         scratch.append(tile((warpgroups, WARPGROUP_ROWS, bk), value.dtype))
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         given = list(refs)
         q_ref, k_ref = given.pop(0), given.pop(0)
-        v_ref: Any = given.pop(0) if value is not None else None
+        v_ref: Ref = given.pop(0) if value is not None else None
         table = given.pop(0) if visits.operands else None
         side_refs = [given.pop(0) for _ in spec.sides]
         sink_ref = given.pop(0) if sink is not None else None
         outputs = [given.pop(0) for _ in results]
         q_shared, k_shared = given.pop(0), given.pop(0)
-        v_shared: Any = given.pop(0) if v_ref is not None else None
+        v_shared: Ref = given.pop(0) if v_ref is not None else None
         p_shared = given.pop(0) if through_memory and v_ref is not None else None
         q_ready, k_ready, k_free = given.pop(0), given.pop(0), given.pop(0)
-        v_ready: Any = given.pop(0) if v_ref is not None else None
-        v_free: Any = given.pop(0) if v_ref is not None else None
+        v_ready: Ref = given.pop(0) if v_ref is not None else None
+        v_free: Ref = given.pop(0) if v_ref is not None else None
 
         here = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
@@ -167,14 +171,17 @@ def _call(
 
             for programs, general, first_step, count in visits.loops(steps):
 
-                def step(n: Any, running: _Running, programs: Any = programs, general: Any = general) -> _Running:
+                def step(
+                    n: Number, running: _Running, programs: TilePrograms = programs, general: bool = general
+                ) -> _Running:
                     place = Place(b, k, group, base, steps.block(n) * bk, (WARPGROUP_ROWS, bk))
                     slot = lax.rem(n, jnp.int32(stages))
                     plgpu.barrier_wait(k_ready.at[slot])
 
-                    def scores(accumulator: Any) -> Any:
+                    def scores(accumulator: Ref) -> Array:
                         plgpu.wgmma(accumulator, q_shared.at[here], k_shared.at[slot].transpose((1, 0)))
-                        return accumulator[...]
+                        found: Array = accumulator[...]
+                        return found
 
                     score = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, bk), jnp.float32))
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -207,13 +214,13 @@ def _call(
         def _() -> None:
             share_registers(warpgroups, computes=False)
 
-            def load(_: int, n: Any, slot: Any) -> None:
+            def load(_: int, n: Number, slot: Array) -> None:
                 window = b, k, pl.ds(steps.block(n) * bk, bk)
                 plgpu.copy_gmem_to_smem(k_ref.at[window], k_shared.at[slot], k_ready.at[slot])
                 if v_ref is not None:
                     plgpu.copy_gmem_to_smem(v_ref.at[window], v_shared.at[slot], v_ready.at[slot])
 
-            def free(slot: Any) -> None:
+            def free(slot: Array) -> None:
                 plgpu.barrier_wait(k_free.at[slot])
                 if v_free is not None:
                     plgpu.barrier_wait(v_free.at[slot])
@@ -244,11 +251,11 @@ def _softmax(
     programs: TilePrograms,
     general: bool,
     place: Place,
-    score: Any,
-    side_refs: Sequence[Any],
+    score: Array,
+    side_refs: Sequence[Ref],
     running: _Running,
     wants_values: bool,
-) -> tuple[Any, _Running]:
+) -> tuple[Array, _Running]:
     """The weights of one tile, and what is known after it, its product with the values aside.
 
     The exponentials are of base 2.  A plain scale is folded into the factor of that, which the compiler merges with the
@@ -257,7 +264,7 @@ def _softmax(
     shape = place.shape
     elements = forward_elements(spec, programs)
 
-    def across(rows: Any) -> Any:
+    def across(rows: Array) -> Array:
         return lax.broadcast_in_dim(rows, shape, (0,))
 
     plain = not general and spec.score_dtype == F32 and not programs.inner_weights
@@ -285,7 +292,7 @@ def _softmax(
         e = halves(x, across(finite)) if "inner" in elements else jnp.exp2((x - across(finite)) * np.float32(LOG2E))
     shrink = jnp.exp2((running.maximum - finite) * np.float32(LOG2E))
 
-    def weighted(name: str, e: Any) -> Any:
+    def weighted(name: str, e: Array) -> Array:
         if name not in elements:
             return e
         e = elements[name].on(shape, known | {"e": Value("tile", e)}).result().widened("tile", shape)
@@ -319,13 +326,14 @@ def share_registers(warpgroups: int, computes: bool) -> None:
         mosaic().set_max_registers(share[0 if computes else 1], action="increase" if computes else "decrease")
 
 
-def vectors(value: float) -> Any:
+def vectors(value: float) -> Array:
     """The same number for each row of a warpgroup."""
     plgpu = mosaic()
-    return plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, F32), plgpu.Layout.WGMMA.reduce(1))
+    same: Array = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, F32), plgpu.Layout.WGMMA.reduce(1))
+    return same
 
 
-def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Any]:
+def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Ref]:
     """The barriers of a ring of stages: one says that a stage is filled, one that all who compute have used it."""
     plgpu = mosaic()
     return [
@@ -334,7 +342,12 @@ def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Any]:
     ]
 
 
-def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) -> None:
+def fill(
+    parts: Sequence[tuple[Number, Number]],
+    stages: int,
+    load: Callable[[int, Array, Array], None],
+    free: Callable[[Array], None],
+) -> None:
     """What the warpgroup that moves memory does: it loads each step into its stage, once that is ``free``.
 
     In the end it waits for the last use of each stage: no arrival stays unobserved, and shared memory is not given back
@@ -348,12 +361,12 @@ def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) ->
     """
     from jax.experimental import pallas as pl
 
-    total: Any = 0
+    total: Number = 0
     for number, (first, count) in enumerate(parts):
         total = first + count
 
         @pl.loop(first, first + count)
-        def _(n: Any, number: int = number) -> None:
+        def _(n: Array, number: int = number) -> None:
             slot = lax.rem(n, jnp.int32(stages))
             pl.when(n >= stages)(lambda: free(slot))
             load(number, n, slot)
@@ -361,11 +374,11 @@ def fill(parts: Sequence[tuple[Any, Any]], stages: int, load: Any, free: Any) ->
     used = min(total, stages) if isinstance(total, int) else jnp.minimum(total, stages)
 
     @pl.loop(0, used)
-    def _(n: Any) -> None:
+    def _(n: Array) -> None:
         free(lax.rem(total - used + n, jnp.int32(stages)))
 
 
-def parts(tile_value: Any, read: Any, dtype: Any, precision: str | None) -> list[Any]:
+def parts(tile_value: Array, read: Dtype | None, dtype: DTypeLike, precision: str | None) -> list[Array]:
     """A tile as a sum of tiles of the dtype that wgmma takes: one where the original's product reads the tile in that
     dtype, else two, which have 16 bits of fraction and more where TF32 has 10, or three for a higher precision."""
     if read == dtype:
@@ -377,7 +390,7 @@ def parts(tile_value: Any, read: Any, dtype: Any, precision: str | None) -> list
     return found
 
 
-def multiplied(tile_value: Any, shared: Any, accumulator: Any, through: Any | None) -> Any:
+def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref | None) -> Array:
     """``accumulator`` plus a tile in registers times a matrix in shared memory, complete when it returns.
 
     ``through``: shared memory for the tile, where the interpreter cannot multiply from registers.
@@ -387,16 +400,19 @@ def multiplied(tile_value: Any, shared: Any, accumulator: Any, through: Any | No
     plgpu = mosaic()
     if through is None:
 
-        def multiply(ref: Any) -> None:
+        def multiply(ref: Ref) -> None:
             plgpu.wgmma(ref, tile_value, shared)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(accumulator))
+        done: Array = pl.run_state(multiply)(plgpu.ACC.init(accumulator))
+        return done
 
     through[...] = tile_value
     plgpu.commit_smem()
 
-    def product(ref: Any) -> Any:
+    def product(ref: Ref) -> Array:
         plgpu.wgmma(ref, through, shared)
-        return ref[...]
+        found: Array = ref[...]
+        return found
 
-    return accumulator + pl.run_scoped(product, plgpu.ACC(accumulator.shape, jnp.float32))
+    summed: Array = accumulator + pl.run_scoped(product, plgpu.ACC(accumulator.shape, jnp.float32))
+    return summed

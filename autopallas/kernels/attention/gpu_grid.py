@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from types import ModuleType
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.dynamic_tiles import run_time_states
 from autopallas.kernels.attention.gpu_elements import Value
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, PARTIAL, tile_map
 from autopallas.kernels.gpu import mosaic
+from autopallas.kernels.refs import Number, Ref
 
 __all__ = [
     "WARPGROUP_ROWS",
@@ -57,12 +60,16 @@ def padded(array: Array, *lengths: int) -> Array:
     return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
 
 
+States = TypeVar("States", jax.Array, np.ndarray)
+"""States of tiles: of NumPy where they are known."""
+
+
 class Steps(NamedTuple):
     """What one home block visits: ``full`` full blocks first, ``total`` in all; traced or known."""
 
-    full: Any
-    total: Any
-    block: Callable[[Any], Any]
+    full: Number
+    total: Number
+    block: Callable[[Number], Number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +91,7 @@ class Visits:
     full: TilePrograms
     counts: tuple[int, int] | None
     ordered: bool
-    table: Array | np.ndarray[Any, Any] | None
+    table: Array | np.ndarray | None
     has_full: bool
     has_partial: bool
 
@@ -133,7 +140,7 @@ class Visits:
         totals = self.table[0, :, 1]
         return bool(totals[-1] > totals[0])
 
-    def steps(self, table: Any, entry: Any, home: Any) -> Steps:
+    def steps(self, table: Ref, entry: Number, home: Number) -> Steps:
         """Inside a kernel: what a home block visits."""
         if table is not None and table.shape[0] == 1:
             entry = 0
@@ -142,7 +149,7 @@ class Visits:
             full = 0
         return Steps(full, total, (lambda n: n) if self.ordered else lambda n: table[entry, home, 2 + n])
 
-    def loops(self, steps: Steps) -> Iterator[tuple[TilePrograms, bool, Any, Any]]:
+    def loops(self, steps: Steps) -> Iterator[tuple[TilePrograms, bool, Number, Number]]:
         """(programs, whether tiles may be partial, first step, how many) of each loop."""
         if self.has_full:
             yield self.full, False, 0, steps.full
@@ -155,12 +162,13 @@ class Visits:
         return self.counts[1] if self.counts is not None else self.away_blocks
 
 
-def _listed(states: Any, numpy: Any) -> Any:
+def _listed(states: States, numpy: ModuleType) -> States:
     """[E, home, away] of states as [E, home, 2 + away] of (full, all, the blocks: full, partial, dead ones)."""
     rank = numpy.where(states == FULL, 0, numpy.where(states == DEAD, 2, 1))
     order = numpy.argsort(rank, axis=-1, **({"stable": True} if numpy is jnp else {"kind": "stable"}))
     counts = numpy.stack([(states == FULL).sum(-1), (states != DEAD).sum(-1)], axis=-1)
-    return numpy.concatenate([counts, order], axis=-1).astype(np.int32)
+    found: States = numpy.concatenate([counts, order], axis=-1).astype(np.int32)
+    return found
 
 
 # ---------------------------------------------------------------------- positions and side inputs
@@ -169,11 +177,11 @@ def _listed(states: Any, numpy: Any) -> Any:
 class Place(NamedTuple):
     """Where a tile is: batch entry, heads, its first row and first column; which axis of the tile counts the rows."""
 
-    batch: Any
-    head: Any
-    group: Any
-    row: Any
-    column: Any
+    batch: Number
+    head: Number
+    group: Number
+    row: Number
+    column: Number
     shape: tuple[int, int]
     flipped: bool = False
 
@@ -185,7 +193,7 @@ class Place(NamedTuple):
     def columns(self) -> tuple[Literal["along_0", "along_1"], int]:
         return ("along_0", self.shape[0]) if self.flipped else ("along_1", self.shape[1])
 
-    def outer(self, varies: Sequence[bool]) -> tuple[Any, Any, Any]:
+    def outer(self, varies: Sequence[bool]) -> tuple[Number, Number, Number]:
         b, k, g = (i if v else 0 for i, v in zip((self.batch, self.head, self.group), varies, strict=False))
         return b, k, g
 
@@ -193,7 +201,7 @@ class Place(NamedTuple):
         """The query and the key position of each element."""
         plgpu = mosaic()
 
-        def counted(kind: Any, size: int, start: Any) -> Value:
+        def counted(kind: Literal["along_0", "along_1"], size: int, start: Number) -> Value:
             layout = plgpu.Layout.WGMMA.reduce(1 if kind == "along_0" else 0)
             found = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
             return Value(kind, found + jnp.full((size,), start, jnp.int32))
@@ -201,14 +209,14 @@ class Place(NamedTuple):
         return {"query": counted(*self.rows, self.row), "key": counted(*self.columns, self.column)}
 
 
-def vector(ref: Any, index: tuple[Any, ...], kind: Literal["along_0", "along_1"]) -> Value:
+def vector(ref: Ref, index: tuple[object, ...], kind: Literal["along_0", "along_1"]) -> Value:
     """A number for each row or column of a tile, from main memory."""
     plgpu = mosaic()
     layout = plgpu.Layout.WGMMA.reduce(1 if kind == "along_0" else 0)
     return Value(kind, plgpu.load(ref.at[index], layout=layout, optimized=False))
 
 
-def stored(side: SideSpec) -> np.dtype[Any]:
+def stored(side: SideSpec) -> Dtype:
     """The dtype of a side input in main memory."""
     if side.varies[3] and side.varies[4]:
         return np.dtype(np.int8) if side.dtype == np.bool_ else side.dtype
@@ -225,14 +233,14 @@ def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped:
     return array.reshape(*shape, -1) if t or s else array.reshape(shape)
 
 
-def side_values(spec: AttentionSpec, refs: Sequence[Any], place: Place) -> dict[str, Value]:
+def side_values(spec: AttentionSpec, refs: Sequence[Ref], place: Place) -> dict[str, Value]:
     """The parts of the side inputs that belong to a tile."""
     return {
         f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))
     }
 
 
-def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:
+def _side_value(side: SideSpec, ref: Ref, place: Place) -> Value:
     from jax.experimental import pallas as pl
 
     index = place.outer(side.varies)
@@ -253,7 +261,7 @@ def _side_value(side: SideSpec, ref: Any, place: Place) -> Value:
     return found if found.array.dtype == side.dtype else Value(found.kind, found.array.astype(side.dtype))
 
 
-def exists(place: Place, spec: AttentionSpec) -> Any:
+def exists(place: Place, spec: AttentionSpec) -> Array:
     """Which elements of a tile are not beyond the end of the axis that is streamed, and so summed over."""
     name, length = ("query", spec.query_length) if place.flipped else ("key", spec.key_length)
     return Value("along_1", place.positions()[name].array < length).widened("tile", place.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import increasing
 from autopallas.kernels.gpu import mosaic, rounded, tile
+from autopallas.kernels.refs import Number, Ref
 
 __all__ = ["tile_gradient"]
 
@@ -64,7 +65,7 @@ def tile_gradient(
     floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
     dtype, shape = query.dtype, (BLOCK, BLOCK)
 
-    def body(*refs: Any) -> None:
+    def body(*refs: Ref) -> None:
         given = list(refs)
         operands, shift_ref, delta_ref = given[:4], given[4], given[5]
         side_refs = given[6 : 6 + len(spec.sides)]
@@ -74,7 +75,7 @@ def tile_gradient(
         row, column = lax.axis_index("rows") * BLOCK, lax.axis_index("columns") * BLOCK
         owned = _unravelled(head, outer)
 
-        def step(n: Any, total: Any) -> Any:
+        def step(n: Array, total: Array) -> Array:
             summed = _unravelled(n, inner)
             b, k, g = (o if v else s for o, s, v in zip(owned, summed, side.varies, strict=False))
             windows = [(b, k, g, pl.ds(row, BLOCK))] * 2 + [(b, k, pl.ds(column, BLOCK))] * 2
@@ -90,7 +91,7 @@ def tile_gradient(
                 plgpu.barrier_wait(ready.at[i])
             q, do, k_tile, v_tile = shared
 
-            def multiply(score: Any, dp: Any) -> tuple[Any, Any]:
+            def multiply(score: Ref, dp: Ref) -> tuple[Array, Array]:
                 plgpu.wgmma(score, q, k_tile.transpose((1, 0)))
                 plgpu.wgmma(dp, do, v_tile.transpose((1, 0)))
                 return score[...], dp[...]
@@ -98,7 +99,8 @@ def tile_gradient(
             score, dp = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
             known |= {"score": Value("tile", score.astype(spec.score_dtype)), "dp": Value("tile", dp)}
             _, _, dsides = backward_elements(spec, programs).on(shape, known).result()
-            return total + dsides[floating.index(number)].widened("tile", shape).astype(F32)
+            gradient: Array = dsides[floating.index(number)].widened("tile", shape)
+            return total + gradient.astype(F32)
 
         total = plgpu.layout_cast(jnp.zeros(shape, F32), plgpu.Layout.WGMMA)
         total = lax.fori_loop(0, math.prod(inner), step, total)
@@ -122,9 +124,9 @@ def tile_gradient(
     return found[..., : spec.query_length, : spec.key_length]
 
 
-def _unravelled(n: Any, extents: tuple[int, ...]) -> tuple[Any, ...]:
+def _unravelled(n: Array, extents: tuple[int, ...]) -> tuple[Number, ...]:
     """The index of element n of an array, in row-major order."""
-    found: list[Any] = []
+    found: list[Number] = []
     for extent in reversed(extents):
         found.append(lax.rem(n, jnp.int32(extent)) if extent > 1 else 0)
         n = lax.div(n, jnp.int32(extent)) if extent > 1 else n

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction
 
 __all__ = ["Interval", "Ranges", "evaluate", "registers"]
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-Dtype: TypeAlias = np.dtype[Any]
+Array: TypeAlias = np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ _DIGITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
 _LARGEST = {name: float(jnp.finfo(name).max) for name in _DIGITS}
 
 
-def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Interval:
+def _settle(low: Array, high: Array, dtype: np.dtype, rounded: bool = True) -> Interval:
     """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding, and
     infinite beyond the dtype's range."""
     if dtype == np.bool_:
@@ -132,8 +132,9 @@ def _settle(low: Array, high: Array, dtype: Dtype, rounded: bool = True) -> Inte
         digits = _DIGITS.get(dtype.name, 1)
         margin = 2.0 ** (1 - digits)
 
-        def inexact(x: Array) -> Any:
-            return np.isfinite(x) & ((x != np.rint(x)) | (np.abs(x) > 2.0**digits))
+        def inexact(x: Array) -> Array:
+            found: Array = np.isfinite(x) & ((x != np.rint(x)) | (np.abs(x) > 2.0**digits))
+            return found
 
         low = np.where(inexact(low), low - margin * np.abs(low) - 1e-37, low)
         high = np.where(inexact(high), high + margin * np.abs(high) + 1e-37, high)
@@ -225,7 +226,9 @@ def _not(x: Interval) -> tuple[Array, Array]:
     return (1 - x.high, 1 - x.low) if x.dtype == np.bool_ else (-1 - x.high, -1 - x.low)
 
 
-def _bits(on_booleans: Callable[[Interval, Interval], tuple[Array, Array]], on_integers: Any) -> Any:
+def _bits(
+    on_booleans: Callable[[Interval, Interval], tuple[Array, Array]], on_integers: Callable[[Array, Array], Array]
+) -> Callable[[Interval, Interval], tuple[Array, Array]]:
     """A bitwise operation: on booleans by its truth table, on integers only where both are single known values."""
 
     def bounds(x: Interval, y: Interval) -> tuple[Array, Array]:

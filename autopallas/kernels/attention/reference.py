@@ -6,11 +6,12 @@ It has the T x S arrays that the others avoid.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
@@ -36,7 +37,7 @@ def forward(
     value: Array,
     sides: Sequence[Array] = (),
     sink: Array | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Array, ...]:
     """The formula of :class:`AttentionSpec`, line by line.  Arguments and results as in ``xla.forward``."""
     dtype = spec.accumulation_dtype
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
@@ -90,7 +91,9 @@ def backward(
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
     differentiable = [n for n, side in enumerate(spec.sides) if side.differentiable]
 
-    def results(query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None) -> Any:
+    def results(
+        query: Array, key: Array, value: Array, floating: Sequence[Array], sink: Array | None
+    ) -> Array | tuple[Array, list[Array]]:
         merged = list(sides)
         for n, side in zip(differentiable, floating, strict=True):
             merged[n] = side
@@ -108,7 +111,7 @@ def backward(
     return dquery, dkey, dvalue, tuple(dsides), dsink
 
 
-def _einsum(equation: str, a: Array, b: Array, dtype: Any, precision: str | None) -> Array:
+def _einsum(equation: str, a: Array, b: Array, dtype: DTypeLike, precision: str | None) -> Array:
     if dtype == jnp.float64:
         a, b = a.astype(dtype), b.astype(dtype)
     dots = None if precision is None else lax.Precision[precision]

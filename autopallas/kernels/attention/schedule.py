@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def store(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
     return update if sizes == array.shape else lax.dynamic_update_slice(array, update, starts)
 
 
-def _resolved(array: jax.Array, window: Window) -> tuple[list[Any], tuple[int, ...]]:
+def _resolved(array: jax.Array, window: Window) -> tuple[list[jax.Array], tuple[int, ...]]:
     parts = [(0, size) if part is None else part for part, size in zip(window, array.shape, strict=True)]
     return [jnp.asarray(start, jnp.int32) for start, _ in parts], tuple(size for _, size in parts)
 
@@ -91,7 +91,7 @@ class Schedule:
     key_block: int
     batch_step: int
     head_step: int
-    states: np.ndarray[Any, np.dtype[Any]]
+    states: np.ndarray
     """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN; a last, shorter block is one of them."""
     least: float
     """The maximum beside which keys in hidden tiles have no weight."""
@@ -146,11 +146,11 @@ class Schedule:
     def _over(
         self,
         row_block: Start,
-        hits: np.ndarray[Any, np.dtype[Any]],
+        hits: np.ndarray,
         programs: TilePrograms,
         tile: Callable[[Start, int, TilePrograms, Carry], Carry],
         carry: Carry,
-        first: np.ndarray[Any, np.dtype[Any]] | None = None,
+        first: np.ndarray | None = None,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
         """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are
@@ -165,12 +165,12 @@ class Schedule:
 
         def visit(n: Start, carry: Carry) -> Carry:
             if np.all(order == order[:, :1] + np.arange(order.shape[1])) and np.all(order[:, 0] == order[0, 0]):
-                block: Any = int(order[0, 0]) + n
+                block: Start = int(order[0, 0]) + n
             else:
                 block = jnp.asarray(order)[row, n]
             return tile(block * self.key_block, self.key_block, programs, carry)
 
-        def of_row(numbers: np.ndarray[Any, np.dtype[Any]]) -> int | jax.Array:
+        def of_row(numbers: np.ndarray) -> int | jax.Array:
             same = bool(np.all(numbers == numbers[0]))
             return int(numbers[0]) if same else jnp.asarray(numbers.astype(np.int32))[row]
 
@@ -196,7 +196,7 @@ def edges(length: int, block: int) -> Edges:
 
 
 def tile_programs(
-    spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray[Any, np.dtype[Any]]
+    spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray
 ) -> tuple[TilePrograms, TilePrograms]:
     """The programs of any tile, and those of the full ones among the tiles ``rows[i] x columns[j]``."""
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))

@@ -9,20 +9,23 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
-from autopallas.sites.operation import Operation
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes
 
-Dtype = np.dtype[Any]
+Canonical: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]
+"""(q, k, v, sides, sink)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +298,7 @@ class AttentionSite:
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    def _canonical(self, operands: Sequence[jax.Array]) -> Canonical:
         """(q, k, v, sides, sink) in the shapes of :class:`AttentionSpec`."""
         b, k_, g, t, s = self.axes
         spec = self.spec
@@ -405,7 +408,7 @@ class AttentionSite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(results, residuals): the program's result; and the logsumexp of each row, or statistics for a row program,
         with the kernel's own result where that cannot be read off the program's."""
@@ -431,8 +434,8 @@ class AttentionSite:
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -447,7 +450,7 @@ class AttentionSite:
                 filled[position] = array
             return filled
 
-        def prepare(*chosen: jax.Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        def prepare(*chosen: jax.Array) -> tuple[Canonical, Canonical]:
             """What depends differentiably on the active operands; the rest is handed through beside it."""
             q, k, v, sides, sink = self._canonical(rebuild(chosen))
             floating = tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
 
-__all__ = ["AttentionSpec", "SideSpec", "Weight"]
+if TYPE_CHECKING:
+    from autopallas.kernels.attention.block_sizes import BlockSizes
+    from autopallas.kernels.attention.fills import Fill
 
-Dtype: TypeAlias = np.dtype[Any]
+__all__ = ["AttentionSpec", "SideSpec", "Weight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class AttentionSpec:
         return ()
 
     @property
-    def fill(self) -> Any:
+    def fill(self) -> Fill | None:
         """What is known of the low score that hides keys, a :class:`fills.Fill`, or None."""
         from autopallas.kernels.attention.fills import fill_of
 
@@ -185,7 +188,7 @@ class AttentionSpec:
         )  # fmt: skip
         return (f"{mask}, {self.fill}: its tiles are skipped where {proof} them zero (checked at run time)",)
 
-    def tiles(self, block_sizes: Any, implementation: str | None = None) -> dict[str, Any]:
+    def tiles(self, block_sizes: BlockSizes, implementation: str | None = None) -> dict[str, object]:
         """Which tiles of the scores are computed, for a picture; see :func:`fills.picture`."""
         from autopallas.kernels.attention.fills import picture
 
@@ -208,10 +211,10 @@ class AttentionSpec:
             f"{self.widest_dtype}, {self.mask_class} mask{fill}" + "".join(f", {e}" for e in extras)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
 
-        def plain(x: Any) -> Any:
+        def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):
                 return x
             if isinstance(x, tuple):

@@ -7,12 +7,14 @@ of XLA's as well as inside a Pallas kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -113,7 +115,7 @@ def halves(x: Array, shift: Array) -> Array:
     return jnp.exp(jnp.where(half < jnp.inf, jnp.minimum(half, _greatest_exponent(x.dtype)), half))
 
 
-def _greatest_exponent(dtype: Any) -> float:
+def _greatest_exponent(dtype: DTypeLike) -> float:
     """What the exponential of a dtype is finite of, rounded down."""
     return float(np.floor(np.log(float(jnp.finfo(dtype).max))))
 
@@ -186,7 +188,7 @@ def any_kept(weights: Sequence[Weight], here: Tile, shape: tuple[int, ...]) -> A
     return jnp.any(jnp.broadcast_to(kept, shape), axis=-1, keepdims=True)
 
 
-def narrow(tile: Array, read: Any, operand: Array, bounded: bool) -> Array:
+def narrow(tile: Array, read: Dtype | None, operand: Array, bounded: bool) -> Array:
     """The tile as its dot with an operand takes it: in the operand's dtype where the original's product reads it in
     that dtype, ``read``, too; else as it is.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -37,7 +37,7 @@ __all__ = [
     "tile_map",
 ]
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Array: TypeAlias = np.ndarray
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
 
 DEAD, PARTIAL, FULL, HIDDEN = 0, 1, 2, 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.compat import Dtype
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
@@ -66,6 +67,7 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
+from autopallas.kernels.refs import Ref
 from autopallas.kernels.tpu_schedule_tracing import assume, is_simulated
 
 __all__ = ["backward"]
@@ -230,7 +232,7 @@ def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: S
     turned_once = chosen in (["query"], ["delta", "total"])
     turned = [pltpu.VMEM((shape.query_block, tpu.LANES), F32)] * (2 if turned_once else 0)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         tables, refs = refs[: 3 * (grid.tables is not None)], refs[3 * (grid.tables is not None) :]
         place = grid.place([pl.program_id(n) for n in range(len(grid.dimensions))], tables)
         given, refs = refs[: len(operands)], refs[len(operands) :]
@@ -244,7 +246,7 @@ def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: S
             for ref, rows in zip(columns, given[4:6], strict=False):
                 ref[...] = as_column(rows[...], shape.query_block)
 
-        def numbers(ref: Any, position: int) -> Array:
+        def numbers(ref: Ref, position: int) -> Array:
             """The numbers per row as they are combined with a tile."""
             if flipped:
                 row: Array = ref[...]
@@ -293,7 +295,7 @@ def _call(grid: Grid, name: str, operands: list[tuple[Block, Array]], outputs: S
     return found
 
 
-def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]) -> Any:
+def _priced(q: Array, k: Array, v: Array, do: Array, chosen: Sequence[str | int]) -> list[Array]:
     """What a tile costs, the programs aside."""
     p = jnp.exp(contract(q, k, (1, 1), None))
     ds = p * contract(do, v, (1, 1), None)
@@ -343,7 +345,7 @@ class _GradientTile:
                 sides[n] = x
             return here._replace(sides=tuple(sides))
 
-        def weighting(weights: tuple[Weight, ...]) -> Any:
+        def weighting(weights: tuple[Weight, ...]) -> Callable[[Array, tuple[Array, ...]], Array]:
             return lambda p, varied: weighted(weights, p, with_varied(varied))
 
         def from_score(score: Array, varied: tuple[Array, ...]) -> Array:
@@ -400,7 +402,7 @@ class _GradientTile:
             contract(columns, rows, (1, 1), precision) if self.flipped else contract(rows, columns, (1, 1), precision)
         )
 
-    def _summed_over_rows(self, tile: Array, rows: Array, read: Any, precision: str | None) -> Array:
+    def _summed_over_rows(self, tile: Array, rows: Array, read: Dtype | None, precision: str | None) -> Array:
         """The tile, which the original's product reads in the dtype ``read``, and [bq, d] to [bk, d]."""
         tile = narrowed(tile, read, rows, precision)
         return contract(tile, rows, (1 if self.flipped else 0, 0), precision)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.compat import Dtype
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
@@ -49,6 +50,7 @@ from autopallas.kernels.attention.tpu_operands import (
     within,
     without_rows,
 )
+from autopallas.kernels.refs import Number, Ref
 from autopallas.kernels.tpu_schedule_tracing import assume, is_simulated
 from autopallas.sites.interpret import interpretation
 
@@ -96,7 +98,7 @@ def forward(
     shape = geometry(spec, block_sizes)
     blocks = [rows_block(shape, spec.value_head_size, spec.result_dtype), number_block(shape, F32)]
 
-    def finish(running: _Running, out: Any, logsumexp: Any) -> None:
+    def finish(running: _Running, out: Ref, logsumexp: Ref) -> None:
         assert running.accumulator is not None
         result = running.accumulator / widened(running.total, spec.value_head_size)
         if running.kept is not None:
@@ -127,7 +129,7 @@ def statistics(
     """(maximum, sum of exponentials) of each row, [B, K, G, T]; ``bounded`` is :func:`fills.usual`."""
     shape = geometry(spec, block_sizes)
 
-    def finish(running: _Running, maximum: Any, total: Any) -> None:
+    def finish(running: _Running, maximum: Ref, total: Ref) -> None:
         maximum[...] = as_row(running.maximum, shape.row_lanes)
         total[...] = as_row(running.total, shape.row_lanes)
 
@@ -215,7 +217,7 @@ def _call(
     if value is not None:
         scratch.append(pltpu.VMEM((shape.query_block, spec.value_head_size), F32))
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         tables, refs = refs[: 3 * (grid.tables is not None)], refs[3 * (grid.tables is not None) :]
         place = grid.place([pl.program_id(n) for n in range(len(grid.dimensions))], tables)
         given, refs = refs[: len(inputs)], refs[len(inputs) :]
@@ -350,7 +352,7 @@ def _any(programs: TilePrograms, here: Tile, shape: tuple[int, ...], valid: Arra
     return jnp.max(jnp.where(jnp.broadcast_to(kept, shape), 1.0, 0.0), axis=-1, keepdims=True)
 
 
-def _priced(shape: Geometry, q: Array, k: Array, v: Array | None) -> Any:
+def _priced(shape: Geometry, q: Array, k: Array, v: Array | None) -> Array:
     """What :func:`_step` costs, the programs aside."""
     x = contract(q, k, (1, 1), None)
     p = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
@@ -365,7 +367,7 @@ def _tiles(shape: Geometry) -> int:
 # ---------------------------------------------------------------------- shared with the backward
 
 
-def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+def when(condition: Number) -> Callable[[Callable[[], None]], None]:
     """``pl.when`` that knows True."""
 
     def run(body: Callable[[], None]) -> None:
@@ -429,7 +431,7 @@ def kept_rows(exists: Array | None, x: Array) -> Array:
     return x if exists is None else jnp.where(exists, x.astype(F32), 0.0).astype(x.dtype)
 
 
-def narrowed(tile: Array, read: Any, operand: Array, precision: str | None, bounded: bool = False) -> Array:
+def narrowed(tile: Array, read: Dtype | None, operand: Array, precision: str | None, bounded: bool = False) -> Array:
     """The tile as its product with an operand takes it: see ``contents.narrow``.
 
     A TPU's matrix unit takes bfloat16 unless a higher precision is asked for, and so rounds the tile for the original's

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from autopallas.kernels.attention.fills import tile_states
 from autopallas.kernels.attention.schedule import TilePrograms, edges, tile_programs
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import DEAD, FULL, HIDDEN, PARTIAL
+from autopallas.kernels.refs import IndexMap, Number, Ref
 from autopallas.kernels.tpu import LANES, Semantics, rounded
 from autopallas.kernels.tpu_schedule_tracing import concrete
 
@@ -67,10 +68,10 @@ class Geometry:
     rows: int
     query_block: int
     key_block: int
-    states: np.ndarray[Any, np.dtype[Any]]
+    states: np.ndarray
     general: TilePrograms
     full: TilePrograms
-    hidden: np.ndarray[Any, np.dtype[Any]]
+    hidden: np.ndarray
     least: float
 
     @property
@@ -137,20 +138,20 @@ def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
 class Place(NamedTuple):
     """Where one step of a grid is."""
 
-    batch: Any
-    head: Any
-    group: Any
-    row: Any
-    column: Any
-    state: Any
+    batch: Number
+    head: Number
+    group: Number
+    row: Number
+    column: Number
+    state: Number
     """DEAD, PARTIAL or FULL, known or not."""
-    first: Any
+    first: Number
     """Whether the step is the first one, and the last one, of its output block."""
-    last: Any
+    last: Number
 
 
-Dimension: TypeAlias = tuple[str, Any, Semantics]
-Tables: TypeAlias = tuple[Any, Any, Any]
+Dimension: TypeAlias = tuple[str, Number, Semantics]
+Tables: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray, Array | np.ndarray]
 """Row, column, and flags of each listed tile."""
 
 
@@ -224,7 +225,7 @@ class Grid:
         listed."""
         return len(self.outer) + (self.tables is None)
 
-    def _at(self, ids: Sequence[Any], tables: Sequence[Any]) -> dict[str, Any]:
+    def _at(self, ids: Sequence[Number], tables: Sequence[Ref]) -> dict[str, Number]:
         """What the program ids and the list say of each axis, rows and columns included."""
         at = {name: i for (name, _, _), i in zip(self.dimensions, ids, strict=True)}
         if self.tables is not None:
@@ -233,7 +234,7 @@ class Grid:
             at |= {"row": tables[0][at["tile"]], "column": tables[1][at["tile"]]}
         return at
 
-    def place(self, ids: Sequence[Any], tables: Sequence[Any]) -> Place:
+    def place(self, ids: Sequence[Number], tables: Sequence[Ref]) -> Place:
         """Where the step with these program ids is; ``tables`` are the prefetched references."""
         at = self._at(ids, tables)
         if self.tables is not None:
@@ -248,17 +249,17 @@ class Grid:
             first, last = _ends(first, last, at[axis], self.geometry.extent(axis))
         return Place(at["B"], at["K"], at["G"], at["row"], at["column"], state, first, last)
 
-    def index_map(self, index: Callable[[dict[str, Any]], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    def index_map(self, index: Callable[[dict[str, Number]], tuple[Number, ...]]) -> IndexMap:
         """The index map of a block: ``index`` tells it from the positions on the axes B, K, G, row and column."""
         count = len(self.dimensions)
 
-        def of(*arguments: Any) -> tuple[Any, ...]:
+        def of(*arguments: Ref) -> tuple[Number, ...]:
             return index(self._at(arguments[:count], arguments[count:]))
 
         return of
 
 
-def _ends(first: Any, last: Any, position: Any, extent: int) -> tuple[Any, Any]:
+def _ends(first: Number, last: Number, position: Number, extent: int) -> tuple[Number, Number]:
     """Whether a step is the first, and the last, also along one more axis."""
     if extent == 1:
         return first, last
@@ -273,7 +274,7 @@ def is_listed(geometry: Geometry) -> bool:
     return not (np.all(states == FULL) or (states.size == 1 and states[0, 0] != DEAD))
 
 
-def _listed(states: np.ndarray[Any, np.dtype[Any]], group: Group) -> Tables:
+def _listed(states: np.ndarray, group: Group) -> Tables:
     """The tiles to visit: the live ones, and a dead one for each output block that has no other, to be written."""
     wanted = (states != DEAD) | (group == "tile")
     if group == "column":

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from autopallas.compat import Dtype
 from autopallas.kernels.attention.spec import SideSpec
 from autopallas.kernels.attention.tpu_grid import Geometry, Grid
+from autopallas.kernels.refs import Number
 from autopallas.kernels.tpu import LANES, block_bytes
 
 __all__ = [
@@ -47,12 +50,12 @@ class Block:
     """
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: Dtype
     tile: tuple[int, ...]
     axes: tuple[str | None, ...]
 
     def spec(self, grid: Grid) -> pl.BlockSpec:
-        def index(at: dict[str, Any]) -> tuple[Any, ...]:
+        def index(at: dict[str, Number]) -> tuple[Number, ...]:
             return tuple(0 if axis is None else at[axis] for axis in self.axes)
 
         squeezed = (None,) * (len(self.shape) - len(self.tile))
@@ -68,21 +71,21 @@ class Block:
         return block_bytes(self.tile, self.dtype)
 
 
-def rows_block(geometry: Geometry, size: int, dtype: Any) -> Block:
+def rows_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
     """Of queries, results and their cotangents: [B, K, G, T, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, geometry.groups, geometry.rows, size)
     return Block(shape, np.dtype(dtype), (geometry.query_block, size), ("B", "K", "G", "row", None))
 
 
-def columns_block(geometry: Geometry, size: int, dtype: Any) -> Block:
+def columns_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
     """Of keys and values: [B, K, S, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, spec.key_length, size)
     return Block(shape, np.dtype(dtype), (geometry.key_block, size), ("B", "K", "column", None))
 
 
-def number_block(geometry: Geometry, dtype: Any, varies: Sequence[bool] = (True,) * 4) -> Block:
+def number_block(geometry: Geometry, dtype: DTypeLike, varies: Sequence[bool] = (True,) * 4) -> Block:
     """Of numbers per row that vary over some of (B, K, G, T), the last one among them."""
     extents = [geometry.extent(a) for a in ("B", "K", "G")]
     shape = tuple(n if v else 1 for n, v in zip(extents, varies, strict=False))
@@ -91,7 +94,7 @@ def number_block(geometry: Geometry, dtype: Any, varies: Sequence[bool] = (True,
     return Block((*shape, geometry.row_blocks, 1, lanes), np.dtype(dtype), (1, lanes), (*axes, "row", None, None))
 
 
-def side_block(geometry: Geometry, side: SideSpec, dtype: Any) -> Block:
+def side_block(geometry: Geometry, side: SideSpec, dtype: DTypeLike) -> Block:
     """Of a side input; see :func:`side_operand` for what becomes of the array."""
     b, k, g, t, s = merged(geometry, side.varies)
     if t and not s:
@@ -158,7 +161,7 @@ def side_operand(geometry: Geometry, side: SideSpec, array: Array) -> Array:
     return per_row(geometry, array[..., 0]) if t and not s else array
 
 
-def stored(side: SideSpec) -> np.dtype[Any]:
+def stored(side: SideSpec) -> Dtype:
     """The dtype of a side input in main memory: booleans are bytes, what is small anyway has 32 bits."""
     fills_tiles = side.varies[3] and side.varies[4]
     if fills_tiles:
@@ -215,7 +218,7 @@ def widened(column: Array, width: int) -> Array:
     return column if column.shape[1] == width else column[:, :width]
 
 
-def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) -> tuple[Array, Array]:
+def positions(geometry: Geometry, row: Number, column: Number, flipped: bool = False) -> tuple[Array, Array]:
     """The query position of each row [bq, 1], and the key position of each column [1, bk]; flipped [1, bq], [bk, 1]."""
     rows = row * geometry.query_block + _counted(geometry.query_block, int(flipped))
     columns = column * geometry.key_block + _counted(geometry.key_block, int(not flipped))
@@ -225,7 +228,7 @@ def positions(geometry: Geometry, row: Any, column: Any, flipped: bool = False) 
     return rows, columns
 
 
-def within(start: Any, size: int, extent: int, axis: int) -> Array:
+def within(start: Number, size: int, extent: int, axis: int) -> Array:
     """Whether the positions ``start ..`` exist: [size, 1] for axis 0, [1, size] for axis 1."""
     found: Array = start + _counted(size, axis) < extent
     return found

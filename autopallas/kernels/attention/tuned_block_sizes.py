@@ -18,12 +18,12 @@ nothing is counted.  They replace nothing; they start a measurement.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import mask_class
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec
+from autopallas.sites.workload import Workload
 from autopallas.tuning.coverage import Conditions, products
 from autopallas.tuning.table import Bucket, Table, table_device
 
@@ -70,7 +70,7 @@ _HOLDS_FROM = {
 """The gain from which a row holds for other batch sizes and spellings: those that were tried gained less by as much."""
 
 
-def conditions(match: Any) -> Conditions:
+def conditions(match: Workload) -> Conditions:
     """What an attention's original depends on, on a CPU.
 
     The cases are einsums over [B, T, N, D] with B = 1, and XLA computes each of their steps by itself, as it does for a
@@ -78,11 +78,13 @@ def conditions(match: Any) -> Conditions:
     kernel without a T x S array, or faster otherwise.  Whole tiles that a causal or static mask leaves out outweigh
     that where the row's gain is large.  With the gradients in the same program the original is faster too, by less.
     """
-    found, parts = products(match.original), match.spec.batch * match.spec.key_heads * match.spec.groups
+    spec = match.spec
+    assert isinstance(spec, AttentionSpec)
+    found, parts = products(match.original), spec.batch * spec.key_heads * spec.groups
     return Conditions(
-        match.spec.batch,
+        spec.batch,
         "" if found == _CASES or parts == 1 else found or "none",
-        _HOLDS_FROM.get((match.direction, match.spec.mask_class), math.inf),
+        _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf),
     )
 
 

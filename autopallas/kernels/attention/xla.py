@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import lax
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
 from autopallas.kernels.attention.schedule import (
+    Carry,
     Schedule,
     Start,
     TilePrograms,
@@ -349,7 +350,7 @@ def _backward_rows(
         dp = _rows_by_columns(spec, place, do, place.columns(value, columns))
         return sums + jnp.sum(p * dp, axis=-1, keepdims=True)
 
-    def reveals(_: Any) -> Array:
+    def reveals(_: object) -> Array:
         assert unhidden is not None
         return unhidden
 
@@ -471,7 +472,7 @@ class _Rows:
         return [parts[a] for a in axes]
 
 
-def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Any], Any], carry: Any) -> Any:
+def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Carry], Carry], carry: Carry) -> Carry:
     """``carry`` after ``body`` for each block of rows, the shorter last one included."""
     batch_steps, head_steps = spec.batch // plan.batch_step, spec.key_heads // plan.head_step
 
@@ -492,7 +493,7 @@ def _over_rows(plan: Schedule, spec: AttentionSpec, body: Callable[[_Rows, Any],
     carry = loop(outer * blocks, lambda n, c: body(place(n, blocks, plan.query_block), c), carry)
     if tail := plan.query_length - blocks * plan.query_block:
 
-        def last(n: Start, carry: Any) -> Any:
+        def last(n: Start, carry: Carry) -> Carry:
             at = place(n, 1, tail)
             return body(_Rows(at.batch, at.heads, spec.groups, blocks, (blocks * plan.query_block, tail)), carry)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopallas.kernels.cross_entropy.api import cross_entropy
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["cross_entropy"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "cross_entropy":
         from autopallas.kernels.cross_entropy.api import cross_entropy
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
@@ -136,7 +137,7 @@ def _cross_entropy(
     return _results(_statistics(name, spec, block_sizes[0], x, w, sides))
 
 
-def _statistics(name: str, spec: CrossEntropySpec, sizes: BlockSizes, *operands: Any) -> tuple[Array, ...]:
+def _statistics(name: str, spec: CrossEntropySpec, sizes: BlockSizes, *operands: PyTree) -> tuple[Array, ...]:
     module = OPERATION.implementation(name)
     assert module is not None
     statistics: tuple[Array, ...] = module.forward(spec, sizes, *operands)[0]
@@ -150,8 +151,8 @@ def _results(statistics: tuple[Array, ...]) -> tuple[Array, Array]:
 
 
 def _forward(
-    name: str, spec: CrossEntropySpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Any
-) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    name: str, spec: CrossEntropySpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: PyTree
+) -> tuple[tuple[Array, Array], tuple[PyTree, ...]]:
     statistics = _statistics(name, spec, block_sizes[1], *operands)
     return _results(statistics), (*operands, statistics)
 
@@ -160,9 +161,9 @@ def _backward(
     name: str,
     spec: CrossEntropySpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    residuals: tuple[Any, ...],
+    residuals: tuple[PyTree, ...],
     cotangents: tuple[Array, Array],
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     module = OPERATION.implementation(name)
     assert module is not None
     x, w, sides, statistics = residuals
@@ -179,7 +180,7 @@ _cross_entropy.defvjp(_forward, _backward)
 
 @lru_cache(maxsize=256)
 def _logit_program(
-    dtype: np.dtype[Any], scale: float | None, logits_soft_cap: float | None, bias: np.dtype[Any] | None
+    dtype: np.dtype, scale: float | None, logits_soft_cap: float | None, bias: Dtype | None
 ) -> ElementwiseProgram:
     inputs: list[Input] = [Score(dtype)]
     if bias is not None:
@@ -202,7 +203,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 
@@ -84,7 +83,7 @@ class BlockSizes:
             for fitted, sizes in different.items()
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int]:
         return {"rows_block": self.rows_block, "vocabulary_block": self.vocabulary_block}
 
 

@@ -5,25 +5,25 @@ Letters: N rows (tokens), D hidden size, V vocabulary.  Activations are [N, D], 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["ORIGINALS", "accuracy", "case_of", "direct", "in_direction", "plain", "table_grid", "types"]
 
 
-def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
+def plain(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy as people write it."""
     logits = (x @ w).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
 
-def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
+def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same, and how often the greatest logit is the label's."""
     logits = (x @ w).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
@@ -31,16 +31,16 @@ def accuracy(x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked), jnp.mean(right.astype(jnp.float32))
 
 
-ORIGINALS: dict[str, Callable[..., Any]] = {"plain": plain, "accuracy": accuracy}
+ORIGINALS: dict[str, ArrayFunction] = {"plain": plain, "accuracy": accuracy}
 
 
-def in_direction(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+def in_direction(case: Case, function: ArrayFunction) -> ArrayFunction:
     """The function itself, or with the gradients for activations and weight from a cotangent, its last argument."""
     if case.direction == "forward":
         return function
 
-    def forward_and_backward(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: jax.Array) -> Any:
-        vjp: Any = jax.vjp
+    def forward_and_backward(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: jax.Array) -> PyTree:
+        vjp: ArrayFunction = jax.vjp  # whose results are two, or three with has_aux
         loss, pull_back, *rest = vjp(lambda x, w: function(x, w, labels), x, w, has_aux=case.mask == "accuracy")
         return loss, *rest, pull_back(cotangent)
 
@@ -58,7 +58,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(given)
 
 
-def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
     """The case of x [N, D], w [D, V] and, if given, labels [N]."""
     if [len(getattr(t, "shape", (0,) * 9)) for t in types] not in ([2, 2], [2, 2, 1]):
         raise ValueError("cross_entropy takes x [N, D], w [D, V] and int32 labels [N]")
@@ -71,7 +71,7 @@ def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
     return Case("cross_entropy", direction, types[0].dtype.name, variant, sizes)
 
 
-def direct(case: Case) -> Callable[..., Any] | None:
+def direct(case: Case) -> ArrayFunction | None:
     """``cross_entropy``."""
     from autopallas.kernels.cross_entropy.api import cross_entropy
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Shaped
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, SideSpec
 from autopallas.kernels.example import harmless, is_float, normal
@@ -17,10 +18,10 @@ from autopallas.sites.index_notation import Operand, fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 
-def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Any, ...]]:
+def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Array | tuple[Array, Array], ...]]:
     """(x, w, sides) as ``reference.forward`` takes them; others for another ``key``."""
     random = np.random.default_rng(key)
     x, w = _head(random, spec.heads[0], spec)
@@ -33,7 +34,7 @@ def _head(random: np.random.Generator, head: Head, spec: CrossEntropySpec) -> tu
     return x, normal(random, shape, head.weight_dtype, 1 / math.sqrt(head.hidden))
 
 
-def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -> Any:
+def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -> Array | tuple[Array, Array]:
     if side.head is not None:
         return _head(random, side.head, spec)
     over_rows, over_vocabulary = side.varies
@@ -47,7 +48,7 @@ def _side(random: np.random.Generator, side: SideSpec, spec: CrossEntropySpec) -
     return random.integers(0, spec.vocabulary, shape).astype(side.dtype)
 
 
-def operands(site: CrossEntropySite, types: Sequence[Any], key: int = 0) -> list[Array]:
+def operands(site: CrossEntropySite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
     """The same for a site: one array per operand, of the given shapes and dtypes."""
     x, w, sides = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
@@ -57,7 +58,7 @@ def operands(site: CrossEntropySite, types: Sequence[Any], key: int = 0) -> list
         fill(head.rows, x[None], filled, site.sizes, (batch, site.row_labels, head.hidden_labels))
         fill(head.weight, w[None], filled, site.sizes, (batch, *site.weight_groups(head)))
     for source, side in zip(site.sides, sides, strict=True):
-        if isinstance(source, Operand):
+        if isinstance(source, Operand) and not isinstance(side, tuple):
             fill(source, side[None], filled, site.sizes, (batch, site.row_labels, site.vocabulary_labels))
     return filled
 

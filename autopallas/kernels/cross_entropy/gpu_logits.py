@@ -10,24 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
+from autopallas.compat import Dtype
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
+from autopallas.kernels.refs import Ref
 
 __all__ = ["ALIGNED", "ROWS", "Plan", "Vectors", "each_tile", "padded"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
-Stored: TypeAlias = tuple[tuple[int, ...], Any]
+Stored: TypeAlias = tuple[tuple[int, ...], DTypeLike]
 """Shape and dtype of something in shared memory."""
 
 ROWS = CONSUMERS * PART
@@ -70,7 +72,7 @@ class Plan(NamedTuple):
         parts = [(x, spec.row_dtype), (w, spec.weight_dtype), *self.beside]
         return shared_bytes(parts, barriers=2 * self.stages)
 
-    def scratch(self, spec: CrossEntropySpec) -> list[Any]:
+    def scratch(self, spec: CrossEntropySpec) -> list[Ref]:
         """The ring of stages: its memory, and its barriers."""
         plgpu = mosaic()
         x, w = self.shapes(spec)
@@ -157,16 +159,19 @@ def each_tile(
 # ---------------------------------------------------------------------- side inputs
 
 
+Along: TypeAlias = Literal["rows", "columns", "alone"]
+
+
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """Side inputs [N|1, V|1] of which none varies over both, as a kernel has them: along rows, along columns, alone."""
 
-    kinds: tuple[Literal["rows", "columns", "alone"], ...]
-    dtypes: tuple[Any, ...]
+    kinds: tuple[Along, ...]
+    dtypes: tuple[Dtype, ...]
 
     @staticmethod
     def of(arrays: Sequence[Array]) -> Vectors:
-        kinds: list[Any] = ["alone" if a.size == 1 else "rows" if a.shape[1] == 1 else "columns" for a in arrays]
+        kinds: list[Along] = ["alone" if a.size == 1 else "rows" if a.shape[1] == 1 else "columns" for a in arrays]
         return Vectors(tuple(kinds), tuple(np.dtype(a.dtype) for a in arrays))
 
     def operands(self, arrays: Sequence[Array], rows: int, columns: int) -> list[Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,13 @@ from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import call, mosaic, processors
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
+from autopallas.kernels.refs import Ref
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["plan_of", "statistics_call"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
 
 _FEW = 3
 """Statistics beside which the registers hold 256 columns."""

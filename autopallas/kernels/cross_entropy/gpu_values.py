@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from autopallas.compat import Dtype
 from autopallas.kernels.cross_entropy.gpu_logits import Plan, Vectors, each_tile
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
+from autopallas.kernels.refs import Ref
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["Wanted", "plan_of", "values_call"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
-Wanted: TypeAlias = tuple[ElementwiseProgram, np.dtype[Any]]
+Wanted: TypeAlias = tuple[ElementwiseProgram, Dtype]
 """A program, and the dtype in which its values are stored."""
 
 _STRIP = 64

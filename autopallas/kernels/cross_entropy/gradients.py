@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tiles import Block, Tile, cut_row, cut_rows
@@ -38,7 +39,7 @@ class Pull:
         spec: CrossEntropySpec,
         labels: dict[int, Array],
         statistics: Sequence[Array],
-        cotangents: Sequence[Any],
+        cotangents: Sequence[Array | None],
         compute: Callable[[CrossEntropySpec], Sequence[Array]],
     ) -> Pull:
         """Prepares the product.
@@ -160,7 +161,7 @@ class Pull:
         return jnp.broadcast_to(total, value.shape).astype(value.dtype)
 
 
-def _widened(programs: Sequence[ElementwiseProgram], number: int, dtype: Any) -> Any:
+def _widened(programs: Sequence[ElementwiseProgram], number: int, dtype: Dtype) -> Dtype:
     """The float dtype to which all programs that read a side convert it first; its own dtype where they do not."""
     found = set()
     for program in programs:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import numpy as np
 from autopallas.kernels.cross_entropy import xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
@@ -29,6 +29,9 @@ from autopallas.kernels.gpu import reason_against, reason_against_programs, roun
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
+
+if TYPE_CHECKING:
+    from autopallas.kernels.cross_entropy.gpu_logits import Vectors
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 
@@ -95,9 +98,9 @@ def backward(
     w: Array,
     sides: Sequence[Array],
     statistics: Sequence[Array],
-    cotangents: Sequence[Any],
+    cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
+) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
     """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
     targets = Target.of_gradients(spec, wanted)
     if not targets:
@@ -172,7 +175,7 @@ def _contracted(
 
 
 def _whole(
-    spec: CrossEntropySpec, vectors: Any, x: Array, w: Array, sides: Sequence[Array]
+    spec: CrossEntropySpec, vectors: Vectors, x: Array, w: Array, sides: Sequence[Array]
 ) -> tuple[Array, Array, list[Array]]:
     """The operands of a kernel, padded to whole tiles: what is behind the end of main memory is not to be read."""
     from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, ROWS, padded

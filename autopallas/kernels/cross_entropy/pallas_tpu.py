@@ -9,10 +9,10 @@ Letters: N rows (tokens), D hidden size, V vocabulary; a tile is [r, c].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from autopallas.compat import Shaped
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
@@ -27,7 +28,8 @@ from autopallas.kernels.cross_entropy.statistics import required
 from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Operands, Tile
 from autopallas.kernels.cross_entropy.tpu_kernels import Make, Reader, contract, statistics, summed_apart, values_of
-from autopallas.kernels.cross_entropy.tpu_memory import SUBLANES, Packed, Task, fitting
+from autopallas.kernels.cross_entropy.tpu_memory import SUBLANES, Packed, Shape, Task, fitting
+from autopallas.kernels.refs import IndexMap
 from autopallas.kernels.tpu import LANES, call, cost_of, generation, reason_against
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation
@@ -80,7 +82,7 @@ def _tasks(spec: CrossEntropySpec) -> tuple[Task, ...]:
 def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]:
     """What a search should try, best guess first; each gives one of the kernels another tile."""
     budget = generation(device).budget
-    different: dict[Any, BlockSizes] = {}
+    different: dict[tuple[Shape | None, ...], BlockSizes] = {}
     for pair in ((2048, 2048), (1024, 1024), (1024, 512), (512, 1024), (512, 512), (2048, 256), (256, 2048)):
         sizes = BlockSizes(*pair).fitted(spec)
         different.setdefault(tuple(fitting(spec, sizes, task, budget) for task in _tasks(spec)), sizes)
@@ -115,7 +117,7 @@ def backward(
     w: Array,
     sides: Sequence[Array],
     statistics: Sequence[Array],
-    cotangents: Sequence[Any],
+    cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
 ) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
     """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
@@ -170,7 +172,7 @@ def _in_specs(reader: Reader, rows_outside: bool) -> list[pl.BlockSpec]:
     """Of x, w and the packed arrays, on a grid of (rows, vocabulary), or the other way round."""
     spec, (rows, columns) = reader.spec, reader.shape
 
-    def at(*axes: int | None) -> Any:
+    def at(*axes: int | None) -> IndexMap:
         order = (0, 1) if rows_outside else (1, 0)
         return lambda *step: tuple(0 if axis is None else step[order[axis]] for axis in axes)
 
@@ -194,7 +196,7 @@ def _blocks(reader: Reader) -> tuple[int, int]:
     return -(-reader.spec.rows // reader.shape.rows), -(-reader.spec.vocabulary // reader.shape.columns)
 
 
-def _cost(reader: Reader, given: Given, results: Sequence[Any], passes: int, dots: int) -> Any:
+def _cost(reader: Reader, given: Given, results: Sequence[Shaped], passes: int, dots: int) -> pl.CostEstimate:
     """Of ``dots`` matmuls per tile, and an exponential per logit; what the inner loop holds is read in each pass."""
     x, w, _ = given
     rows, columns = _blocks(reader)
@@ -240,7 +242,7 @@ def _contracted(
     given: Given,
     extra: Sequence[Array],
     targets: Sequence[Target],
-    make: Any,
+    make: Callable[[Sequence[int]], Make],
 ) -> list[Array]:
     """The targets, each by the kernel that sums along its axis; ``make(numbers)`` gives the values of some of them."""
     tasks: dict[Task, list[int]] = {"rows": [], "columns": []}
@@ -308,6 +310,6 @@ def _contraction(
     ]
 
 
-def _index(places: tuple[int | None, int | None], outside: int) -> Any:
+def _index(places: tuple[int | None, int | None], outside: int) -> IndexMap:
     """An index map: block of rows (0), of the vocabulary (1), or the only one (None) in each dimension."""
     return lambda *step: tuple(0 if p is None else step[0 if p == outside else 1] for p in places)

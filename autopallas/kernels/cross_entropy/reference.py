@@ -7,14 +7,15 @@ run operation by operation, because compiled programs may compute a value anew, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.compat import PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, Statistic
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideArray, Statistic
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
@@ -30,7 +31,7 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Any] = ()
+    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[SideArray] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The formulas of :class:`CrossEntropySpec`, line by line.  Arguments and results as in ``xla.forward``."""
     query = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
@@ -42,10 +43,11 @@ def forward(
     ]
     z, *further = logits
     z = z.astype(spec.logit_dtype)
-    sides = [further.pop(0).astype(s.dtype) if s.head else side for s, side in zip(spec.sides, sides, strict=True)]
+    pairs = zip(spec.sides, sides, strict=True)
+    arrays = [further.pop(0).astype(s.dtype) if isinstance(side, tuple) else side for s, side in pairs]
 
     def value(program: ElementwiseProgram, *extra: Array) -> Array:
-        return jnp.broadcast_to(program.evaluate(z, query, key, (*sides, *extra)), z.shape)
+        return jnp.broadcast_to(program.evaluate(z, query, key, (*arrays, *extra)), z.shape)
 
     # Once for all its statistics, so that what goes back to 16-bit sides is rounded once.
     values = {p: value(p).astype(spec.accumulation_dtype) for p in dict.fromkeys(s.program for s in spec.statistics)}
@@ -67,10 +69,10 @@ def forward(
                 return lax.stop_gradient(jnp.sum(p == greatest, axis=1, dtype=p.dtype))
             case "pick":
                 assert of.label is not None
-                return jnp.sum(jnp.where(sides[of.label] == key, p, 0), axis=1)
+                return jnp.sum(jnp.where(arrays[of.label] == key, p, 0), axis=1)
 
     statistics = tuple(statistic(s) for s in spec.statistics)
-    known = (*sides, *(s[:, None] for s in statistics))
+    known = (*arrays, *(s[:, None] for s in statistics))
     finished = tuple(program.evaluate(None, query, None, known) for program in spec.finish)
 
     def product(of: Product) -> Array:
@@ -93,28 +95,28 @@ def backward(
     block_sizes: BlockSizes | None,
     x: Array,
     w: Array,
-    sides: Sequence[Any],
+    sides: Sequence[SideArray],
     statistics: Sequence[Array],
-    cotangents: Sequence[Any],
+    cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Any, ...]]:
+) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
     """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
     differentiable = (True, True, *(s.differentiable for s in spec.sides))
     active = [n for n, (w, d) in enumerate(zip(wanted, differentiable, strict=True)) if w and d]
-    operands = (x, w, *sides)
+    operands: tuple[PyTree, ...] = (x, w, *sides)
 
-    def floating(*given: Any) -> tuple[Array, ...]:
+    def floating(*given: SideArray) -> tuple[Array, ...]:
         merged = list(operands)
         for n, operand in zip(active, given, strict=True):
             merged[n] = operand
         found = forward(spec, block_sizes, merged[0], merged[1], merged[2:])[0]
         return tuple(f for f, c in zip(found, cotangents, strict=True) if given_cotangent(c))
 
-    def given_cotangent(cotangent: Any) -> bool:
+    def given_cotangent(cotangent: Array | None) -> bool:
         return cotangent is not None and cotangent.dtype != jax.dtypes.float0
 
     _, vjp = jax.vjp(floating, *(operands[n] for n in active))
-    gradients: list[Any] = [None] * len(operands)
+    gradients: list[PyTree] = [None] * len(operands)
     for n, gradient in zip(active, vjp(tuple(c for c in cotangents if given_cotangent(c))), strict=True):
         gradients[n] = gradient
     return gradients[0], gradients[1], tuple(gradients[2:])

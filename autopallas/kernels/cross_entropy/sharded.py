@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,13 @@ import numpy as np
 from jax import lax
 
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
 from autopallas.sites.division import Division, PositionOperand
 from autopallas.sites.elementwise import ElementwiseProgram, Index, Input, Score, Side
+from autopallas.sites.operation import Kernel
+from autopallas.sites.spec import BlockSizes
 
 __all__ = ["DividedCrossEntropySite", "divide"]
 
@@ -48,12 +50,22 @@ class DividedCrossEntropySite(CrossEntropySite):
         return jnp.where(lax.axis_index(self.across) == 0, gradient, jnp.zeros_like(gradient))
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         return super().forward(_Kernel(kernel, self.across, self.vocabulary), block_sizes, operands)
 
-    def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
-        return super().backward(_Kernel(kernel, self.across, self.vocabulary), *given)
+    def backward(
+        self,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        residuals: Sequence[Array],
+        cotangents: Sequence[Array],
+        active: Sequence[int],
+    ) -> tuple[Array, ...]:
+        own = _Kernel(kernel, self.across, self.vocabulary)
+        return super().backward(own, block_sizes, operands, results, residuals, cotangents, active)
 
 
 def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
@@ -70,12 +82,12 @@ def divide(site: CrossEntropySite, division: Division) -> tuple[CrossEntropySite
 class _Kernel:
     """An implementation, run by each device on its part of the vocabulary; the statistics are those of the whole."""
 
-    part: Any
+    part: Kernel
     across: tuple[str, ...]
     vocabulary: int
 
     def forward(
-        self, spec: CrossEntropySpec, block_sizes: Any, x: Array, w: Array, sides: Sequence[Array]
+        self, spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """As of every implementation; products over the vocabulary are those of the part."""
         statistics = self._statistics(spec, spec.statistics, block_sizes, x, w, sides) if spec.statistics else ()
@@ -87,19 +99,20 @@ class _Kernel:
         known = tuple(SideSpec(np.dtype(f.dtype), (True, False)) for f in finished)
         rest = replace(spec, statistics=(), finish=(), sides=(*spec.sides, *known))
         rest, given = self._here(rest, (*sides, *finished))
-        return statistics, self.part.forward(rest, block_sizes, x, w, given)[1]
+        products: tuple[Array, ...] = self.part.forward(rest, block_sizes, x, w, given)[1]
+        return statistics, products
 
     def backward(
         self,
         spec: CrossEntropySpec,
-        block_sizes: Any,
+        block_sizes: BlockSizes | None,
         x: Array,
         w: Array,
         sides: Sequence[Array],
         statistics: Sequence[Array],
-        cotangents: Sequence[Any],
+        cotangents: Sequence[Array | None],
         wanted: Sequence[bool],
-    ) -> tuple[Any, Any, tuple[Any, ...]]:
+    ) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
         """As of every implementation; gradients of what has no vocabulary are those of the part."""
         maxima = [s for s, c in zip(spec.statistics, cotangents, strict=True) if s.kind == "max" and c is not None]
         further = [Statistic(kind, s.program) for s in maxima for kind in ("ties", "argmax")]
@@ -165,7 +178,7 @@ class _Kernel:
         self,
         spec: CrossEntropySpec,
         wanted: Sequence[Statistic],
-        block_sizes: Any,
+        block_sizes: BlockSizes | None,
         x: Array,
         w: Array,
         sides: Sequence[Array],

@@ -6,23 +6,25 @@ This is the thin boundary at which the program's layouts become the kernels' can
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import ArrayFunction, Dtype, PyTree
 from autopallas.kernels.cross_entropy.operation import OPERATION
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideArray, SideSpec, Statistic
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
-from autopallas.sites.operation import Operation
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes
 
-Dtype = np.dtype[Any]
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +170,20 @@ class CrossEntropySite:
         w = read(head.weight, operands, self.sizes, (self.batch_labels, *self.weight_groups(head)))
         return jnp.broadcast_to(x, shape), w
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[SideArray, ...]]:
         """(x [B, N, D], w [B|1, V, D] or [B|1, D, V], sides [B|1, N|1, V|1]); of a further head the pair (x, w)."""
         x, w = self._of_head(self.heads[0], operands)
         groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
-        sides: list[Any] = [
+        sides: list[SideArray] = [
             self._of_head(side, operands) if isinstance(side, HeadSource) else read(side, operands, self.sizes, groups)
             for side in self.sides
         ]
         for position in self.clipped:
-            greatest = min(self._greatest_label, int(jnp.iinfo(sides[position].dtype).max))
-            sides[position] = jnp.clip(sides[position], 0, greatest)
+            labels = cast(jax.Array, sides[position])
+            sides[position] = jnp.clip(labels, 0, min(self._greatest_label, int(jnp.iinfo(labels.dtype).max)))
         return x, w, tuple(sides)
 
-    def _mapped(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _mapped(self, function: ArrayFunction, *arguments: PyTree) -> PyTree:
         """Runs a function of canonical arrays for each element of the batch; what lacks a batch axis is shared."""
         leaves, structure = jax.tree.flatten(arguments)
         if self._extent(self.batch_labels) == 1:
@@ -189,15 +191,16 @@ class CrossEntropySite:
             return jax.tree.map(lambda a: a[None], found)
         shared = [a.shape[0] == 1 for a in leaves]
 
-        def one(*given: Any) -> Any:
+        def one(*given: jax.Array) -> PyTree:
             return function(*jax.tree.unflatten(structure, given))
 
         axes = tuple(None if alone else 0 for alone in shared)
         return jax.vmap(one, in_axes=axes)(*(a[0] if alone else a for a, alone in zip(leaves, shared, strict=True)))
 
-    def _finish(self, statistics: Sequence[jax.Array], sides: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def _finish(self, statistics: Sequence[jax.Array], sides: Sequence[SideArray]) -> tuple[jax.Array, ...]:
         """The results that are numbers per row, from statistics [B, N] and sides [B|1, N|1, V|1]."""
-        environment = [*sides, *(s[..., None] for s in statistics)]
+        # No program of these reads the logits of a further head.
+        environment = [*cast(Sequence[jax.Array], sides), *(s[..., None] for s in statistics)]
         query = jnp.arange(self.spec.rows, dtype=jnp.int32)[None, :, None]
         shape = (self._extent(self.batch_labels), self.spec.rows)
         found = []
@@ -221,7 +224,7 @@ class CrossEntropySite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(results, residuals): the residuals are the statistics."""
         x, w, sides = self._canonical(operands)
@@ -257,8 +260,8 @@ class CrossEntropySite:
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],
@@ -267,7 +270,7 @@ class CrossEntropySite:
     ) -> tuple[jax.Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
 
-        def prepare(*chosen: jax.Array) -> tuple[Any, Any]:
+        def prepare(*chosen: jax.Array) -> tuple[PyTree, tuple[SideArray, ...]]:
             """What depends differentiably on the active operands; the rest is handed through beside it."""
             filled = list(operands)
             for position, array in zip(active, chosen, strict=True):
@@ -280,7 +283,7 @@ class CrossEntropySite:
         residuals = [read(Operand(0, self.residual), (r,), self.sizes, groups) for r in residuals]
         values = [r for s, r in zip(self.statistics, residuals, strict=True) if s.kind != "argmax"]
 
-        def finish(values: Sequence[jax.Array], floating: Sequence[Any]) -> tuple[jax.Array, ...]:
+        def finish(values: Sequence[jax.Array], floating: Sequence[SideArray]) -> tuple[jax.Array, ...]:
             left, real = iter(values), iter(floating)
             pairs = zip(self.statistics, residuals, strict=True)
             statistics = [r if s.kind == "argmax" else next(left) for s, r in pairs]
@@ -296,7 +299,13 @@ class CrossEntropySite:
             spread = [None if s.kind == "argmax" else next(left) for s in self.statistics]
             wanted = self._wanted(active)
 
-            def run(x: Any, w: Any, sides: Any, statistics: Any, spread: Any) -> Any:
+            def run(
+                x: jax.Array,
+                w: jax.Array,
+                sides: Sequence[SideArray],
+                statistics: Sequence[jax.Array],
+                spread: Sequence[jax.Array | None],
+            ) -> PyTree:
                 return kernel.backward(self.spec, block_sizes, x, w, sides, statistics, spread, wanted)
 
             dx_, dw_, dsides_ = self._mapped(run, x, w, sides, tuple(residuals), spread)
@@ -316,7 +325,7 @@ class CrossEntropySite:
         """Of what does not depend on the part of the vocabulary, the gradient."""
         return gradient
 
-    def _floating(self, sides: Sequence[Any]) -> tuple[Any, ...]:
+    def _floating(self, sides: Sequence[S]) -> tuple[S, ...]:
         return tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
 
     def _wanted(self, active: Sequence[int]) -> tuple[bool, ...]:
@@ -354,9 +363,7 @@ class CrossEntropySite:
     def per_device(self, division: Division) -> tuple[CrossEntropySite, tuple[PositionOperand, ...]]:
         """What each device computes, of its part of the vocabulary."""
         extras = PositionOperands(len(self.types))
-        sides = tuple(
-            side if isinstance(side, HeadSource) else extras.source(side, division) for side in self.sides
-        )
+        sides = tuple(side if isinstance(side, HeadSource) else extras.source(side, division) for side in self.sides)
         site = replace(self, sizes=division.local(self.sizes), sides=sides)
         return replace(site, types=(*self.types, *extras.types)), tuple(extras.counted)
 

@@ -6,15 +6,18 @@ Letters, in this package: N rows (tokens), D hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+import jax
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram, honoured
 
-__all__ = ["CrossEntropySpec", "Head", "Product", "SideSpec", "Statistic"]
+__all__ = ["CrossEntropySpec", "Head", "Product", "SideArray", "SideSpec", "Statistic"]
 
-Dtype: TypeAlias = np.dtype[Any]
+SideArray: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
+"""A side input: its array, or for the logits of a further head activations and weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,10 @@ class CrossEntropySpec:
             f"{self.logit_dtype} logits: {', '.join(parts)}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
 
-        def plain(x: Any) -> Any:
+        def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):
                 return x
             if isinstance(x, tuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
@@ -25,7 +26,7 @@ def required(statistics: Sequence[Statistic]) -> tuple[Statistic, ...]:
     return tuple(dict.fromkeys((*maxima, *statistics)))
 
 
-def initial(statistics: Sequence[Statistic], rows: int, dtype: Any) -> tuple[Array, ...]:
+def initial(statistics: Sequence[Statistic], rows: int, dtype: DTypeLike) -> tuple[Array, ...]:
     """The statistics of no columns at all, [rows] each."""
 
     def of(statistic: Statistic) -> Array:
@@ -42,7 +43,7 @@ def finite(maximum: Array) -> Array:
 
 
 def advanced(
-    statistics: Sequence[Statistic], before: Sequence[Array], tile: Tile, labels: dict[int, Array], dtype: Any
+    statistics: Sequence[Statistic], before: Sequence[Array], tile: Tile, labels: dict[int, Array], dtype: DTypeLike
 ) -> tuple[Array, ...]:
     """The statistics after one more tile, whose columns come behind those before.
 
@@ -143,7 +144,7 @@ def _greatest(
     return dict(zip(asked, merged([old[s] for s in asked], here), strict=True))
 
 
-def _picked(before: Array, statistic: Statistic, tile: Tile, label: Array, dtype: Any) -> Array:
+def _picked(before: Array, statistic: Statistic, tile: Tile, label: Array, dtype: DTypeLike) -> Array:
     rows, columns = tile.score.shape
     local = jnp.broadcast_to(label, (rows, 1)) - tile.key[0, 0]
     inside = (label >= 0) & (local >= 0) & (local < columns)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product
@@ -25,7 +26,7 @@ class Target:
     """What becomes of the values on tiles: a dot with the weight (rows) or with x (columns), or a sum (side)."""
 
     kind: str
-    dtype: Any
+    dtype: DTypeLike
     varies: tuple[bool, bool] = (False, True)
     head: int = 0
     """Of which of the spec's heads weight and x are."""

@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
@@ -34,7 +35,7 @@ class Tile(NamedTuple):
     key: Array  # [1, c], or [r, 1] where each row has a column of its own
     sides: tuple[Array, ...]  # [r|1, c|1]
 
-    def value(self, program: ElementwiseProgram, dtype: Any = None) -> Array:
+    def value(self, program: ElementwiseProgram, dtype: DTypeLike | None = None) -> Array:
         """The program's value, [r, c]."""
         value = program.evaluate(self.score, self.query, self.key, self.sides)
         return jnp.broadcast_to(value if dtype is None else value.astype(dtype), self.score.shape)
@@ -86,9 +87,9 @@ class Operands:
     """Canonical labels by the position of their side input."""
 
     @staticmethod
-    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Any]) -> Operands:
+    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[SideArray]) -> Operands:
         positions = {s.label for s in spec.statistics if s.label is not None}
-        labels = {position: canonical_labels(sides[position], spec.vocabulary) for position in sorted(positions)}
+        labels = {n: canonical_labels(cast(Array, sides[n]), spec.vocabulary) for n in sorted(positions)}
         further = [side for side, s in zip(sides, spec.sides, strict=False) if s.head is not None]
         # The barrier keeps XLA from folding the transposition back into the dots.
         heads = tuple(
@@ -105,9 +106,7 @@ class Operands:
         """Part of each weight, in its own layout."""
         return tuple(cut(head.w, block, head.vocabulary_axis) for head in self.heads)
 
-    def tile(
-        self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block
-    ) -> Tile:
+    def tile(self, spec: CrossEntropySpec, x: Sequence[Rows], w: Sequence[Array], rows: Block, columns: Block) -> Tile:
         """The tile whose operands ``x`` and ``w`` have been cut already."""
         query = (rows[0] + np.arange(rows[1], dtype=np.int32))[:, None]
         key = (columns[0] + np.arange(columns[1], dtype=np.int32))[None, :]
@@ -189,7 +188,7 @@ def dot(spec: CrossEntropySpec, a: Array, b: Array, contract: tuple[int, int]) -
 
 
 @cache
-def _multiplies_natively(dtype: Any) -> bool:
+def _multiplies_natively(dtype: DTypeLike) -> bool:
     """Whether this host's processor has instructions for products of a 16-bit dtype."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -199,7 +198,7 @@ def _multiplies_natively(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and ("amx_bf16" in flags or "avx512_bf16" in flags)
 
 
-def _rounded(logits: Array, dtype: Any) -> Array:
+def _rounded(logits: Array, dtype: DTypeLike) -> Array:
     """The logits in their dtype.  A mere pair of casts XLA may drop, in one place and not in another."""
     if jnp.finfo(dtype).bits >= jnp.finfo(logits.dtype).bits:
         return logits.astype(dtype)

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import ArrayLike, DTypeLike
 
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite
 from autopallas.kernels.cross_entropy.tile_products import Target
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.cross_entropy.tpu_memory import Packed, Shape, Task
+from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["Reader", "contract", "statistics"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Reader:
     shape: Shape
     sides: Packed
 
-    def tile(self, x: Array, w: Array, sides: Sequence[Any], row: Any, column: Any) -> tuple[Tile, list[Array]]:
+    def tile(self, x: Array, w: Array, sides: Sequence[Ref], row: Number, column: Number) -> tuple[Tile, list[Array]]:
         """The tile at block ``row`` and block ``column``, with the spec's side inputs; and what is packed behind them.
 
         Args:
@@ -76,7 +77,7 @@ def dot(spec: CrossEntropySpec, a: Array, b: Array, axis_a: int, axis_b: int) ->
     )
 
 
-def _rounded(logits: Array, dtype: Any) -> Array:
+def _rounded(logits: Array, dtype: DTypeLike) -> Array:
     """The logits in their dtype.  XLA, which interprets, may drop a mere pair of casts; Mosaic does not."""
     if dtype == jnp.bfloat16 and interpretation():
         logits = lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=7)
@@ -121,7 +122,7 @@ def advanced(
     new: dict[Statistic, Array] = {}
     values = {program: _once(tile.value(program, jnp.float32)) for program in dict.fromkeys(s.program for s in needed)}
 
-    def kept(value: Array, otherwise: Any) -> Array:
+    def kept(value: Array, otherwise: ArrayLike) -> Array:
         return value if inside is None else jnp.where(inside, value, otherwise)
 
     def true_inside(value: Array) -> Array:
@@ -226,7 +227,7 @@ def summed_apart(target: Target) -> bool:
     return target.kind != "side" and target.dtype != jnp.float32
 
 
-def _accumulate(total: Ref, value: Array, step: Any) -> None:
+def _accumulate(total: Ref, value: Array, step: Number) -> None:
     @pl.when(step == 0)
     def _() -> None:
         total[...] = value

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.refs import Ref
 from autopallas.kernels.tpu import LANES, block_bytes, rounded
 
 __all__ = ["SUBLANES", "Packed", "Place", "Shape", "Task", "fitting"]
@@ -101,7 +103,7 @@ class Place(NamedTuple):
 
     kind: Literal["float", "int", "column", "full"]
     number: int
-    dtype: Any
+    dtype: DTypeLike
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +128,7 @@ class Packed:
         own: list[tuple[str, Array]] = []
         for array in arrays:
             if array.shape[1] != 1:
-                kind: Any = "column" if array.shape[0] == 1 else "full"
+                kind: Literal["float", "int", "column", "full"] = "column" if array.shape[0] == 1 else "full"
                 narrow = jnp.int8 if kind == "full" else jnp.int32
                 own.append((kind, array.astype(narrow) if array.dtype == jnp.bool_ else array))
                 places.append(Place(kind, len(own) - 1, array.dtype))
@@ -141,7 +143,7 @@ class Packed:
         everything = [*filled, *own]
         return Packed(tuple(places), tuple(a for _, a in everything), tuple(k for k, _ in everything))
 
-    def read(self, arrays: Sequence[Any]) -> list[Array]:
+    def read(self, arrays: Sequence[Ref]) -> list[Array]:
         """The side inputs on a tile, [r|1, c|1] each, from what the kernel has of :attr:`arrays`."""
         found = []
         for kind, number, dtype in self.places:
@@ -152,7 +154,7 @@ class Packed:
         return found
 
 
-def _restored(value: Array, dtype: Any) -> Array:
+def _restored(value: Array, dtype: DTypeLike) -> Array:
     if dtype == jnp.bool_:
         return (value if value.dtype == jnp.int32 else value.astype(jnp.int32)) != 0
     return lax.convert_element_type(value, dtype)

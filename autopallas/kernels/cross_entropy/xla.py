@@ -11,14 +11,15 @@ A tile is [r, c].  There is no padding: a block that does not divide its axis le
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from autopallas.compat import PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
 from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
 from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
@@ -29,6 +30,7 @@ from autopallas.sites.operation import Supported, Unsupported
 __all__ = ["backward", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
+Arrays: TypeAlias = tuple[Array, ...]
 
 
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
@@ -37,7 +39,7 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
 
 
 def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Any] = ()
+    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[SideArray] = ()
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Statistics and products.
 
@@ -75,11 +77,11 @@ def backward(
     block_sizes: BlockSizes,
     x: Array,
     w: Array,
-    sides: Sequence[Any],
+    sides: Sequence[SideArray],
     statistics: Sequence[Array],
-    cotangents: Sequence[Any],
+    cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Any, ...]]:
+) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
     """Gradients of the statistics of :func:`forward`, for a spec without products.
 
     The shift in ``exp_sum`` is a constant; equal maxima share the cotangent of ``max``; ``argmax`` and ``ties`` have no
@@ -117,7 +119,7 @@ def backward(
 
         every = (*targets.values(), *(target for pair in heads.values() for target in pair))
         results = contracted(spec, block_sizes, operands, every, make)
-    found: dict[int, Any] = dict(zip(targets, results, strict=False))
+    found: dict[int, PyTree] = dict(zip(targets, results, strict=False))
     of_heads = results[len(targets) :]
     found |= dict(zip(heads, zip(of_heads[::2], of_heads[1::2], strict=True), strict=True))
     return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
@@ -136,7 +138,7 @@ def _statistics_and_products(
     columns = (0, spec.vocabulary)
     weights = operands.columns(columns)
 
-    def rows(part: Block, carry: Any) -> Any:
+    def rows(part: Block, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         statistics, products = carry
         x = operands.rows(part)
         tile = operands.tile(spec, x, weights, part, columns)

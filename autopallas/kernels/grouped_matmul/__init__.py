@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopallas.kernels.grouped_matmul.api import grouped_matmul
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["grouped_matmul"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "grouped_matmul":
         from autopallas.kernels.grouped_matmul.api import grouped_matmul
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operation import OPERATION
@@ -28,7 +29,7 @@ def grouped_matmul(
     rhs: Array,
     group_sizes: Array,
     *,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     precision: lax.Precision | str | None = None,
     implementation: str | Sequence[str] | None = None,
     block_sizes: BlockSizes | None = None,
@@ -164,7 +165,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return str(getattr(x, "dtype", type(x).__name__))
 
 

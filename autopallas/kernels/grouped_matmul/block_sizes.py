@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from autopallas.kernels.grouped_matmul.spec import AnySpec
 
@@ -63,7 +62,7 @@ class BlockSizes:
         fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
         return tuple(dict.fromkeys(fitted))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, int]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 

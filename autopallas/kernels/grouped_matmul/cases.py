@@ -7,11 +7,11 @@ of G experts computes every one of T = M / 2 tokens, of which two count: M is th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["DENSE", "ORIGINALS", "case_of", "direct", "in_direction", "mixture", "ragged_dot", "table_grid", "types"]
@@ -37,12 +37,12 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {"uneven": ragged_dot, "even": 
 """Groups of different and of equal size, and a mixture without groups."""
 
 
-def in_direction(case: Case, function: Callable[..., jax.Array]) -> Callable[..., Any]:
+def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
     """The function itself, or with the gradients for all floating arguments from a cotangent, its last argument."""
     if case.direction == "forward":
         return function
 
-    def forward_and_backward(*arguments: jax.Array) -> Any:
+    def forward_and_backward(*arguments: jax.Array) -> PyTree:
         *floating, integers, cotangent = arguments
         output, pull_back = jax.vjp(lambda *floating: function(*floating, integers), *floating)
         return output, pull_back(cotangent)
@@ -68,7 +68,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(given)
 
 
-def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
+def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
     """The case of lhs [M, K], rhs [G, K, N] and, if given, group sizes [G]; or of the arguments of :func:`mixture`."""
     shapes = [tuple(getattr(t, "shape", (0,) * 9)) for t in types]
     if variant == DENSE:
@@ -84,7 +84,7 @@ def case_of(types: Sequence[Any], variant: str, direction: Direction) -> Case:
     return Case("grouped_matmul", direction, types[0].dtype.name, variant, sizes)
 
 
-def _dense_case_of(given: Sequence[Any], shapes: Sequence[tuple[int, ...]], direction: Direction) -> Case:
+def _dense_case_of(given: Sequence[Shaped], shapes: Sequence[tuple[int, ...]], direction: Direction) -> Case:
     if list(map(len, shapes)) != [2, 3, 3, 2, 2]:
         raise ValueError("a dense mixture takes x [T, K], up [G, K, N], down [G, N, K], weights [T, 2], experts [T, 2]")
     (tokens, inner), (groups, _, columns) = shapes[:2]
@@ -95,7 +95,7 @@ def _dense_case_of(given: Sequence[Any], shapes: Sequence[tuple[int, ...]], dire
     return case
 
 
-def direct(case: Case) -> Callable[..., Any] | None:
+def direct(case: Case) -> ArrayFunction | None:
     """``grouped_matmul``; none of a mixture."""
     if case.mask == DENSE:
         return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Shaped
 from autopallas.kernels.example import harmless, is_float, normal
 from autopallas.kernels.grouped_matmul.experts import ExpertsSite
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
@@ -18,7 +19,7 @@ from autopallas.sites.index_notation import fill
 
 __all__ = ["example", "operands", "program"]
 
-Array: TypeAlias = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray
 
 
 def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]:
@@ -31,7 +32,7 @@ def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]
     return first, second, sizes.astype(np.int32)[None]
 
 
-def operands(site: GroupedMatmulSite | ExpertsSite, types: Sequence[Any], key: int = 0) -> list[Array]:
+def operands(site: GroupedMatmulSite | ExpertsSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
     """The same for a site: one array per operand, of the given shapes and dtypes."""
     filled = harmless(np.random.default_rng(key), types)
     if isinstance(site, ExpertsSite):

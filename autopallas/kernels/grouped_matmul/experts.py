@@ -13,13 +13,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from types import ModuleType
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.api import apply
 from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
 from autopallas.kernels.grouped_matmul.operation import OPERATION
@@ -27,12 +29,12 @@ from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpe
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.elementwise import Constant
 from autopallas.sites.index_notation import Label, Operand, View, read, write
-from autopallas.sites.operation import Operation
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes
 
 __all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
 
 Array: TypeAlias = jax.Array
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class ExpertsSite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         """(the program's result, no residuals)."""
         return (_Rows(self, kernel, block_sizes, self.prelude(operands)).result(),), ()
@@ -118,8 +120,8 @@ class ExpertsSite:
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[Array],
         results: Sequence[Array],
         residuals: Sequence[Array],
@@ -237,9 +239,10 @@ class _Routing(NamedTuple):
 class _Rows:
     """One evaluation of a site: values of steps are [R, ...], or [1, ...] where all rows have the same."""
 
-    def __init__(self, site: ExpertsSite, kernel: Any, block_sizes: Any, arrays: Sequence[Array]):
+    def __init__(self, site: ExpertsSite, kernel: Kernel, block_sizes: BlockSizes | None, arrays: Sequence[Array]):
         self.site, self.spec, self.arrays = site, site.spec, arrays
-        self.implementation, self.block_sizes = kernel.__name__.rpartition(".")[2], block_sizes
+        self.implementation = cast(ModuleType, kernel).__name__.rpartition(".")[2]
+        self.block_sizes = block_sizes
         self.groups = (*site.batch_labels, *site.expert_labels)
         self.experts = math.prod(site.sizes[a] for a in site.expert_labels)
         self.routing = self._routing()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import numpy as np
 
 from autopallas import compat
+from autopallas.compat import ArrayFunction, ClosedJaxpr, Dtype
 from autopallas.sites.elementwise import Constant, ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand
 
@@ -35,7 +35,7 @@ class Pointwise:
     labels: Labels
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         return self.program.dtype
 
     @property
@@ -53,7 +53,7 @@ class Product:
     weights: Operand
     inner: Labels
     labels: Labels
-    dtype: np.dtype[Any]
+    dtype: Dtype
     precision: str | None
 
 
@@ -75,11 +75,11 @@ class Prelude:
         read, the products).
     """
 
-    key: Any
-    jaxpr: Any = field(compare=False)
+    key: Hashable
+    jaxpr: ClosedJaxpr | None = field(compare=False)
     reads: tuple[frozenset[int], ...]
     mapped: tuple[tuple[int | None, ...], ...] = ()
-    witness: Any = field(default=None, compare=False)
+    witness: ClosedJaxpr | None = field(default=None, compare=False)
 
     @classmethod
     def nothing(cls, count: int) -> Prelude:
@@ -89,7 +89,7 @@ class Prelude:
     def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         if self.jaxpr is None:
             return list(operands)
-        function: Callable[..., Any] = compat.jaxpr_as_fun(self.jaxpr)
+        function: ArrayFunction = compat.jaxpr_as_fun(self.jaxpr)
         for axes in self.mapped:
             function = jax.vmap(function, in_axes=axes, out_axes=list(self.axes(axes)))
         return list(function(*operands))

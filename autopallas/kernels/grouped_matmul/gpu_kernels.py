@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, pl
 from autopallas.kernels.grouped_matmul.gpu_tiles import STORED, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.refs import Ref
 from autopallas.sites.device import Device
 
 __all__ = ["rows_call", "weights_call"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
 
 
 def rows_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, columns: int) -> Callable[..., Array]:
@@ -69,7 +69,7 @@ def weights_call(spec: GroupedMatmulSpec, tile_: Tile, total: int, groups: int, 
     )
 
 
-def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Any]:
+def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Ref]:
     plgpu = mosaic()
     first, second, stored, *ladder = tile_.shapes(spec)
     full = plgpu.Barrier(num_arrivals=tile_.row_parts + tile_.column_parts, num_barriers=tile_.stages)

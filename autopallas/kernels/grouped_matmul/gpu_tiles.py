@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from autopallas.compat import Dtype
 from autopallas.kernels.gpu import SHARED_MEMORY, rounded, shared_bytes
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
@@ -70,7 +71,7 @@ class Tile(NamedTuple):
         """Columns of one warpgroup."""
         return self.columns // self.column_parts
 
-    def shapes(self, spec: GroupedMatmulSpec) -> Iterator[tuple[tuple[int, ...], Any]]:
+    def shapes(self, spec: GroupedMatmulSpec) -> Iterator[tuple[tuple[int, ...], Dtype]]:
         """Shape and dtype of everything in shared memory: first, second, and twice the result on its way out."""
         first = (self.inner, PART) if spec.use == "drhs" else (PART, self.inner)
         second = (self.part_columns, self.inner) if spec.use == "dlhs" else (self.inner, self.part_columns)

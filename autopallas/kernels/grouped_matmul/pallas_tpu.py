@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.tpu_cores import Told
 from autopallas.kernels.grouped_matmul.visits import (
     capacity,
     even_bounds,
@@ -32,6 +33,7 @@ from autopallas.kernels.grouped_matmul.visits import (
     visits_by_group,
     visits_by_tile,
 )
+from autopallas.kernels.refs import Number, Ref
 from autopallas.kernels.tpu import LANES, block_bytes, call, generation, reason_against, rounded
 from autopallas.kernels.tpu_schedule_tracing import assume, concrete, is_simulated, unknown
 from autopallas.sites.device import Device
@@ -42,7 +44,6 @@ from autopallas.sites.operation import Supported, Unsupported
 __all__ = ["Tile", "backward", "candidates", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
 
 EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
@@ -117,7 +118,7 @@ def _finished_in_place(spec: GroupedMatmulSpec, product: Array, block: int) -> A
         return spec.finished(product)
     count, rest = divmod(spec.rows, block)
 
-    def part(start: Any, size: int, out: Array) -> Array:
+    def part(start: Number, size: int, out: Array) -> Array:
         done = spec.finished(lax.dynamic_slice_in_dim(out, start, size, axis=1))
         return lax.dynamic_update_slice_in_dim(out, done, start, axis=1)
 
@@ -246,7 +247,7 @@ def _sides(spec: GroupedMatmulSpec) -> tuple[int, int]:
     return (spec.columns, spec.contracting) if spec.use == "dlhs" else (spec.contracting, spec.columns)
 
 
-def rows_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any) -> Callable[..., Array]:
+def rows_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Number) -> Callable[..., Array]:
     """The kernel as a function of (five tables, rows [B M, ...], weights [groups, K, N]).
 
     Args:
@@ -284,7 +285,7 @@ def rows_call_on_cores(
     groups: int,
     cores: int,
     visits: int,
-    at: Callable[..., Any] | None = None,
+    at: Told | None = None,
 ) -> Callable[..., Array]:
     """The same as a function of (the cores' shares, five tables, rows, weights), where there is a
     :func:`shared_tile`.
@@ -315,18 +316,18 @@ def rows_call_on_cores(
 
 
 def _rows_specs(
-    spec: GroupedMatmulSpec, tile: Tile, told: Callable[[Any, Sequence[Ref]], Any]
-) -> tuple[list[Any], Any]:
+    spec: GroupedMatmulSpec, tile: Tile, told: Callable[[Number, Sequence[Ref]], tuple[Number, ...]]
+) -> tuple[list[pl.BlockSpec], pl.BlockSpec]:
     """Blocks of rows, weights and result on a grid of (passes, visits, steps); ``told(visit, tables)``."""
     transposed = spec.use == "dlhs"
 
-    def rows_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+    def rows_map(n: Number, v: Number, k: Number, *tables: Ref) -> tuple[Number, ...]:
         return told(v, tables)[0], k
 
-    def weights_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+    def weights_map(n: Number, v: Number, k: Number, *tables: Ref) -> tuple[Number, ...]:
         return told(v, tables)[1], *((n, k) if transposed else (k, n))
 
-    def out_map(n: Any, v: Any, k: Any, *tables: Ref) -> Any:
+    def out_map(n: Number, v: Number, k: Number, *tables: Ref) -> tuple[Number, ...]:
         return told(v, tables)[0], n
 
     weights_block = (tile.columns, tile.inner) if transposed else (tile.inner, tile.columns)
@@ -334,18 +335,18 @@ def _rows_specs(
     return in_specs, pl.BlockSpec((tile.rows, tile.columns), out_map)
 
 
-def _rows_scratch(tile: Tile, steps: int) -> list[Any]:
+def _rows_scratch(tile: Tile, steps: int) -> list[Ref]:
     return [pltpu.VMEM((tile.rows, tile.columns), jnp.float32)] * (steps > 1)
 
 
-def _rows_cost(spec: GroupedMatmulSpec, rows: int, groups: int, passes: int) -> Any:
+def _rows_cost(spec: GroupedMatmulSpec, rows: int, groups: int, passes: int) -> pl.CostEstimate:
     inner, columns = _sides(spec)
     first, second, result = (d.itemsize for d in (spec.first_dtype, spec.second_dtype, spec.output_dtype))
     moved = rows * inner * passes * first + groups * inner * columns * second + rows * columns * result
     return pl.CostEstimate(flops=2 * rows * inner * columns, bytes_accessed=moved, transcendentals=0)
 
 
-def _read(tables: Sequence[Ref], visit: Any) -> tuple[Any, ...]:
+def _read(tables: Sequence[Ref], visit: Number) -> tuple[Array, ...]:
     return tuple(table[visit] for table in tables)
 
 
@@ -353,7 +354,7 @@ def _rows_kernel(
     spec: GroupedMatmulSpec,
     tile: Tile,
     inner: int,
-    read: Callable[[Any], Any],
+    read: Told,
     rows_ref: Ref,
     weights_ref: Ref,
     out_ref: Ref,
@@ -430,7 +431,7 @@ def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array
     return out.reshape(spec.batch, *spec.result_shape())
 
 
-def weights_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Any) -> Callable[..., Array]:
+def weights_call(spec: GroupedMatmulSpec, tile: Tile, rows: int, groups: int, count: Number) -> Callable[..., Array]:
     """The kernel as a function of (six tables, lhs [B M, K], dout [B M, N]); arguments as in :func:`rows_call`."""
     k, n = spec.contracting, spec.columns
     k_steps, n_steps = -(-k // tile.inner), -(-n // tile.columns)
@@ -485,7 +486,7 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile: Tile, *refs: Ref) -> None:
 # ---------------------------------------------------------------------- on a tile
 
 
-def _inside(x: Array, begin: Any, end: Any) -> Array:
+def _inside(x: Array, begin: Number, end: Number) -> Array:
     """``x`` with zeros in the rows outside: a choice among 32-bit values, as older generations have no other."""
     row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
     return jnp.where((row >= begin) & (row < end), x.astype(jnp.float32), 0).astype(x.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,11 @@ from jax import lax
 
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.sites.calls import SiteDescription
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand
+from autopallas.sites.operation import Kernel
+from autopallas.sites.spec import BlockSizes
 
 __all__ = ["ShardedGroupsSite", "with_sharded_groups"]
 
@@ -58,20 +61,30 @@ class ShardedGroupsSite(GroupedMatmulSite):
         return GroupedMatmulSite(**own | {"sizes": division.local(self.sizes), "group_sizes": sizes})
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         return super().forward(_Kernel(kernel, self.across), block_sizes, operands)
 
-    def backward(self, kernel: Any, *given: Any) -> tuple[Array, ...]:
-        return super().backward(_Kernel(kernel, self.across), *given)
+    def backward(
+        self,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
+        operands: Sequence[Array],
+        results: Sequence[Array],
+        residuals: Sequence[Array],
+        cotangents: Sequence[Array],
+        active: Sequence[int],
+    ) -> tuple[Array, ...]:
+        own = _Kernel(kernel, self.across)
+        return super().backward(own, block_sizes, operands, results, residuals, cotangents, active)
 
 
-def with_sharded_groups(site: Any) -> ShardedGroupsSite | None:
+def with_sharded_groups(site: SiteDescription) -> ShardedGroupsSite | None:
     """The same site with groups that may be divided too; None where its groups are not along one axis.
 
     How the original does that depends on the platform.
     """
-    if type(site) is not GroupedMatmulSite or len(site.group_labels) != 1:
+    if not isinstance(site, GroupedMatmulSite) or type(site) is not GroupedMatmulSite or len(site.group_labels) != 1:
         return None
     (group,), label = site.group_labels, len(site.sizes)
     own = {f.name: getattr(site, f.name) for f in fields(site)}
@@ -83,7 +96,7 @@ def with_sharded_groups(site: Any) -> ShardedGroupsSite | None:
 class _Kernel:
     """An implementation, run by each device on its groups.  Without epilogues, which are of the sum of the parts."""
 
-    part: Any
+    part: Kernel
     across: tuple[str, ...]
 
     def _here(self, spec: GroupedMatmulSpec, sizes: Array) -> tuple[Array, Array]:
@@ -93,7 +106,7 @@ class _Kernel:
         return lax.dynamic_slice_in_dim(sizes, first, spec.groups, 1), jnp.sum(before, 1, dtype=jnp.int32)
 
     def forward(
-        self, spec: GroupedMatmulSpec, block_sizes: Any, first: Array, second: Array, group_sizes: Array
+        self, spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, first: Array, second: Array, group_sizes: Array
     ) -> Array:
         """As of every implementation; of all devices, but for a product with groups."""
         own, before = self._here(spec, group_sizes)
@@ -106,7 +119,7 @@ class _Kernel:
     def backward(
         self,
         spec: GroupedMatmulSpec,
-        block_sizes: Any,
+        block_sizes: BlockSizes | None,
         first: Array,
         second: Array,
         group_sizes: Array,

@@ -9,22 +9,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand, View, read, write
-from autopallas.sites.operation import Operation
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes
 
 __all__ = ["GroupedMatmulSite"]
 
-Dtype = np.dtype[Any]
 Labels = tuple[Label, ...]
 
 
@@ -118,7 +117,7 @@ class GroupedMatmulSite:
     # ------------------------------------------------------------------ what the site primitive runs
 
     def forward(
-        self, kernel: Any, block_sizes: Any, operands: Sequence[jax.Array]
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(the program's result, and the product if it is saved)."""
         # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
@@ -141,8 +140,8 @@ class GroupedMatmulSite:
 
     def backward(
         self,
-        kernel: Any,
-        block_sizes: Any,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
         operands: Sequence[jax.Array],
         results: Sequence[jax.Array],
         residuals: Sequence[jax.Array],

@@ -6,17 +6,17 @@ Letters, in this package: B batch, M rows, K and N the weights' two sides, G gro
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["GroupedMatmulSpec", "Use"]
 
-Dtype: TypeAlias = np.dtype[Any]
 
 Use: TypeAlias = Literal["forward", "dlhs", "drhs"]
 """Which of the three arrays of a grouped matmul is computed from the other two.  Their names are those of its parts in
@@ -123,7 +123,7 @@ class GroupedMatmulSpec:
             f"{self.widest_dtype}{epilogue}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
         return _plain(self)
 
@@ -187,7 +187,7 @@ class ExpertsSpec:
             f"G={self.groups} {self.widest_dtype}, {self.products} products"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
         return _plain(self)
 
@@ -195,7 +195,7 @@ class ExpertsSpec:
 AnySpec: TypeAlias = GroupedMatmulSpec | ExpertsSpec
 
 
-def _plain(spec: Any) -> dict[str, Any]:
+def _plain(spec: AnySpec) -> dict[str, object]:
     plain = (bool, int, str, type(None))
     values = {f.name: getattr(spec, f.name) for f in fields(spec)}
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}

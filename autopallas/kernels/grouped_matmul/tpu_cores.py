@@ -7,7 +7,7 @@ core would wait for the other; a list of visits cannot be cut by a grid, for its
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from autopallas import compat
+from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
 __all__ = ["pays", "shares", "split_call"]
 
 Array: TypeAlias = jax.Array
-Ref: TypeAlias = Any
+Told: TypeAlias = Callable[[Number], tuple[Array, ...]]
+"""What tells (tile, group, begin, end, first) of a visit."""
 _AXIS = "core"
 _OVERHEAD = 1.1
 """What a pipeline takes where a grid leaves no core idle, in simulations for v5p."""
@@ -63,13 +65,13 @@ def split_call(
     passes: int,
     steps: int,
     visits: int,
-    in_specs: Callable[[Callable[..., Any]], list[Any]],
-    out_specs: Callable[[Callable[..., Any]], Any],
-    out_shape: Any,
-    scratch_shapes: list[Any],
+    in_specs: Callable[[Told], list[pl.BlockSpec]],
+    out_specs: Callable[[Told], pl.BlockSpec],
+    out_shape: jax.ShapeDtypeStruct,
+    scratch_shapes: list[Ref],
     limit: int | None,
-    cost: Any,
-    at: Callable[..., Any] | None = None,
+    cost: pl.CostEstimate,
+    at: Told | None = None,
 ) -> Callable[..., Array]:
     """The kernel on cores, as a function of (shares, five tables, operands).
 
@@ -91,15 +93,15 @@ def split_call(
         core = lax.axis_index(_AXIS)
         begin, end = shares_here[core], shares_here[core + 1]
 
-        def read(visit: Any) -> tuple[Any, ...]:
+        def read(visit: Number) -> tuple[Array, ...]:
             return tuple(table[begin + visit] for table in tables_here)
 
-        count: Any = end - begin
-        told = read
+        count: Number = end - begin
+        told: Told = read
         if at is not None:
             given, count = at, visits // cores
 
-            def told(visit: Any) -> tuple[Any, ...]:
+            def told(visit: Number) -> tuple[Array, ...]:
                 return tuple(given(core * count + visit))
 
         pipeline = pltpu.emit_pipeline(

@@ -7,7 +7,7 @@ that does not: a group brings one more tile than its rows fill where it starts i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +56,11 @@ def group_bounds(group_sizes: Array, rows: int) -> tuple[Array, Array, Array]:
     return start, end, jnp.all(group_sizes >= 0)
 
 
-def even_bounds(batch: int, groups: int, rows: int) -> tuple[Any, Any]:
+def even_bounds(batch: int, groups: int, rows: int) -> tuple[Array, Array]:
     """(start, end) as of :func:`group_bounds`, as constants, of groups of equal sizes, as nearly as there are rows."""
     edges = np.arange(groups + 1) * rows // groups + np.arange(batch)[:, None] * rows
-    return edges[:, :-1].reshape(-1).astype(np.int32), edges[:, 1:].reshape(-1).astype(np.int32)
+    bounds = edges[:, :-1].reshape(-1).astype(np.int32), edges[:, 1:].reshape(-1).astype(np.int32)
+    return cast(tuple[Array, Array], bounds)  # NumPy's, which stand for JAX's
 
 
 def visits_by_tile(start: Array, end: Array, rows: int, row_block: int) -> Visits:

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec, Use
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "forward", "supports"]
 
 Array: TypeAlias = jax.Array
+Carry = TypeVar("Carry")
 
 EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
@@ -97,7 +98,7 @@ def gradients(
     wanted: Sequence[bool],
 ) -> tuple[Array | None, Array | None]:
     """:func:`backward` by any implementation's ``forward``."""
-    forms: dict[str, Any] = {
+    forms: dict[str, tuple[tuple[Use, tuple[Array, Array]], tuple[Use, tuple[Array, Array]]]] = {
         "forward": (("dlhs", (cotangent, second)), ("drhs", (first, cotangent))),
         "dlhs": (("forward", (cotangent, second)), ("drhs", (cotangent, first))),
         "drhs": (("dlhs", (second, cotangent)), ("forward", (first, cotangent))),
@@ -150,18 +151,19 @@ class _Tile(NamedTuple):
 
 
 def _over_tiles(
-    spec: GroupedMatmulSpec, block: int, bounds: _Bounds, g: Array, body: Callable[[_Tile, Any], Any], carry: Any
-) -> Any:
+    spec: GroupedMatmulSpec, block: int, bounds: _Bounds, g: Array, body: Callable[[_Tile, Carry], Carry], carry: Carry
+) -> Carry:
     """Runs ``body(tile, carry)`` over the tiles of group g."""
     start, end = bounds.start[g], bounds.end[g]
 
-    def tile(i: Array, carry: Any) -> Any:
+    def tile(i: Array, carry: Carry) -> Carry:
         wanted = start + i * block
         at = jnp.minimum(wanted, spec.rows - block)
         row = at + jnp.arange(block, dtype=jnp.int32)
         return body(_Tile(at, (row >= wanted) & (row < end)), carry)
 
-    return lax.fori_loop(0, (end - start + (block - 1)) // block, tile, carry)
+    done: Carry = lax.fori_loop(0, (end - start + (block - 1)) // block, tile, carry)
+    return done
 
 
 def _rows(spec: GroupedMatmulSpec, block: int, rows: Array, weights: Array, bounds: _Bounds) -> Array:

@@ -7,27 +7,28 @@ agree on that, they are one attention over concatenated keys and values.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.compat import Dtype, Primitive
 from autopallas.graph import Body, Graph, Node, Ref
 from autopallas.graph.labels import Atom, Dimension
 from autopallas.kernels.attention.site import AttentionSite, Joined, KeyBlock
 from autopallas.numerics.casts import keeps_range, rounds
 from autopallas.patterns.advice import FLOATS, NORMALISE
 from autopallas.patterns.attention.draft import AttentionDraft, Proved
+from autopallas.patterns.attention.score_terms import Product
 from autopallas.patterns.attention.site import Labels
 from autopallas.patterns.backward import LAYOUT, Forward, Search, differentiable
-from autopallas.patterns.carry import Carrier, ProgramBuilder
+from autopallas.patterns.carry import Carrier, InstructionParams, ProgramBuilder, Register
 from autopallas.patterns.expressions import Apply, Expression, Scope, precision_of
 from autopallas.patterns.match import Mismatch
-from autopallas.patterns.softmax import LogSumExp, SeveralBlocks, Softmax, Term
+from autopallas.patterns.softmax import SeveralBlocks, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Instruction, Side
 from autopallas.sites.index_notation import Operand, Positions
 
@@ -223,7 +224,7 @@ class BlockDraft(AttentionDraft):
             while todo:
                 extra = todo.pop(0)
                 if len(extra) == 1 and extra[0].kind == "logsumexp" and extra[0].coefficient == 1:
-                    inner: LogSumExp = extra[0].expression
+                    inner = extra[0].inner
                     if inner.weights:
                         raise SeveralBlocks
                     others.append(_named(part, inner.argument))
@@ -247,7 +248,7 @@ class BlockDraft(AttentionDraft):
         """Whether each block's exponentials are taken of scores less something that is as great as those of all."""
         own = {repr(_named(part, part.found.argument)) for part in self.parts}
         for part in self.parts:
-            shifts = [t.expression for t in part.found.rows if t.kind == "value" and t.coefficient == -1]
+            shifts = [t.value for t in part.found.rows if t.kind == "value" and t.coefficient == -1]
             if not any(own <= self._bounded(shift) for shift in shifts):
                 return False
         return True
@@ -398,7 +399,7 @@ class BlockDraft(AttentionDraft):
         several = [i for uses in roles if len(uses) > 1 for i in uses]
         return Search(forward, list(dict.fromkeys(wanted)), others, summed=several)
 
-    def _terms_of(self, forward: Forward) -> tuple[Any, ...]:
+    def _terms_of(self, forward: Forward) -> tuple[Product, ...]:
         return ()
 
     def _uses(self, forward: Forward) -> tuple[int, ...] | None:
@@ -414,7 +415,7 @@ class BlockDraft(AttentionDraft):
         return [query, *([use] for pair in others for use in pair)]
 
 
-def _queries(part: AttentionDraft) -> Any:
+def _queries(part: AttentionDraft) -> Hashable:
     """The queries of a block, to be compared, whatever the labels of the axis are called that is contracted."""
     space = part.space
     heads = {a: ("head", i, space.sizes[a]) for i, a in enumerate(space.resolve(part.head_axis))}
@@ -422,18 +423,18 @@ def _queries(part: AttentionDraft) -> Any:
     return ref.value, tuple((o, tuple(heads.get(a, a) for a in space.resolve(atoms))) for o, atoms in ref.view)
 
 
-def _keys(part: AttentionDraft, terms: Sequence[Term]) -> list[Any]:
+def _keys(part: AttentionDraft, terms: Sequence[Term]) -> list[tuple[float, str, str]]:
     """Terms, to be compared."""
     return sorted(((t.coefficient, t.kind, repr(part.softmax.term_key(t))) for t in terms), key=repr)
 
 
-def _named(part: AttentionDraft, expression: Expression) -> Any:
+def _named(part: AttentionDraft, expression: Expression) -> Hashable:
     """Equal for expressions that compute the same, whatever the labels are called that the result does not have."""
     scope, space = part.scope, part.space
     rows = {a for _, atoms in part.top.view for a in space.resolve(atoms)}
-    names: dict[Atom, Any] = {}
+    names: dict[Atom, tuple[str, int, int]] = {}
 
-    def named(expression: Expression, depth: int) -> Any:
+    def named(expression: Expression, depth: int) -> Hashable:
         if depth > _FURTHEST:
             raise SeveralBlocks
         match expression:
@@ -475,7 +476,7 @@ def _combined(
     plain: list[Operand | Positions] = []
     places: list[list[tuple[bool, int]]] = []
 
-    def kind(side: Operand | Positions, axis: Sequence[Atom]) -> Any:
+    def kind(side: Operand | Positions, axis: Sequence[Atom]) -> Hashable:
         dtype = side.dtype if isinstance(side, Positions) else graph.dtype(operands[side.position])
         return dtype, frozenset(side.labels) - set(axis)
 
@@ -524,12 +525,14 @@ def _selected(programs: Sequence[ElementwiseProgram], lengths: Sequence[int]) ->
     if all(program == programs[0] for program in programs):
         return programs[0]
     inputs: dict[Input, int] = {}
-    lines: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]] = []
+    lines: list[tuple[Primitive, InstructionParams, tuple[Register, ...], Dtype]] = []
 
-    def load(given: Input) -> Any:
+    def load(given: Input) -> Register:
         return "input", inputs.setdefault(given, len(inputs))
 
-    def emit(primitive: Any, params: tuple[Any, ...], arguments: tuple[Any, ...], dtype: Any) -> Any:
+    def emit(
+        primitive: Primitive, params: InstructionParams, arguments: tuple[Register, ...], dtype: Dtype
+    ) -> Register:
         lines.append((primitive, params, arguments, dtype))
         return "line", len(lines) - 1
 
@@ -544,7 +547,7 @@ def _selected(programs: Sequence[ElementwiseProgram], lengths: Sequence[int]) ->
         chosen = emit(lax.select_n_p, (), (before, chosen, result), programs[0].dtype)
         end -= length
 
-    def number(register: Any) -> int:
+    def number(register: Register) -> int:
         where, position = register
         return int(position if where == "input" else len(inputs) + position)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.compat import ClosedJaxpr, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprAtom, Literal, Var
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
@@ -194,7 +193,7 @@ class AttentionDraft(ProvedAttention):
         graph, body = self.graph, self.body
         tile = math.prod(graph.shape(self.score.value)[-2:])
 
-        def values(variable: Any) -> set[int] | None:
+        def values(variable: Var) -> set[int] | None:
             """The values from smaller ones to this; None if it comes from one as large."""
             aval = variable.aval
             if math.prod(aval.shape) < tile or not jnp.issubdtype(aval.dtype, jnp.floating):
@@ -362,19 +361,19 @@ class AttentionDraft(ProvedAttention):
         for number in free:
             carrier.further(number)
         inputs = [Var(graph.avals[number]) for number in carrier.operands]
-        variables: dict[int, Any] = dict(zip(carrier.operands[carrier.roles :], inputs[carrier.roles :], strict=True))
+        variables: dict[int, Var] = dict(zip(carrier.operands[carrier.roles :], inputs[carrier.roles :], strict=True))
         equations = copied(graph, nodes, variables)
-        given: list[Any] = [
+        given: list[JaxprAtom | None] = [
             Literal(graph.literals[use.number], use.variable.aval)
             if use.number in graph.literals
             else variables.get(use.number)
             for use in forward.uses
         ]
         for role, use in ((role, use) for role, uses in enumerate(roles) for use in uses):
-            variable: Any = inputs[self.place(role)]
+            variable = inputs[self.place(role)]
             operand = carrier.operands[self.place(role)]
             steps = list(forward.steps_back(forward.uses[use]))
-            reached = [forward.uses[use].number, *(numbers[e.invars[0]] for e in steps)]
+            reached = [forward.uses[use].number, *(numbers[a] for e in steps if isinstance(a := e.invars[0], Var))]
             if operand not in reached:
                 raise Mismatch("several blocks of keys read an operand in different ways", operand, advice=QUERIES_ONCE)
             for equation in reversed(steps[: reached.index(operand)]):
@@ -382,7 +381,8 @@ class AttentionDraft(ProvedAttention):
                 equations.append(equation.replace(invars=[variable], outvars=[result]))
                 variable = result
             given[use] = variable
-        return closed(inputs, [forward.root], [*equations, *forward.over(given)])
+        filled = [atom for atom in given if atom is not None]
+        return closed(inputs, [forward.root], [*equations, *forward.over(filled)])
 
 
 def _homes(graph: Graph, backward: Backward) -> list[Body]:

@@ -8,14 +8,13 @@ from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import JaxprLike
+from autopallas.compat import JaxprEqn, JaxprLike
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -162,7 +161,7 @@ def _holds_softmax(node: Node) -> bool:
     return "exp" in names and "reduce_sum" in names
 
 
-def _equations(body: JaxprLike) -> Iterator[Any]:
+def _equations(body: JaxprLike) -> Iterator[JaxprEqn]:
     for equation in jaxprs.open_jaxpr(body)[0].eqns:
         yield equation
         for inner in jaxprs.bodies(equation):
@@ -456,7 +455,7 @@ class _Attempt:
         found: list[tuple[int, int, Ref, Ref, Ref, list[Dimension]]] = []
         obstacle: tuple[int, Mismatch] | None = None  # what hides the scores, if nothing is found
         first: dict[int, bool] = {}  # whether the queries are the first operand
-        seen: set[Any] = set()
+        seen: set[Hashable] = set()
         todo = [(weights, False)]
         while todo:
             ref, under = todo.pop(0)
@@ -556,7 +555,7 @@ class _Attempt:
             raise NoNormaliser("nothing normalises over the keys", advice=SAME_SUM)
         if len(normalisers) > 1:
             raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
-        inner: LogSumExp = normalisers[0].expression
+        inner = normalisers[0].inner
         if abs(normalisers[0].coefficient + 1) > 1e-12:
             raise Mismatch("the normaliser enters with another power than -1", advice=SAME_SUM)
         if self.scope.key(inner.argument) != self.scope.key(found.argument):

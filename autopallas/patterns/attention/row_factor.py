@@ -8,22 +8,22 @@ computed of them outside.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import Dtype
 from autopallas.graph import Ref
 from autopallas.kernels.attention.site import RowProgram, RowStatistic
 from autopallas.kernels.attention.spec import Weight
 from autopallas.numerics.casts import rounds
 from autopallas.patterns.advice import NORMALISE, OWN_DTYPE, SAME_SUM, SIDE_DTYPES
-from autopallas.patterns.carry import Carrier, ProgramBuilder
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, operation
+from autopallas.patterns.carry import Carrier, ProgramBuilder, Register
+from autopallas.patterns.expressions import Apply, Computed, Expression, operation
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Exponential, Factor, LogSumExp, Softmax, Term
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Side, conversion_params
@@ -95,12 +95,12 @@ class _Reader:
             if term.kind == "constant":
                 exponents.append(Constant(term.coefficient, self.wide))
             elif term.kind == "logsumexp":
-                factors.append((self._sum(term.expression), term.coefficient))
+                factors.append((self._sum(term.inner), term.coefficient))
                 shifts += term.coefficient
             elif term.kind == "log":
-                factors.append((self._convert(self._row(term.expression), self.wide), term.coefficient))
+                factors.append((self._convert(self._row(term.value), self.wide), term.coefficient))
             else:
-                exponents.append(self._times(self._convert(self._row(term.expression), self.wide), term.coefficient))
+                exponents.append(self._times(self._convert(self._row(term.value), self.wide), term.coefficient))
                 if self.softmax.term_key(term) not in self.under_mask:
                     over_mask.append(exponents[-1])
         exponent = self._exponent(exponents, over_mask, shifts)
@@ -220,13 +220,13 @@ class _Reader:
         for term in self.softmax.combine(rows):
             if term.kind != "value":
                 raise Mismatch("a maximum over the keys is taken of more than scores and maxima", advice=NORMALISE)
-            value = self._convert(self._row(term.expression), self.wide)
+            value = self._convert(self._row(term.value), self.wide)
             found = Apply(lax.add_p, {}, (found, self._times(value, term.coefficient)), self.wide)
         for dtype in reversed(casts):
             found = self._convert(found, dtype)
         return found
 
-    def _unmasked(self, expression: Expression) -> Any:
+    def _unmasked(self, expression: Expression) -> Hashable:
         """What identifies some scores, but for masks over them and what all of them are multiplied with.
 
         Where ``b`` is added after the maximum, ``exp((s - max(s)) + b)`` rounds as finely as ``b`` is small, and a
@@ -281,7 +281,7 @@ class _RowBuilder(ProgramBuilder):
         self.inputs: list[Operand | Positions | RowStatistic] = []
         self.statistics: list[ElementwiseProgram | tuple[Weight, ...]] = list(sums)
 
-    def _written(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Register:
         source: Operand | Positions | RowStatistic
         match expression:
             case Computed(kind="greatest"):

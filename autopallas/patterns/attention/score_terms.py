@@ -7,9 +7,8 @@ program adds to the scores belongs to the site as its operands, and not as an ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
@@ -80,7 +79,7 @@ class _Sums:
         self._leaves = [score, *(product.ref for product in products)]
         self._first = min(leaf.value for leaf in self._leaves)
         self._depends = {leaf.value: True for leaf in self._leaves}
-        self._known: dict[Any, dict[int, float]] = {}
+        self._known: dict[Hashable, dict[int, float]] = {}
         self.tops: list[dict[int, float]] = []
 
     def of(self, expression: Expression, depth: int = 0) -> dict[int, float]:

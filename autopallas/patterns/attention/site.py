@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from autopallas import jaxprs
+from autopallas.compat import Dtype
 from autopallas.graph import Body, Graph, Node, Ref, Space
 from autopallas.graph.labels import Atom
 from autopallas.kernels.attention.site import AttentionSite, RowProgram, RowStatistic, RowTerm, ScoreTerm
@@ -63,7 +63,7 @@ class ProvedAttention:
     query: Ref
     key: Ref
     value: Ref
-    weights_dtype: np.dtype[Any]
+    weights_dtype: Dtype
     """Of the probabilities as the second contraction reads them."""
     key_axis: tuple[Atom, ...]
     head_axis: list[Atom]
@@ -356,7 +356,7 @@ class ProvedAttention:
                 argument = Apply(lax.select_n_p, {}, (weight.source, *cases), dtype)
         return argument, outer, [w for w in inner if w.kind in ("multiply", "divide")]
 
-    def _dtype(self, expression: Expression) -> Any:
+    def _dtype(self, expression: Expression) -> Dtype:
         return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
 
     def _weight(self, carrier: Carrier, factor: Factor) -> Weight:
@@ -377,7 +377,7 @@ class ProvedAttention:
             if term.kind == "constant":
                 found.append(RowTerm(term.coefficient, "constant"))
             elif term.kind in ("value", "log"):
-                found.append(RowTerm(term.coefficient, term.kind, carrier.source(term.expression)))
+                found.append(RowTerm(term.coefficient, term.kind, carrier.source(term.value)))
             else:
                 raise SeveralBlocks
         return tuple(found)
@@ -387,7 +387,7 @@ class ProvedAttention:
         if depth > _DEEPEST:
             return []
         name: str | None
-        arguments: list[Any] | None
+        arguments: Sequence[Expression] | None
         match expression:
             case Ref():
                 ref = self.space.canonical(expression)
@@ -405,8 +405,8 @@ class ProvedAttention:
             return self._live(arguments[0], depth + 1) if rounds(self._dtype(arguments[0]), dtype) else []
         if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # exp2's log 2
             return self._live(arguments[0], depth + 1)
-        if name == "select_n" and len(arguments) == 3 and isinstance(arguments[0], Ref):
-            mask, if_false, if_true = arguments
+        if name == "select_n" and len(arguments) == 3 and isinstance(mask := arguments[0], Ref):
+            _, if_false, if_true = arguments
             if self._dtype(mask).kind == "b" and not self.scope.depends(mask.value):
                 if self._dead(if_false, dtype):
                     return [(mask, True), *self._live(if_true, depth + 1)]
@@ -414,7 +414,7 @@ class ProvedAttention:
                     return [(mask, False), *self._live(if_false, depth + 1)]
         return []
 
-    def _dead(self, fill: Expression, dtype: Any) -> bool:
+    def _dead(self, fill: Expression, dtype: Dtype) -> bool:
         """Whether the exponential of this score is exactly 0 beside any real score: -inf, or near the dtype's least."""
         if isinstance(fill, Constant):
             number: float | None = float(fill.value)
@@ -462,7 +462,7 @@ class ProvedAttention:
 class Labels:
     """Renumbers atoms densely, in order of appearance, so that equal sites have equal descriptions."""
 
-    def __init__(self, space: Any, same: Mapping[Atom, Atom] = MappingProxyType({})):
+    def __init__(self, space: Space, same: Mapping[Atom, Atom] = MappingProxyType({})):
         self._space, self._same = space, same
         self._number: dict[Atom, int] = {}
 
@@ -470,10 +470,10 @@ class Labels:
         found = (self._same.get(a, a) for a in self._space.resolve(atoms))
         return tuple(self._number.setdefault(a, len(self._number)) for a in found)
 
-    def view(self, view: Any) -> View:
+    def view(self, view: View) -> View:
         return tuple((offset, self.atoms(atoms)) for offset, atoms in view)
 
-    def apart(self, view: Any, without: Set[Atom] | Sequence[Atom]) -> View:
+    def apart(self, view: View, without: Set[Atom] | Sequence[Atom]) -> View:
         """One dimension for each of a view's atoms but some."""
         atoms = (a for _, own in view for a in self._space.resolve(own) if a not in without)
         return tuple((0, self.atoms((a,))) for a in atoms)

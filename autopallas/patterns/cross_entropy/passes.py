@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.compat import Dtype
 from autopallas.graph import Body, Ref
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.labels import Atom, View
@@ -28,11 +28,11 @@ from autopallas.patterns.advice import (
     WHOLE_GRADIENT,
 )
 from autopallas.patterns.attention.site import Labels
-from autopallas.patterns.carry import Carrier, ProgramBuilder, fewest_side_elements
+from autopallas.patterns.carry import Carrier, ProgramBuilder, Register, fewest_side_elements
 from autopallas.patterns.cross_entropy.region import Region, Terminal
 from autopallas.patterns.expressions import Computed, Expression, Position, precision_of
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Side
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Input, Side
 from autopallas.sites.index_notation import Operand
 
 __all__ = ["passes"]
@@ -67,7 +67,9 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
                 found = [*_in_order(region.regions[1:], given), whole.match()]
                 continue
         found = _in_order(region.regions, given)
-    if not any(s.kind == "exp_sum" for s in found[0].site.statistics):
+    first = found[0].site
+    assert isinstance(first, CrossEntropySite)
+    if not any(s.kind == "exp_sum" for s in first.statistics):
         raise Mismatch("the first pass over the logits does not sum their exponentials", advice=LOSS_PER_ROW)
     return found
 
@@ -110,7 +112,7 @@ class _Pass:
         self.clipped: list[int] = []
         self.statistics: list[Statistic] = []
         self.products: list[Product] = []
-        self._known: dict[Any, int] = {}
+        self._known: dict[Hashable, int] = {}
         batches = {t.batch for t in terminals if t.kind in ("columns", "column_sum")}
         if len(batches) > 1:
             raise Mismatch("the products of the backward are summed over different rows", advice=WHOLE_GRADIENT)
@@ -130,7 +132,7 @@ class _Pass:
         region, carrier = self.region, self.carrier
         heads = [(carrier.role(head.x), carrier.role(head.w)) for head in region.heads]
         (x, w), *further = heads
-        sources: list[tuple[ElementwiseProgram | int, View, Any]] = []
+        sources: list[tuple[ElementwiseProgram | int, View, Dtype]] = []
         for terminal in self.terminals:
             dtype = self.graph.dtype(terminal.result)
             sources.append((self._source(terminal), terminal.view, dtype))
@@ -284,7 +286,7 @@ class _TileBuilder(ProgramBuilder):
         self.whole = set(region.counted) == set(region.resolved(carrier.axes[0]))
         """Whether all rows of one weight are those of the pass."""
 
-    def _written(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Register:
         match expression:
             case Position():
                 if expression.axis == "query" and not self.whole:
@@ -308,14 +310,14 @@ class _TileBuilder(ProgramBuilder):
                     return self._elementwise(ref, self.scope.graph.dtype(ref.value))
         return super()._written(expression)
 
-    def _logits(self, ref: Ref) -> Any:
+    def _logits(self, ref: Ref) -> Register:
         """The logits of a further head."""
         for number, head in enumerate(self.region.further):
             if head.score.value == ref.value and self.scope.space.same(ref, self.scope.space.canonical(head.score)):
                 return self._input(Side(_HEADS + number, self.scope.graph.dtype(ref.value)))
         raise Mismatch("the logits of a head enter the program in two layouts", advice=SAME_HEADS)
 
-    def _greatest(self, ref: Ref, compared: Ref) -> Any:
+    def _greatest(self, ref: Ref, compared: Ref) -> Register:
         """Where a row is greatest.  Computed anew, a value may differ by a rounding from the maximum that it was: the
         position counts where there is only one."""
         plain = self._elementwise(ref, self.scope.graph.dtype(ref.value))
@@ -337,7 +339,7 @@ class _TileBuilder(ProgramBuilder):
     def _value(self, ref: Ref) -> int:
         return self.scope.space.canonical(ref).value
 
-    def _side(self, ref: Ref) -> Any:
+    def _side(self, ref: Ref) -> Register:
         dtype = self.scope.graph.dtype(ref.value)
         whole = self.owner is not None and self.owner.one
         if self.owner is not None and whole and self.region.level_of(self._value(ref), whole=True) > 0:
@@ -354,7 +356,7 @@ class _RowBuilder(_TileBuilder):
         super().__init__(owner.region, owner.carrier)
         self.taken_by = owner
 
-    def _written(self, expression: Expression) -> Any:
+    def _written(self, expression: Expression) -> Register:
         match expression:
             case Computed():
                 position = self.taken_by.statistic(expression)
@@ -372,7 +374,7 @@ class _RowBuilder(_TileBuilder):
 def _placed(program: ElementwiseProgram, sides: int, heads: int) -> ElementwiseProgram:
     """The program with the logits of further heads behind the other side inputs, and statistics behind both."""
 
-    def moved() -> Iterator[Any]:
+    def moved() -> Iterator[Input]:
         for i in program.inputs:
             if not isinstance(i, Side) or i.position < _HEADS:
                 yield i

@@ -14,10 +14,9 @@ in products.  So it is found whatever made it, automatic differentiation or a ru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -177,7 +176,7 @@ def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
             group[number] = number = group[group[number]]
         return number
 
-    first: dict[Any, int] = {}
+    first: dict[Hashable, int] = {}
     for number, candidate in enumerate(candidates):
         for read in (*candidate.inside, *(("end", key) for key, end in candidate.ends.items() if _adds_up(end))):
             group[root(number)] = root(first.setdefault(read, number))

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
+from autopallas.compat import Dtype
 from autopallas.graph import Graph, Node, Ref, Space
 from autopallas.graph.equal_loops import loops
 from autopallas.graph.labels import Atom, Dimension, View
@@ -34,7 +35,6 @@ from autopallas.patterns.cross_entropy.row_statistics import RowStatistics
 from autopallas.patterns.expressions import (
     Apply,
     Computed,
-    Dtype,
     Expression,
     Scope,
     computed_from,

@@ -9,10 +9,9 @@ taken out stays in the program as a side input; then the statistic needs a pass 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,12 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat
+from autopallas.compat import Dtype, Primitive
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
 from autopallas.numerics.casts import counts_exactly, rounds
 from autopallas.patterns.advice import BETWEEN_LOGITS, COUNT, LOSS_PER_ROW
-from autopallas.patterns.expressions import Apply, Computed, Dtype, Expression, Position, Scope, operation
+from autopallas.patterns.expressions import Apply, Computed, Expression, Position, Scope, operation
 from autopallas.patterns.indexing import Pick, placed
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.softmax import Softmax, Term
@@ -74,8 +74,8 @@ class RowStatistics(Softmax):
         """A number per row as a function of statistics, if a reduction before gives it."""
         self.assumptions: dict[str, None] = {}
         """What is assumed of the logits, in words."""
-        self._pure: dict[Any, bool] = {}
-        self._elements: dict[Any, Expression] = {}
+        self._pure: dict[Hashable, bool] = {}
+        self._elements: dict[Hashable, Expression] = {}
 
     # Numbers per row are taken as they are.
 
@@ -250,7 +250,7 @@ class RowStatistics(Softmax):
         for term in factors:
             if abs(term.coefficient) != 1:
                 raise Mismatch("a factor of the exponentials enters with a power", advice=LOSS_PER_ROW)
-            value = self.convert(term.expression, self.wide)
+            value = self.convert(term.value, self.wide)
             result = self._multiply(result, value) if term.coefficient == 1 else self._divide(result, value)
         return result
 
@@ -549,8 +549,8 @@ class RowStatistics(Softmax):
     def leaves(self, tile: Expression, stop: bool = False) -> list[Ref]:
         """The numbers per row, or per column, inside a tile value that depend on the logits; ``stop``: one is enough, a
         scatter counts, and columns do not: their numbers are at hand before a pass over rows."""
-        found: dict[Any, Ref] = {}
-        seen: set[Any] = set()
+        found: dict[Hashable, Ref] = {}
+        seen: set[Hashable] = set()
         todo: list[Expression] = [tile]
         while todo and not (stop and found):
             expression = todo.pop()
@@ -588,10 +588,10 @@ class RowStatistics(Softmax):
     def _term(self, term: Term) -> Expression:
         if term.kind == "constant":
             return Constant(term.coefficient, self.wide)
-        value = self.convert(term.expression, self.wide)
+        value = self.convert(term.value, self.wide)
         return value if term.coefficient == 1 else self._multiply(Constant(term.coefficient, self.wide), value)
 
-    def _unary(self, primitive: Any, x: Expression) -> Expression:
+    def _unary(self, primitive: Primitive, x: Expression) -> Expression:
         return Apply(primitive, {"accuracy": None}, (x,), self.wide)
 
     def _add(self, a: Expression, b: Expression) -> Expression:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +12,10 @@ from autopallas.compat import Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.extract import closed, copied, nodes_between
+from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.patterns.expressions import Scope, operation
 from autopallas.patterns.match import Match, Mismatch
-from autopallas.sites.elementwise import Constant, ElementwiseProgram, Instruction, Score, parameters
+from autopallas.sites.elementwise import Constant, ElementwiseProgram, Input, Instruction, Score, parameters
 
 __all__ = ["with_epilogue"]
 
@@ -45,9 +45,11 @@ def with_epilogue(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
     inputs = [Var(graph.avals[number]) for number in match.operands]
     made = {product: Var(graph.avals[product])}
     equations = [node.equation.replace(invars=inputs, outvars=[made[product]]), *copied(graph, nodes, made)]
+    site = match.site
+    assert isinstance(site, GroupedMatmulSite)
     return replace(
         match,
-        site=replace(match.site, epilogue=_program(graph, product, found[:longest])),
+        site=replace(site, epilogue=_program(graph, product, found[:longest])),
         results=(result,),
         equations=(node, *found[:longest]),
         original=closed(inputs, [made[result]], equations),
@@ -98,8 +100,8 @@ def _encloses(graph: Graph, nodes: list[Node], readers: list[Node], alive: froze
 
 def _program(graph: Graph, product: int, steps: list[Node]) -> ElementwiseProgram:
     scope = Scope(graph)
-    inputs: dict[Any, None] = {Score(graph.dtype(product)): None}
-    registers: dict[int, Any] = {product: Score(graph.dtype(product))}
+    inputs: dict[Input, None] = {Score(graph.dtype(product)): None}
+    registers: dict[int, Input] = {product: Score(graph.dtype(product))}
     for step in steps:
         for number in step.inputs:
             if number not in registers and graph.definitions.get(number) not in steps:

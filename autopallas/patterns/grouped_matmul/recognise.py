@@ -43,14 +43,14 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             try:
                 with bounded(graph):
                     match = ragged_dot(graph, node, assume_finite)
-                    if match.spec.use != "drhs":
+                    if _spec(match).use != "drhs":
                         match = with_epilogue(graph, match, alive)
             except Mismatch as mismatch:
                 location = jaxprs.location(node.equation)
                 miss = NearMiss("grouped_matmul", location, mismatch.reason, node.outputs[0], mismatch.advice)
                 misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
                 continue
-            if origin != "forward" or match.spec.use == "drhs":
+            if origin != "forward" or _spec(match).use == "drhs":
                 parts.append((match, origin))
             else:
                 forwards.append(_Forward(match))
@@ -98,7 +98,7 @@ class _Forward:
         """How surely these are parts of this one's backward; 0 where they cannot be."""
         if any(_sizes(self.match) != _sizes(part) for part in bundle.parts):
             return 0
-        if bundle.origin == "again" and bundle.parts[0].spec.use != self.match.spec.use:
+        if bundle.origin == "again" and _spec(bundle.parts[0]).use != _spec(self.match).use:
             return 0
         shared = len(set(self.match.operands) & bundle.operands)
         same_place = any(part.location == self.match.location for part in bundle.parts)
@@ -125,17 +125,23 @@ class _Bundle:
         return {number for part in self.parts for number in part.operands}
 
 
+def _spec(match: Match) -> GroupedMatmulSpec:
+    spec = match.spec
+    assert isinstance(spec, GroupedMatmulSpec)
+    return spec
+
+
 def _sizes(match: Match) -> tuple[int, int, frozenset[int]]:
     """What a forward and its derivatives have in common, however each orders the sides of the matrices."""
-    spec: GroupedMatmulSpec = match.spec
+    spec = _spec(match)
     return spec.rows, spec.groups, frozenset((spec.contracting, spec.columns))
 
 
 def _bundles(parts: Sequence[tuple[Match, Origin]]) -> list[_Bundle]:
     """The parts in bundles, those of two first: they name both the rows and the matrices of their forward."""
-    of_rows = [match for match, origin in parts if origin == "backward" and match.spec.use != "drhs"]
-    of_matrices = [match for match, _ in parts if match.spec.use == "drhs"]
-    bundles = [_Bundle((match,), origin) for match, origin in parts if origin == "again" and match.spec.use != "drhs"]
+    of_rows = [match for match, origin in parts if origin == "backward" and _spec(match).use != "drhs"]
+    of_matrices = [match for match, _ in parts if _spec(match).use == "drhs"]
+    bundles = [_Bundle((match,), origin) for match, origin in parts if origin == "again" and _spec(match).use != "drhs"]
     for rows in of_rows:
         cotangent = rows.operands[0]
         partner = next((match for match in of_matrices if cotangent in match.operands[:2]), None)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from autopallas.compat import Dtype
 from autopallas.graph import Node, Ref
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
-from autopallas.graph.labels import Atom, Dimension, is_product
+from autopallas.graph.labels import Atom, Dimension, View, is_product
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import choice_axes, narrow_positions, position_of, positions_along
 from autopallas.patterns.mixture_of_experts.intervals import Interval, interval
 from autopallas.patterns.mixture_of_experts.quotients import Quotients
 from autopallas.patterns.mixture_of_experts.signs import Signs
-from autopallas.sites.elementwise import Constant, Side
+from autopallas.sites.elementwise import Constant, Input, Instruction, Side
 
 __all__ = ["Choice", "Choices", "folded"]
 
@@ -66,8 +66,8 @@ class Choices:
         self._asked: Quotients | None = None
         self.proved: set[int] = set()
         """What is scattered into, and was shown to be zero."""
-        self._at: dict[Any, Choice] = {}
-        self._off: dict[Any, float | None] = {}
+        self._at: dict[tuple[int, View], Choice] = {}
+        self._off: dict[Hashable, float | None] = {}
         self._named: frozenset[Atom] = self.summed
         """The labels by which choices are told apart."""
 
@@ -75,7 +75,7 @@ class Choices:
 
     def search(self, ref: Ref, every: bool = False) -> None:
         """Finds the choices from which a value is computed; ``every`` use of one, or the first."""
-        seen: set[Any] = set()
+        seen: set[Hashable] = set()
         todo: list[tuple[Ref, tuple[Atom, ...]]] = [(ref, ())]
         while todo:
             ref, several = todo.pop()
@@ -120,7 +120,7 @@ class Choices:
     def _labels(self, dimensions: Sequence[Dimension]) -> tuple[Atom, ...]:
         return self.space.resolve([x for _, atoms in dimensions for x in atoms])
 
-    def _key(self, ref: Ref) -> Any:
+    def _key(self, ref: Ref) -> tuple[int, View]:
         return ref.value, self.space.view(ref.view)
 
     def _may_choose(self, ref: Ref) -> bool:
@@ -169,7 +169,7 @@ class Choices:
             return None
         indices = node.inputs[1]
         shape = self.graph.shape(indices)
-        view: list[Any] = space.inside(ref, shape[:-1])
+        view: list[Dimension] = [*space.inside(ref, shape[:-1])]
         fresh = {x for _, atoms in view for x in atoms}
         batching = getattr(numbers, "operand_batching_dims", ())
         for own, theirs in zip(batching, getattr(numbers, "scatter_indices_batching_dims", ()), strict=True):
@@ -265,12 +265,12 @@ class Choices:
         program = called_program(node.equation) if is_elementwise_call(node.equation) else None
         if program is not None:
 
-            def load(source: Any) -> float | None:
+            def load(source: Input) -> float | None:
                 if isinstance(source, Constant):
                     return float(source.value)
                 return given[source.position] if isinstance(source, Side) else None
 
-            def apply(instruction: Any, own: list[float | None]) -> float | None:
+            def apply(instruction: Instruction, own: list[float | None]) -> float | None:
                 name = instruction.primitive.name
                 return None if name == "div" and own[1] is None else folded(name, own, instruction.dtype)
 
@@ -323,7 +323,7 @@ def _annihilates(given: Sequence[float | None]) -> bool:
     return 0 in given and all(number is None or math.isfinite(number) for number in given)
 
 
-def folded(name: str, given: Sequence[float | None], dtype: Any) -> float | None:
+def folded(name: str, given: Sequence[float | None], dtype: Dtype) -> float | None:
     """The result of an elementwise operation as far as it is known, None standing for any finite number.
 
     A number that the result's dtype cannot hold is not known: rounding is left to the program.
@@ -356,7 +356,7 @@ _KEEPS_ZERO = frozenset(
     """neg sign abs sqrt square tanh sin sinh tan asin atan asinh atanh erf expm1 log1p cbrt floor ceil round
     convert_element_type reduce_precision stop_gradient copy""".split()
 )
-_FOLDS: dict[str, Callable[..., Any]] = {
+_FOLDS: dict[str, Callable[..., float]] = {
     "mul": lambda a, b: a * b,
     "add": lambda a, b: a + b,
     "add_any": lambda a, b: a + b,

@@ -6,7 +6,7 @@ that there is to compute, and a grouped matmul would leave out nothing.  So this
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
 
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom
@@ -105,7 +105,7 @@ class _Chosen:
     def _walk(self, updates: Ref, index: Ref) -> tuple[bool, frozenset[Atom] | None]:
         """(whether rows are gathered by these indices, labels that they share with matrices, None if there are none)"""
         space, labels = self.space, self.space.atoms(index)
-        seen: set[Any] = set()
+        seen: set[Hashable] = set()
         todo, gathered = [updates], False
         expert: frozenset[Atom] | None = None
         while todo and len(seen) <= _WALKED:

@@ -7,10 +7,9 @@ gives what the loop gives, and the sum over experts is a sum over an axis, as in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, Dtype, Jaxpr, JaxprAtom, JaxprEqn, Literal, Shaped, ShapedArray, Var
 from autopallas.graph import Graph, Node
 from autopallas.graph.custom_rules import rule_of
 from autopallas.graph.extract import closed, jaxpr_of, nodes_between
@@ -72,7 +71,7 @@ class Loop:
     visited: set[int] = field(default_factory=set)
     products: set[int] = field(default_factory=set)
     leaves: list[_Leaf] = field(default_factory=list)
-    term: Any = None
+    term: ClosedJaxpr | None = None
     compares: bool = False
     """Whether the computations compare something with the number of an expert: with where they are in the loop."""
 
@@ -183,7 +182,7 @@ def _selected(graph: Graph, root: int) -> _Cases | None:
     found: dict[int, int] = {}
     compared: set[int] = set()
     tests: set[int] = set()
-    ways: set[Any] = set()
+    ways: set[tuple[tuple[Hashable, tuple[int, ...]], ...]] = set()
     repeated: tuple[int, int] | None = None
     value = root
     while graph.name(value) == "select_n" and len(found) < _MOST:
@@ -310,11 +309,12 @@ def _select(graph: Graph, loop: Loop, cases: _Cases, inputs: Sequence[Var]) -> N
     nodes, _ = nodes_between(graph, [start], [end])
     loop.visited.update(n for node in nodes for n in node.outputs)
     repeat = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [start], [end]))
+    assert loop.term is not None
     value, number = compat.jaxpr_as_fun(loop.term), graph.avals[first]
     loop.leaves.append(_Leaf((first,)))
     loop.leaves.append(_Leaf((), lambda _: jnp.arange(loop.count, dtype=number.dtype)))
 
-    def term(*given: Any) -> Any:
+    def term(*given: jax.Array) -> jax.Array:
         *own, which, expert = given
         (found,) = value(*own)
         if cases.repeated is not None:
@@ -323,7 +323,7 @@ def _select(graph: Graph, loop: Loop, cases: _Cases, inputs: Sequence[Var]) -> N
             holds = repeat(which - cases.first if cases.first else which)[0] == expert
         return jnp.where(holds, found, jnp.zeros((), found.dtype))
 
-    types = [v.aval for v in inputs] + [number, jax.ShapeDtypeStruct((), number.dtype)]
+    types: list[Shaped] = [v.aval for v in inputs] + [number, jax.ShapeDtypeStruct((), number.dtype)]
     loop.term = compat.make_jaxpr(term, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in types))
 
 
@@ -384,7 +384,7 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
     run = compat.jaxpr_as_fun(equation.params["jaxpr"])
     last = len(given)
 
-    def term(*own: Any) -> Any:
+    def term(*own: jax.Array) -> jax.Array:
         known = dict(zip([*counters, *before], own[last:], strict=True))
         carry = [known.get(i, jnp.zeros(v.aval.shape, v.aval.dtype)) for i, v in enumerate(carries)]
         return run(*own[:consts], *carry, *own[consts:last])[place]
@@ -399,7 +399,7 @@ def _before(counts: Sequence[jax.Array]) -> jax.Array:
     return jnp.cumsum(counts[0], axis=0, dtype=counts[0].dtype) - counts[0]
 
 
-def _positions(count: int, dtype: Any, _: Sequence[jax.Array]) -> jax.Array:
+def _positions(count: int, dtype: Dtype, _: Sequence[jax.Array]) -> jax.Array:
     return jnp.arange(count, dtype=dtype)
 
 
@@ -444,10 +444,10 @@ class _Walk:
         self.equations: list[JaxprEqn] = []
         self.compares = False
         """Whether what counts is compared."""
-        self._known: dict[tuple[int, ...], Any] = {}
+        self._known: dict[tuple[int, ...], JaxprAtom | None] = {}
         self._counting: set[Var] = set()
 
-    def atom(self, values: tuple[int, ...]) -> Any:
+    def atom(self, values: tuple[int, ...]) -> JaxprAtom:
         """What stands for these values, one of each computation."""
         values = self._plain(values)
         todo = [values]
@@ -469,7 +469,9 @@ class _Walk:
                         self._differing(current) if nodes is None else self._equation(current, nodes, operands)
                     )
             todo.pop()
-        return self._known[values]
+        found = self._known[values]
+        assert found is not None
+        return found
 
     def _plain(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """The values without selections between a value and itself with a derivative of zero, where the selected expert
@@ -522,7 +524,7 @@ class _Walk:
                 return []
         return way
 
-    def _same(self, values: tuple[int, ...]) -> Any:
+    def _same(self, values: tuple[int, ...]) -> JaxprAtom | None:
         graph = self.graph
         first = values[0]
         if any(v != first for v in values):
@@ -542,7 +544,9 @@ class _Walk:
             return None
         return None if any(node.equation.effects for node in nodes) or not nodes[0].inputs else nodes
 
-    def _equation(self, values: tuple[int, ...], nodes: list[Node], operands: list[tuple[int, ...]]) -> Any:
+    def _equation(
+        self, values: tuple[int, ...], nodes: list[Node], operands: list[tuple[int, ...]]
+    ) -> JaxprAtom | None:
         graph = self.graph
         atoms = [self._known[own] for own in operands]
         outputs = [Var(graph.avals[n]) for n in nodes[0].outputs]
@@ -558,7 +562,7 @@ class _Walk:
                 self.loop.products.update(numbers)
         return self._known[values]
 
-    def _key(self, node: Node) -> Any:
+    def _key(self, node: Node) -> Hashable:
         """Equal for equations that do the same."""
         if node.name == "custom_jvp_call":
             rule = rule_of(node.equation)
@@ -568,7 +572,7 @@ class _Walk:
         key = self.graph.key(node.equation, (), ())
         return id(node) if key is None else key
 
-    def _differing(self, values: tuple[int, ...]) -> Any:
+    def _differing(self, values: tuple[int, ...]) -> Var:
         graph, count = self.graph, self.loop.count
         aval = graph.avals[values[0]]
         if all(v in graph.literals for v in values):
@@ -610,7 +614,7 @@ class _Walk:
         self.loop.visited.update(values)
         return _Leaf((source,), lambda arrays: jnp.expand_dims(jnp.moveaxis(arrays[0], axis, 0), axis + 1), axis)
 
-    def _input(self, leaf: _Leaf, aval: Any) -> Var:
+    def _input(self, leaf: _Leaf, aval: ShapedArray) -> Var:
         self.loop.leaves.append(leaf)
         self.inputs.append(Var(aval))
         return self.inputs[-1]
@@ -629,14 +633,17 @@ def rolled(graph: Graph, root: int, loop: Loop) -> ClosedJaxpr:
         raise Mismatch("a captured array is read behind a loop over experts", advice=CAPTURED)
     after = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, [*inputs, loop.target], [root]))
 
-    def function(*operands: Any) -> Any:
+    assert loop.term is not None
+    term = compat.jaxpr_as_fun(loop.term)
+
+    def function(*operands: jax.Array) -> jax.Array:
         arrays = dict(zip(wanted, before(*operands), strict=True))
         given = []
         for leaf in loop.leaves:
             own = [arrays[number] for number in leaf.numbers]
             given.append(own[0] if leaf.mapped is None else leaf.mapped(own))
         axes = [None if leaf.mapped is None else 0 for leaf in loop.leaves]
-        (each,) = jax.vmap(compat.jaxpr_as_fun(loop.term), in_axes=axes)(*given)
+        (each,) = jax.vmap(term, in_axes=axes)(*given)
         if loop.axis is not None:
             whole = jnp.moveaxis(jnp.squeeze(each, loop.axis + 1) if loop.joined else each, 0, loop.axis)
         else:

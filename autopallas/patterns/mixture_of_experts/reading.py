@@ -7,9 +7,8 @@ expert the chosen one" taken as false: if zero comes out, whatever everything el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
+from autopallas.compat import Dtype, Params, Primitive
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
 from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
@@ -269,8 +269,8 @@ class _Reader:
         self.tokens: frozenset[Atom] = frozenset()
         self.choosing: frozenset[Atom] = frozenset()
         self._examples: frozenset[Atom] = frozenset()
-        self._known: dict[Any, int] = {}
-        self._holds: dict[Any, bool] = {}
+        self._known: dict[Hashable, int] = {}
+        self._holds: dict[Hashable, bool] = {}
         self._inside = 0
 
     def read(self) -> Reading | None:
@@ -361,7 +361,7 @@ class _Reader:
     def _contractions(self, ref: Ref) -> Iterator[tuple[frozenset[Atom], frozenset[Atom], frozenset[Atom]]]:
         """(labels of one side, of the other, summed labels) of the contractions from which a value comes."""
         space, todo = self.space, [ref]
-        seen: set[Any] = set()
+        seen: set[Hashable] = set()
         named = self.expert | self.rows | space.atoms(self.top) | frozenset(self.summed)
         contraction = space.contraction(self.top)
         if contraction is not None:
@@ -585,12 +585,12 @@ class _Reader:
         primitive, given = operation(node)
         return self._pointwise_on(primitive, given, arguments, dtype)
 
-    def _cast(self, step: int, dtype: Any) -> int:
+    def _cast(self, step: int, dtype: Dtype) -> int:
         if self._dtype(step) == dtype:
             return step
         return self._pointwise_on(lax.convert_element_type_p, conversion_params(dtype), (step,), dtype)
 
-    def _pointwise_on(self, primitive: Any, params: dict[str, Any], arguments: tuple[int, ...], dtype: Any) -> int:
+    def _pointwise_on(self, primitive: Primitive, params: Params, arguments: tuple[int, ...], dtype: Dtype) -> int:
         labels = dict.fromkeys(x for argument in arguments for x in self._labels(argument))
         given = parameters(params)
         try:
@@ -604,7 +604,7 @@ class _Reader:
         return self._add(Pointwise(ElementwiseProgram(sides, (instruction,), len(sides)), arguments, tuple(labels)))
 
     def _emit(
-        self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Any
+        self, rows: Ref, matrices: Ref, inner: tuple[Atom, ...], outer: tuple[Atom, ...], node: Node, dtype: Dtype
     ) -> int:
         if node.name != "dot_general":
             raise Mismatch(
@@ -636,7 +636,7 @@ class _Reader:
             self.result.arrays.append(found.value)
         return Operand(self.result.arrays.index(found.value), view)
 
-    def _constant(self, value: float, dtype: Any) -> int:
+    def _constant(self, value: float, dtype: Dtype) -> int:
         kind = int(value) if dtype.kind in "iu" else bool(value) if dtype.kind == "b" else float(value)
         return self._add(Constant(kind, dtype))
 
@@ -648,7 +648,7 @@ class _Reader:
         found = self.result.steps[step]
         return () if isinstance(found, Constant) else found.labels
 
-    def _dtype(self, step: int) -> Any:
+    def _dtype(self, step: int) -> Dtype:
         found = self.result.steps[step]
         return (
             self.graph.dtype(self.result.arrays[found.source.position]) if isinstance(found, Gathered) else found.dtype
@@ -806,7 +806,7 @@ class _SlotReader(_Reader):
     def _experts(self) -> frozenset[Atom]:
         """Labels that matrices have of those of the places; none where there is no product with such matrices."""
         space, places = self.space, frozenset(self.places)
-        seen: set[Any] = set()
+        seen: set[Hashable] = set()
         todo = [self.top]
         while todo and len(seen) <= _NEAR:
             ref = space.canonical(todo.pop())

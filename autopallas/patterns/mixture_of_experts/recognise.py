@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from autopallas import compat, jaxprs
-from autopallas.compat import ClosedJaxpr, JaxprEqn, Literal, Var
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
@@ -497,7 +497,7 @@ class Draft:
         self,
         operands: Sequence[int],
         original: ClosedJaxpr,
-        readable: Any,
+        readable: ClosedJaxpr,
         nodes: Sequence[Node] = (),
         backwards: tuple[BackwardMatch, ...] = (),
     ) -> Match:
@@ -550,10 +550,10 @@ class Draft:
         if not backwards:
             raise Mismatch("the backward was not recognised", advice=WHOLE_GRADIENT)
         inputs = [Var(use.variable.aval) for use in forward.uses]
-        shared: dict[int, Any] = {}
-        made: dict[int, Any] = {}
-        equations: list[Any] = []
-        given: list[Any] = []
+        shared: dict[int, Var] = {}
+        made: dict[int, Var] = {}
+        equations: list[JaxprEqn] = []
+        given: list[JaxprAtom] = []
         for use, variable, own in zip(forward.uses, inputs, constant, strict=True):
             # A use with a gradient is an operand of its own; what has none, as the choices, is the same everywhere.
             if own:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 from autopallas.graph import Ref
 from autopallas.graph.custom_rules import ELEMENTWISE
@@ -21,7 +20,7 @@ _VISITED = 40
 def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom], tokens: frozenset[Atom]) -> None:
     """Refuses a sum of what comes from experts through something that is not elementwise."""
     space = scope.space
-    seen: set[Any] = set()
+    seen: set[Hashable] = set()
     todo = [(factor, False) for factor in factors]
     while todo:
         given, through = todo.pop()

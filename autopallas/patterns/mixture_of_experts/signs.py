@@ -6,17 +6,18 @@ Nothing here depends on labels: what is said of a value holds of each of its ele
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopallas import compat
+from autopallas.compat import Dtype, Params
 from autopallas.graph import Graph
 from autopallas.graph.custom_rules import called_program, is_elementwise_call
 from autopallas.numerics.casts import counts_exactly
-from autopallas.sites.elementwise import Constant, Side
+from autopallas.sites.elementwise import Constant, Input, Instruction, Side
 
 __all__ = ["Outside", "Signs"]
 
@@ -90,12 +91,12 @@ class Signs:
         if program is not None:
             given = [self._sign(i, depth) for i in node.inputs]
 
-            def load(source: Any) -> _Sign:
+            def load(source: Input) -> _Sign:
                 if isinstance(source, Constant):
                     return _Sign(source.value >= 0, source.value > 0)
                 return given[source.position] if isinstance(source, Side) else _UNKNOWN
 
-            def apply(instruction: Any, own: list[_Sign]) -> _Sign:
+            def apply(instruction: Instruction, own: list[_Sign]) -> _Sign:
                 name, arguments = instruction.primitive.name, instruction.arguments
                 skipped = 1 if name == "select_n" else 0
                 params = dict(instruction.params)
@@ -136,7 +137,7 @@ class Signs:
                 break
         return own
 
-    def _array(self, number: int) -> np.ndarray[Any, Any] | None:
+    def _array(self, number: int) -> np.ndarray | None:
         """The elements of a literal or a captured array."""
         graph = self._graph
         if number in graph.literals:
@@ -210,30 +211,34 @@ class Signs:
         return number in graph.literals and not np.any(graph.literals[number])
 
 
+Answer: TypeAlias = tuple[int, str, tuple[int, ...], bool]
+"""What was asked of an input, and the answer: (its place, question, further arguments, answer)."""
+
+
 class Outside:
     """What the inputs of a part of a program are in the program.
 
     Attributes:
-      answers: what was asked, and the answers: (place of the input, question, further arguments, answer).
+      answers: what was asked, and the answers: in order.
     """
 
     def __init__(self, graph: Graph, numbers: Sequence[int]):
         self.graph = graph
         self._signs, self._numbers = Signs(graph), numbers
-        self.answers: list[tuple[int, str, tuple[int, ...], bool]] = []
+        self.answers: list[Answer] = []
 
     def ask(self, place: int, question: str, *more: int) -> bool:
         answer: bool = getattr(self._signs, question)(self._numbers[place], *more)
         self.answers.append((place, question, more, answer))
         return answer
 
-    def answers_alike(self, answers: Sequence[tuple[int, str, tuple[int, ...], bool]]) -> bool:
+    def answers_alike(self, answers: Sequence[Answer]) -> bool:
         """Whether here, too, these are the answers."""
         return all(self.ask(place, question, *more) == answer for place, question, more, answer in answers)
 
 
 def _sign_of(
-    name: str, own: Sequence[_Sign], params: dict[str, Any], inputs: Sequence[Any], sources: Sequence[Any], dtype: Any
+    name: str, own: Sequence[_Sign], params: Params, inputs: Sequence[object], sources: Sequence[Dtype], dtype: Dtype
 ) -> _Sign:
     """The sign of an elementwise operation or a contraction; ``inputs`` are equal where the operands are the same, and
     those of ``select_n`` are its cases."""
@@ -257,7 +262,7 @@ def _sign_of(
     return rule([s.nonnegative for s in own], [s.positive for s in own])
 
 
-def _keeps_small(sources: Sequence[Any], dtype: Any) -> bool:
+def _keeps_small(sources: Sequence[Dtype], dtype: Dtype) -> bool:
     """Whether a cast makes no number zero that is not."""
     if len(sources) != 1:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.loops import loop_at, rolled
 from autopallas.patterns.mixture_of_experts.reading import PickedRows, Reading, SlotRows, read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE
-from autopallas.patterns.mixture_of_experts.signs import Outside
+from autopallas.patterns.mixture_of_experts.signs import Answer, Outside
 from autopallas.patterns.mixture_of_experts.slot_rows import RowsOfSlots
 from autopallas.patterns.mixture_of_experts.slots import Slots
 from autopallas.sites.index_notation import Operand, View
@@ -44,7 +43,7 @@ class Sites:
 
     def __init__(self, graph: Graph):
         self._graph = graph
-        self._known: dict[Hashable, list[tuple[Sequence[Any], ExpertsSite, Any]]] = {}
+        self._known: dict[Hashable, list[tuple[Sequence[Answer], ExpertsSite, ClosedJaxpr]]] = {}
         """With the programs, so that what a form names by its identity stays."""
 
     def of(self, program: ClosedJaxpr, loops: bool, operands: Sequence[int]) -> ExpertsSite:
@@ -183,7 +182,7 @@ def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
         raise Mismatch(f"{DENSE}, and slots have no axis of their own", advice=CHOOSE_FEW)
 
-    def added(combine: Any) -> tuple[Any, ...]:
+    def added(combine: jax.Array) -> tuple[jax.Array, ...]:
         return (lax.reduce(combine, np.zeros((), combine.dtype), lax.add, axes),)
 
     extended, (out, _, weights) = _extended(graph, [root, slots.combine.value], added, outside)
@@ -197,7 +196,7 @@ def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tup
     """
     found = {within.ends.value: within for within in reading.within}
 
-    def counted(*ends: Any) -> tuple[Any, ...]:
+    def counted(*ends: jax.Array) -> tuple[jax.Array, ...]:
         experts = []
         for last, within in zip(ends, found.values(), strict=True):
             last = jnp.moveaxis(last, within.along(reading.scope.space), -1)
@@ -217,7 +216,7 @@ def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outs
     beside = [part for i, part in enumerate(parts) if i != main]
     params = {name: value for name, value in node.params.items() if name in _GATHERS}
 
-    def computed(indices: Any, *arrays: Any) -> tuple[Any, ...]:
+    def computed(indices: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         index = picked.index(indices)
         own = [picked.of(a, rows.leaves[n], index) for n, a in zip(leaves, arrays[: len(leaves)], strict=True)]
         if main is None:
@@ -236,7 +235,7 @@ def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outs
 
 
 def _extended(
-    graph: Graph, results: Sequence[int], function: Callable[..., tuple[Any, ...]], outside: Outside
+    graph: Graph, results: Sequence[int], function: Callable[..., tuple[jax.Array, ...]], outside: Outside
 ) -> tuple[Graph, list[int]]:
     """A program with more results: of a function of all of its ``results`` but the first.
 
@@ -249,7 +248,7 @@ def _extended(
         raise Mismatch(f"{DENSE}, and a captured array is read", advice=CAPTURED)
     run = compat.jaxpr_as_fun(jaxpr_of(graph, nodes, inputs, results))
 
-    def extended(*operands: Any) -> Any:
+    def extended(*operands: jax.Array) -> tuple[jax.Array, ...]:
         given = run(*operands)
         return *given, *function(*given[1:])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,10 +26,10 @@ class Index(NamedTuple):
       positions: per label, the position of each row along it: of the nearest slot where it is read from none.
     """
 
-    expert: Any
-    inside: Any
-    reached: Any
-    positions: Mapping[Atom, Any]
+    expert: jax.Array
+    inside: jax.Array
+    reached: jax.Array
+    positions: Mapping[Atom, jax.Array]
 
 
 class RowsOfSlots:
@@ -37,12 +38,12 @@ class RowsOfSlots:
     def __init__(self, rows: SlotRows, space: Space):
         self._rows, self._space = rows, space
 
-    def index(self, indices: Any) -> Index:
+    def index(self, indices: jax.Array) -> Index:
         """Where the rows are, from the indices of the gather."""
         space, shape = self._space, indices.shape[:-1]
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
-        positions: dict[Atom, Any] = {}
+        positions: dict[Atom, jax.Array] = {}
         inside = reached = jnp.ones(shape, bool)
         for place in self._rows.pick.places:
             own, end = indices[..., place.part], place.first + space.extent(place.labels)
@@ -54,22 +55,22 @@ class RowsOfSlots:
             positions |= self._along(atoms, lax.broadcasted_iota(jnp.int32, shape, axis))
         return Index(self._joined(self._rows.expert, positions, shape), inside, reached, positions)
 
-    def of(self, array: Any, view: View, index: Index) -> Any:
+    def of(self, array: jax.Array, view: View, index: Index) -> jax.Array:
         """The rows of an array: axes of rows, then those of the array that have no labels in its ``view``."""
         placed = [d for d, (_, atoms) in enumerate(view) if atoms]
         shape = index.inside.shape
         where = tuple(view[d][0] + self._joined(view[d][1], index.positions, shape) for d in placed)
         return jnp.moveaxis(array, placed, range(len(placed))).at[where].get(mode="clip")
 
-    def _along(self, atoms: Sequence[Atom], position: Any) -> dict[Atom, Any]:
+    def _along(self, atoms: Sequence[Atom], position: jax.Array) -> dict[Atom, jax.Array]:
         """The positions along the labels of an axis."""
-        found: dict[Atom, Any] = {}
+        found: dict[Atom, jax.Array] = {}
         for atom in reversed(self._space.resolve(atoms)):
             size = self._space.extent((atom,))
             found[atom], position = position % size, position // size
         return found
 
-    def _joined(self, atoms: Sequence[Atom], positions: Mapping[Atom, Any], shape: Sequence[int]) -> Any:
+    def _joined(self, atoms: Sequence[Atom], positions: Mapping[Atom, jax.Array], shape: Sequence[int]) -> jax.Array:
         """The position along an axis of such labels."""
         found = jnp.zeros(shape, jnp.int32)
         for atom in self._space.resolve(atoms):
@@ -77,6 +78,6 @@ class RowsOfSlots:
         return found
 
 
-def _clipped(numbers: Any, start: int, end: int) -> Any:
+def _clipped(numbers: jax.Array, start: int, end: int) -> jax.Array:
     """The nearest of the numbers from ``start`` to ``end``."""
     return lax.clamp(jnp.full((), start, numbers.dtype), numbers, jnp.full((), end - 1, numbers.dtype))

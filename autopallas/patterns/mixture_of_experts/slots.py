@@ -9,9 +9,8 @@ Both are shown in :mod:`autopallas.patterns.mixture_of_experts.capacity`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopallas.graph import Ref
 from autopallas.graph.labels import Atom
@@ -96,7 +95,7 @@ def slots_of(scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[At
 def _dispatched(scope: Scope, outputs: Ref, both: frozenset[Atom]) -> tuple[Ref, frozenset[Atom]] | None:
     """The contraction that brings tokens to their slots, and the labels of experts among ``both``."""
     space, expert = scope.space, frozenset(both)
-    seen: set[Any] = set()
+    seen: set[Hashable] = set()
     todo, rows = [outputs], None
     matrices = False
     while todo and len(both) > 1:  # of one label, no part can be that of slots

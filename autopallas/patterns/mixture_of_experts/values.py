@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
 
 from autopallas.graph import Ref
-from autopallas.graph.labels import Atom
+from autopallas.graph.labels import Atom, View
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.mixture_of_experts.axes import positions_along
 from autopallas.patterns.mixture_of_experts.choice import folded
 
 __all__ = ["MOST", "Key", "Values"]
 
-Key = tuple[int, Any]
+Key = tuple[int, View]
 """Of an element of a value, under labels."""
 
 MOST = 2**20
@@ -31,7 +30,7 @@ class Values:
 
     def __init__(self, scope: Scope):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
-        self._binary: dict[Key, bool] = {}
+        self._binary: dict[Hashable, bool] = {}
 
     def key(self, ref: Ref) -> Key:
         found = self.space.canonical(ref)
@@ -142,7 +141,7 @@ class _Evaluation:
         atoms = {key: frozenset(x for _, own in key[1] for x in own) for key in given}
         self._named = outer.union(*atoms.values())
         self._wanted = [(number, own & outer) for (number, _), own in atoms.items()]
-        self._known: dict[Any, float | None] = {}
+        self._known: dict[Hashable, float | None] = {}
 
     def of(self, ref: Ref, depth: int = 0) -> float | None:
         number = self.scope.number(ref)
