@@ -392,6 +392,11 @@ class ProgramBuilder:
             return self._elementwise(ref, dtype)
         if not (dtype.kind in "iub" or np.issubdtype(dtype, np.floating) or dtype.name == "bfloat16"):
             raise Mismatch(f"a side input has the dtype {dtype}", advice=SIDE_DTYPES)
+        if dtype == np.float64 and scope.score is not None and scope.graph.dtype(scope.score) != dtype:
+            raise Mismatch(
+                "a side input of float64 meets narrower scores, which kernels do not widen",
+                advice="Cast it to the dtype of the scores, or the operands of the products to float64.",
+            )
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
     def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Register | None:

@@ -439,3 +439,23 @@ def test_what_is_added_behind_the_maximum_of_plain_scores_is_part_of_the_site():
     optimized = optimized_like_a_user(attend)
     np.testing.assert_allclose(optimized(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-6)
     assert optimized.report().counts()["attention"] == 1
+
+
+def test_a_bias_in_float64_is_added_in_float64():
+    """The sum of 1,000 and a score has fewer digits in float32, in which kernels compute."""
+    with jax.enable_x64(True):
+        q, k, v = (array(5, 4, seed=n) for n in range(3))
+        bias = 1000 * jnp.asarray(array(5, 5, seed=3), jnp.float64)
+        labels = jnp.arange(5)
+
+        def attend(q, k, v, bias):
+            return jax.nn.softmax(q @ k.T + bias, -1) @ v
+
+        def loss(x, head, _, bias):
+            z = x @ head.T + bias
+            return (jax.nn.logsumexp(z, -1) - z[jnp.arange(5), labels]).mean()
+
+        for program in (attend, loss):
+            optimized = optimized_like_a_user(program)
+            np.testing.assert_allclose(optimized(q, k, v, bias), program(q, k, v, bias), rtol=1e-9, atol=1e-9)
+            assert any("float64" in miss.reason for miss in optimized.report().near_misses)

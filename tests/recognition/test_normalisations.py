@@ -210,4 +210,4 @@ def test_several_cotangents_of_one_normalisation(normalise, wanted):
         optimized = optimized_like_a_user(program)
         for a, b in zip(jax.tree.leaves(optimized(x, g, y)), jax.tree.leaves(program(x, g, y)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-        assert sum(optimized.report().counts().values()) == 1
+    assert sum(optimized.report().counts().values()) == 1
