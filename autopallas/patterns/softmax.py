@@ -39,6 +39,7 @@ from autopallas.sites.elementwise import Constant, conversion_params
 
 __all__ = [
     "HIDDEN",
+    "ROUNDED",
     "UNSHIFTED",
     "Exponential",
     "Factor",
@@ -69,6 +70,11 @@ where it overflows, the program gives NaN."""
 HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
 """What is assumed of scores whose exponentials are masked, and not they: where all that is left vanishes, the program
 gives NaN."""
+
+
+ROUNDED = "the maximum is rounded before it is subtracted, by less than makes an exponential overflow"
+"""What is assumed of scores less a maximum in a narrower dtype.  A maximum of 45,000 loses up to 88 in bfloat16: the
+exponential of so much overflows, and the program gives NaN."""
 
 
 class SeveralBlocks(Mismatch):
@@ -163,7 +169,8 @@ class Softmax:
         self.offset = offset  # of the keys within a longer axis, as beside a sink column
         self.note: Mismatch | None = None  # what stood in the way of reading a denominator
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
-        self.added_behind = False  # whether scores that a mask may fill were less their maximum before something was added
+        self.rounded = False  # whether one is relative to a maximum in a narrower dtype
+        self.added_behind = False  # whether something is added to scores less their maximum, which may be a fill
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
         self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, what that gives
 
@@ -517,14 +524,15 @@ class Softmax:
         if self.unshifted:
             return (UNSHIFTED,)
         shown = self._shown(argument)
-        return () if all((w.kind, self.scope.key(w.source)) in shown for w in weights) else (HIDDEN,)
+        hides = any((w.kind, self.scope.key(w.source)) not in shown for w in weights)
+        return ((ROUNDED,) if self.rounded else ()) + ((HIDDEN,) if hides else ())
 
     def may_be_nothing_but_fills(self, inner: LogSumExp) -> bool:
         """Whether a row of exponentials may hold nothing but a mask's fill, beside which a greater score was hidden
         after it had been subtracted: in the program they are all 0."""
         refs = [part for part in parts_of(inner.argument) if isinstance(part, Ref)]
         filled = any(self.is_filled(ref, _BLURS_BY) for ref in refs)
-        return filled and bool(self.assumed(inner.argument, inner.weights))
+        return filled and not {UNSHIFTED, HIDDEN}.isdisjoint(self.assumed(inner.argument, inner.weights))
 
     def _shown(self, argument: Expression) -> set[tuple[str, Hashable]]:
         """The masks that make scores -inf."""
@@ -674,6 +682,7 @@ class Softmax:
         for rows where that is infinite and 0 is taken instead."""
         keeps = self._rounds if about else self._widens
         row = self.space.canonical(row)
+        rounded = False
         for _ in range(_DEEPEST):
             name, operands = self.scope.name(row), self.space.operands(row) or []
             kept = [o for o in operands if name != "max" or self.scope.number(o) != -math.inf]
@@ -682,15 +691,18 @@ class Softmax:
             elif name == "convert_element_type":
                 if not (keeps(row, operands[0]) and self._keeps_range(row, operands[0])):
                     return False
+                rounded |= not self._widens(row, operands[0])
             elif name not in ("stop_gradient", "max") or len(kept) != 1:
                 break
             (row,) = kept
         if self.scope.name(row) != "reduce_max":
             return False
         try:
-            return self._equal(self.reduced(row), argument)
+            found = self._equal(self.reduced(row), argument)
         except Mismatch:
             return False
+        self.rounded |= found and rounded
+        return found
 
     def _equal(self, a: Expression, b: Expression) -> bool:
         """Whether two values are the same, or the same mask of the same with equal numbers as fills."""

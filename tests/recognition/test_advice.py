@@ -20,7 +20,7 @@ from autopallas.patterns.match import Mismatch, NearMiss
 from autopallas.report import Report
 from autopallas.report.terminal import summary
 
-NAMES = [f"{patterns.__name__}.{info.name}" for info in pkgutil.iter_modules(patterns.__path__)]
+NAMES = [info.name for info in pkgutil.walk_packages(patterns.__path__, f"{patterns.__name__}.")]
 MODULES = [importlib.import_module(name) for name in NAMES]
 TREES = [(module, ast.parse(Path(module.__file__).read_text())) for module in MODULES]
 WITHOUT_ADVICE = {"str(out)": "the search ran out of steps, whatever the program's spelling is"}

@@ -459,3 +459,33 @@ def test_a_bias_in_float64_is_added_in_float64():
             optimized = optimized_like_a_user(program)
             np.testing.assert_allclose(optimized(q, k, v, bias), program(q, k, v, bias), rtol=1e-9, atol=1e-9)
             assert any("float64" in miss.reason for miss in optimized.report().near_misses)
+
+
+def test_a_maximum_that_is_rounded_says_what_it_assumes():
+    """Of 100,000 bfloat16 may lose more than 88: the exponential of what is left overflows."""
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+
+    def attend(q, k, v):
+        s = q @ k.T
+        e = jnp.exp(s - s.max(-1, keepdims=True).astype(jnp.bfloat16))
+        return e / e.sum(-1, keepdims=True) @ v
+
+    assert not np.isfinite(attend(q, k * 1e6, v)).all()
+    report = autopallas.explain(autopallas.optimize(attend, objective="always"), q, k, v)
+    assert any("rounded" in assumption for site in report.sites for assumption in site.assumptions)
+    exact = autopallas.optimize(attend, objective="always", assume_finite=False)
+    np.testing.assert_array_equal(np.isnan(exact(q, k * 1e6, v)), np.isnan(attend(q, k * 1e6, v)))
+
+
+def test_a_floor_in_float64_under_a_sum_that_weights_make_negative():
+    """What is divided by the floor has no place in float32, in which kernels compute."""
+    with jax.enable_x64(True):
+        q, k, v, weights = (array(5, 4, seed=n) for n in range(4))
+        weights = -jnp.abs(weights[:, 0])
+
+        def attend(q, k, v, weights):
+            e = jnp.exp(jnp.clip(q @ k.T * 20.0, -80.0, 80.0)) * weights
+            return e / jnp.maximum(e @ jnp.ones((5, 1)), 1e-9) @ v
+
+        optimized = optimized_like_a_user(attend)
+        np.testing.assert_allclose(optimized(q, k, v, weights), attend(q, k, v, weights), rtol=1e-5)

@@ -175,6 +175,11 @@ class _Reader:
         if self.length > _LONGEST or self.softmax.carries_axis(ref):
             raise Mismatch("a factor of the row is computed from single scores", advice=NORMALISE)
         dtype = self.scope.dtype(ref)
+        if dtype == np.float64 != self.wide:
+            raise Mismatch(
+                "a factor of the row is computed in float64, which holds numbers that float32 does not",
+                advice="Compute it in the dtype of the scores, or the products in float64.",
+            )
         if name == "reduce_max":
             return self._convert(self._greatest(ref), dtype)
         if name in ("reduce_sum", "dot_general"):
