@@ -61,6 +61,8 @@ _MOST_TERMS = 32
 _DROWNS_IN = 1e10
 """A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32: in a row of
 nothing else, ``exp(s - logsumexp(s))`` is 1 everywhere."""
+_HELD = 2**15
+"""A number that every floating dtype holds, and twice as much."""
 _BLURS_BY = 1e3
 """A number to which float32 adds a score with an error beyond its tolerance."""
 
@@ -622,7 +624,14 @@ class Softmax:
         itself = [Term(1.0, "log", ref)]
         if operands is not None and node is not None:
             if name == "convert_element_type" and self._rounds(ref, operands[0]):
-                return self.log(operands[0], depth)
+                terms = self.log(operands[0], depth)
+                if self._keeps_range(ref, operands[0]) or self._is_bounded(terms) or self._sums_in(ref, operands[0]):
+                    return terms
+                raise Mismatch(
+                    f"the denominator is cast to {self.scope.dtype(ref)}, which may not hold it",
+                    advice="Subtract the maximum of the scores before the exponential, or leave the denominator in the "
+                    "dtype in which it is summed.",
+                )
             if name == "abs":  # jax.scipy.special.logsumexp takes it of a sum that is positive anyway
                 inner = self.log(operands[0], depth)
                 return inner if all(map(_positive, inner)) else itself
@@ -676,6 +685,20 @@ class Softmax:
                 if not inner.weights and not inner.extras and self._is_maximum(shift[0].value, inner.argument):
                     return terms
         return None
+
+    def _sums_in(self, result: Ref, total: Ref) -> bool:
+        """Whether a cast is that of a sum in a narrow dtype, whose summands JAX widens: then they overflow too."""
+        if self.scope.name(total) != "reduce_sum":
+            return False
+        summands = self.space.canonical(self.reduced(total))
+        inner = self.space.operands(summands) or []
+        return any(self.scope.dtype(x) == self.scope.dtype(result) for x in (summands, *inner))
+
+    def _is_bounded(self, terms: Sequence[Term]) -> bool:
+        """Whether what these are the logarithm of is a sum of exponentials that are 1 at most, and not too many."""
+        sums = [t.inner for t in terms if t.kind == "logsumexp"]
+        weighted = any(x.extras or any(w.kind in ("multiply", "divide") for w in x.weights) for x in sums)
+        return not (self.unshifted or weighted or self.space.extent(self.axis) > _HELD)
 
     def _is_maximum(self, row: Ref, argument: Expression, about: bool = False) -> bool:
         """Whether a value of the row is the greatest of some values over the keys; ``about``: but for rounding, and

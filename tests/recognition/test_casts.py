@@ -248,7 +248,6 @@ SHIFTED = {
     "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
     "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
     "maximum in 16 bits": lambda s: jax.nn.softmax(s.astype(bf16)).astype(f32),
-    "rounded maximum": lambda s: divided(jnp.exp(s - rounded(s.max(-1, keepdims=True), bf16))),
     "scaled": lambda s: divided(jnp.exp(less_maximum(s) * 0.3)),
 }
 

@@ -489,3 +489,18 @@ def test_a_floor_in_float64_under_a_sum_that_weights_make_negative():
 
         optimized = optimized_like_a_user(attend)
         np.testing.assert_allclose(optimized(q, k, v, weights), attend(q, k, v, weights), rtol=1e-5)
+
+
+@pytest.mark.parametrize("subtract", [lambda s: 0.0, lambda s: s.min(-1, keepdims=True)], ids=["nothing", "minimum"])
+def test_a_denominator_that_a_cast_makes_infinite_divides_to_zero(subtract):
+    q, k, v = (array(5, 4, seed=n) for n in range(3))
+
+    def attend(q, k, v):
+        s = 20.0 * (q @ k.T)
+        e = jnp.exp(s - subtract(s))
+        return e / e.sum(-1, keepdims=True).astype(jnp.float16) @ v
+
+    optimized = optimized_like_a_user(attend)
+    np.testing.assert_allclose(optimized(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-6)
+    (miss,) = optimized.report().near_misses
+    assert "denominator is cast to float16" in miss.reason
