@@ -65,6 +65,8 @@ _HELD = 2**15
 """A number that every floating dtype holds, and twice as much."""
 _BLURS_BY = 1e3
 """A number to which float32 adds a score with an error beyond its tolerance."""
+_KEEPS_DIGITS = frozenset({"convert_element_type", "max", "min", "neg", "select_n"})
+"""Operations whose results have no more digits than their operands."""
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
 """What is assumed of scores that enter an exponential as they are, or less a maximum that a cast may make infinite:
@@ -173,6 +175,7 @@ class Softmax:
         self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
         self.rounded = False  # whether one is relative to a maximum in a narrower dtype
         self.added_behind = False  # whether something is added to scores less their maximum, which may be a fill
+        self.scaled_behind = False  # whether exact scores are scaled after their maximum was subtracted
         self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
         self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, what that gives
 
@@ -215,6 +218,7 @@ class Softmax:
             stripped = self._stripped(exponent, nothing if scale >= math.log(2) else -math.inf)
             self.unshifted |= not stripped.shifted
             argument, rows, under = stripped.x, list(stripped.rows), list(stripped.under_mask)
+            self._note_scale(stripped, scale)
             if scale != 1:
                 own = self.scope.dtype(argument)
                 dtype = np.dtype(np.float64 if own == np.float64 else np.float32)  # log 2 in 16 bits is not log 2
@@ -377,8 +381,9 @@ class Softmax:
                 number = self.scope.number(other)
                 if number and self.scope.depends(operands[position].value):
                     x, rows, shifted, under = self._stripped(operands[position], depth=depth + 1)
-                    x = self._on_wide(node, x, other) if position == 0 else self._on_wide(node, other, x)
                     factor = number if name == "mul" else 1 / number
+                    self._note_scale(_Stripped(x, rows), factor)
+                    x = self._on_wide(node, x, other) if position == 0 else self._on_wide(node, other, x)
                     rows, under = ([t.scaled(factor) for t in terms] for terms in (rows, under))
                     shifted = shifted and number > 0
                     break
@@ -400,6 +405,49 @@ class Softmax:
             return _Stripped(ref, [])
         rows = self.combine(rows)
         return _Stripped(x, rows, shifted, under) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
+
+    def _note_scale(self, stripped: _Stripped, factor: float) -> None:
+        """Notes a factor behind a number of the row that was taken out of scores with few digits.
+
+        The program multiplies a difference, which is exact.  Kernels multiply the scores, and round that, unless by a
+        power of two; where scores have all digits of their dtype, the program rounded them as much.
+        """
+        if math.frexp(factor)[0] not in (0.5, -0.5) and any(self.depends(term) for term in stripped.rows):
+            all_digits = jnp.finfo(np.float64 if self._double else np.float32).nmant
+            self.scaled_behind |= self._digits(stripped.x) < all_digits
+
+    def _digits(self, x: Expression, depth: int = 0) -> int:
+        """How many binary digits the scores in an expression have at most, as far as dtypes say."""
+        if isinstance(x, Ref):
+            x = self.space.canonical(x)
+            if x.value == self.scope.score:
+                return self._digits_of_product(x)
+        digits = _digits_of(self.scope.dtype(x))
+        arguments: Sequence[Expression] | None
+        match x:
+            case Ref():
+                if not self.scope.depends(x.value):
+                    return 0
+                name, arguments = self.scope.name(x), self.space.operands(x)
+            case Apply():
+                name, arguments = x.primitive.name, x.arguments
+            case _:
+                return 0
+        if arguments is None or depth > _DEEPEST or name not in _KEEPS_DIGITS:
+            return digits
+        return min(digits, max(self._digits(a, depth + 1) for a in arguments))
+
+    def _digits_of_product(self, score: Ref) -> int:
+        graph, product = self.scope.graph, self.scope.node(score)
+        assert product is not None
+        found = 0
+        for number in product.inputs:
+            dtypes = [graph.dtype(number)]
+            while (node := graph.definitions.get(number)) is not None and node.name == "convert_element_type":
+                number = node.inputs[0]
+                dtypes.append(graph.dtype(number))
+            found += min(map(_digits_of, dtypes)) + 1
+        return min(found, _digits_of(graph.dtype(score.value)))
 
     def _added(self, ref: Ref, depth: int = 0) -> float:
         """How far the numbers that are added to values, after a number of the row was, carry these from 0 at most."""
@@ -962,6 +1010,11 @@ def _positive(term: Term) -> bool:
     if term.kind != "logsumexp":
         return term.kind == "value" or term.kind == "constant"
     return all(w.kind in ("where", "unless") for w in term.inner.weights)
+
+
+def _digits_of(dtype: Dtype) -> int:
+    """Binary digits behind the first; all of float64 for what is no floating type."""
+    return int(jnp.finfo(dtype if rounds(dtype, dtype) else np.float64).nmant)
 
 
 def _normalised(found: Exponential) -> bool:

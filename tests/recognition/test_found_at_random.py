@@ -504,3 +504,53 @@ def test_a_denominator_that_a_cast_makes_infinite_divides_to_zero(subtract):
     np.testing.assert_allclose(optimized(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-6)
     (miss,) = optimized.report().near_misses
     assert "denominator is cast to float16" in miss.reason
+
+
+SCALED_BEHIND = {
+    "base two": lambda s: jnp.exp2(s - s.max(-1, keepdims=True)),
+    "temperature": lambda s: jnp.exp((s - s.max(-1, keepdims=True)) * 0.7),
+    "divided": lambda s: jnp.exp((s - s.max(-1, keepdims=True)) / 3),
+    "masked": lambda s: jnp.exp2(jnp.where(jnp.tri(7, 9, dtype=bool), s, -jnp.inf) - s.max(-1, keepdims=True)),
+}
+AS_EXACT = {
+    "a power of two": lambda s: jnp.exp((s - s.max(-1, keepdims=True)) * 0.25),
+    "scaled before": lambda s: jnp.exp2(s * 0.7 - (s * 0.7).max(-1, keepdims=True)),
+    "nothing": lambda s: jnp.exp(s - s.max(-1, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["operands cast", "product promotes"])
+@pytest.mark.parametrize("spelling", SCALED_BEHIND | AS_EXACT)
+def test_a_scale_behind_the_maximum_of_exact_scores_is_refused(spelling, cast):
+    """Products of 16-bit numbers are exact in float32, and so is what is left beside their maximum; the scale rounds
+    that alone.  A kernel that scales scores of 3,600 rounds these."""
+    q = jnp.asarray(30 + array(7, 4, seed=0), jnp.float16)
+    k = jnp.asarray(30 + array(9, 4, seed=1), jnp.bfloat16)
+    v = jnp.asarray(array(9, 5, seed=2))
+
+    def attend(q, k, v):
+        q, k = (q.astype(jnp.float32), k.astype(jnp.float32)) if cast else (q, k)
+        e = (SCALED_BEHIND | AS_EXACT)[spelling](jnp.einsum("td,sd->ts", q, k, preferred_element_type=jnp.float32))
+        return jnp.einsum("ts,se->te", e / e.sum(-1, keepdims=True), v)
+
+    optimized = optimized_like_a_user(attend, ops=("attention",))
+    atol = 1e-4 if spelling == "scaled before" else 1e-5  # the program rounds the product of 3,600 and the scale
+    np.testing.assert_allclose(optimized(q, k, v), attend(q, k, v), rtol=1e-5, atol=atol)
+    report = optimized.report()
+    assert report.counts()["attention"] == (spelling in AS_EXACT)
+    assert all("scaled after their maximum" in miss.reason for miss in report.near_misses)
+
+
+@pytest.mark.parametrize("spelling", SCALED_BEHIND)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_scale_behind_the_maximum_is_part_of_a_site_whose_rounding_hides_it(spelling, dtype):
+    q, k, v = (jnp.asarray(array(n, 4, seed=n), dtype) for n in (7, 9, 9))
+
+    def attend(q, k, v):
+        e = SCALED_BEHIND[spelling](jnp.einsum("td,sd->ts", q, k, preferred_element_type=jnp.float32))
+        return jnp.einsum("ts,se->te", (e / e.sum(-1, keepdims=True)).astype(dtype), v)
+
+    optimized = optimized_like_a_user(attend, ops=("attention",))
+    found, expected = (np.asarray(f(q, k, v), np.float32) for f in (optimized, attend))
+    np.testing.assert_allclose(found, expected, atol=1e-5 if dtype == np.float32 else 2e-2)
+    assert optimized.report().counts()["attention"] == 1

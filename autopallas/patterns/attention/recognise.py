@@ -417,6 +417,11 @@ class _Attempt:
         for sign, factor in outside:
             found.rows += [t.scaled(sign) for t in softmax.log(factor)]
         normaliser, rest, row = self._prove(softmax, found)
+        if softmax.scaled_behind and max(graph.dtype(n).itemsize for n in (value.value, root)) > 2:
+            raise Mismatch(
+                "scores of 16-bit numbers are scaled after their maximum is subtracted, for a result with more digits",
+                advice="Scale the scores before the maximum is taken: jax.nn.softmax(scores * scale).",
+            )
         return AttentionDraft(
             softmax=softmax,
             second=node,
