@@ -51,8 +51,8 @@ class Body:
     """Whether the variables are not those of ``source``, which is the body of another equation too."""
     transposed: bool = False
     """Whether an equation of a derivative's backward holds the body, directly or further out."""
-    assumed: set[Var] = field(default_factory=set)
-    """What is the program's own value if its numbers are finite: 0 times something was taken for 0."""
+    assumed: dict[Var, str] = field(default_factory=dict)
+    """What is the program's own value under an assumption, and that in words."""
 
     _defined: dict[Var, int] = field(default_factory=dict)
 

@@ -28,10 +28,28 @@ from autopallas.faults import contained
 from autopallas.graph.custom_rules import ELEMENTWISE
 from autopallas.graph.flatten import Body, Child, is_contraction
 from autopallas.graph.label_sets import gathered, label_set, scattered
-from autopallas.graph.rows import SELECTIONS, Rows, groups, picked, piece, reshaped, rolled, selection, window
+from autopallas.graph.rows import (
+    SELECTIONS,
+    Picked,
+    Rows,
+    groups,
+    picked,
+    picked_from_several,
+    picked_labels,
+    piece,
+    reshaped,
+    rolled,
+    selection,
+    window,
+)
 from autopallas.numerics.casts import counts_exactly
 
-__all__ = ["move_selections"]
+__all__ = ["LEFT_OUT", "PROMISED", "move_selections"]
+
+LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
+"""What is assumed where zeros among which a gradient was put are multiplied."""
+PROMISED = "indices of rows are in range, as the gather promises (PROMISE_IN_BOUNDS), where gradients are taken"
+"""What is assumed of rows that a gather picks: it clips indices, and its derivative drops what was clipped."""
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
@@ -48,6 +66,8 @@ _MOST = 32
 """Selections of one body that are moved; a loss has a few."""
 _DEEPEST = 128
 """Equations on one path through which a selection moves."""
+_LARGEST = 2**31 - 1
+"""Rows that an index of 32 bits counts."""
 
 Atom = Var | Literal
 
@@ -99,11 +119,14 @@ class _Mover:
         self.logits: set[Var] = set()
         """What is computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
-        self.assumed: set[Var] = set()
+        self.assumed: dict[Var, str] = {}
         self.scores: set[Var] = set()
         """The same, and what is computed from rows of logits that were selected."""
         self.pieces: dict[Var, tuple[Atom, Rows]] = {}
         """Slices of logits, by what is read in their place."""
+        self.within: dict[Var, Var] = {}
+        """By the merged indices of rows of several axes: which of them are in range."""
+        self._flat: dict[tuple[Var, Picked], Var] = {}
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._own = frozenset(self._flowing())
 
@@ -128,7 +151,7 @@ class _Mover:
         before = jaxprs.live_equations(self.body.equations, self.body.outvars)
         if sum(map(is_contraction, live)) <= sum(map(is_contraction, before)):
             self.body.replace(live, outvars, {i: children[id(e)] for i, e in enumerate(live) if id(e) in children})
-            self.body.assumed |= self.assumed
+            self.body.assumed.update(self.assumed)
 
     # ------------------------------------------------------------------ what flows where
 
@@ -152,7 +175,9 @@ class _Mover:
         for equation in self.body.equations if scores else ():
             name = equation.primitive.name
             if name in _KEEPS_ROWS and not scores.isdisjoint(a for a in equation.invars if isinstance(a, Var)):
-                if selection(equation) is not None or name == "gather" and label_set(equation) is not None:
+                if selection(equation) is not None:
+                    return True
+                if name == "gather" and any(f(equation) for f in (label_set, picked_from_several, picked_labels)):
                     return True
                 scores.add(equation.outvars[0])
         return False
@@ -226,23 +251,14 @@ class _Mover:
                 return self._select(*found, equation)
             return None
         rows = selection(equation)
-        if (
-            rows is not None
-            and rows.fill is not None
-            and not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
-        ):
-            return None
-        if rows is not None and isinstance(equation.invars[0], Var) and equation.invars[0] in self.logits:
-            if len(self.names) >= _MOST or not self._comes_to_a_product(equation.invars[0], rows):
-                return None
-            self.choices.add(rows.choice)
-            if rows.fill is None:
-                selected = self._select(equation.invars[0], rows, equation)
-                if name == "slice" and isinstance(selected, Var):
-                    self.pieces[selected] = equation.invars[0], rows
-                return selected
-            chosen = self._select(equation.invars[0], replace(rows, fill=None), equation)
-            return self._filled(equation, rows, chosen, rows.fill)
+        source = equation.invars[0] if equation.invars else None
+        if isinstance(source, Var) and source in self.logits:
+            if rows is None and name == "gather":
+                rows = self._merged(equation, picked_from_several(equation))
+            if rows is not None:
+                return self._selection(equation, source, rows)
+            if name == "gather":
+                return self._labels_of_rows(equation, source)
         spread = self._put(equation)
         if spread is not None:
             self.spread[equation.outvars[0]] = spread
@@ -255,6 +271,95 @@ class _Mover:
             if moved is not None:
                 self.spread[equation.outvars[0]] = moved
         return None
+
+    def _selection(self, equation: JaxprEqn, source: Var, rows: Rows) -> Atom | None:
+        """What is read in place of rows of logits."""
+        selected = self._selected_rows(equation, source, rows)
+        if selected is None:
+            return None
+        if rows.fill is not None:
+            selected = self._filled(equation, rows, selected, rows.fill)
+        elif equation.primitive.name == "slice" and isinstance(selected, Var):
+            self.pieces[selected] = source, rows
+        shape = equation.outvars[0].aval.shape
+        if rows.shape(source.aval.shape) != shape:  # of several axes, merged
+            selected = self._emit(equation, lambda array: lax.reshape(array, shape), selected)
+            self.scores.add(selected)
+        return selected
+
+    def _selected_rows(self, equation: JaxprEqn, source: Var, rows: Rows) -> Atom | None:
+        """Rows of logits from rows of the activations, whatever lies in those that are out of range."""
+        if rows.fill is not None and not jnp.issubdtype(source.aval.dtype, jnp.floating):
+            return None
+        if rows.size > rows.parts[rows.part] or len(self.names) >= _MOST or not self._comes_to_a_product(source, rows):
+            return None
+        self.choices.add(rows.choice)
+        return self._select(source, replace(rows, fill=None), equation)
+
+    def _labels_of_rows(self, equation: JaxprEqn, source: Var) -> Atom | None:
+        """What is read in place of one element of each of some rows of logits."""
+        picks, component = picked_labels(equation) or (None, 0)
+        if picks is None or self._counts(equation.invars[1], picks):
+            return None
+        rows = self._merged(equation, picks)
+        selected = None if rows is None else self._selected_rows(equation, source, rows)
+        if rows is None or selected is None:
+            return None
+        mode, shape = equation.params["mode"], equation.outvars[0].aval.shape
+
+        def labelled(array: jax.Array, indices: jax.Array) -> jax.Array:
+            labels = lax.reshape(lax.index_in_dim(indices, component, indices.ndim - 1), (rows.size, 1))
+            numbers = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+            return lax.gather(array, labels, numbers, (1, 1), mode=mode, fill_value=equation.params["fill_value"])
+
+        found: Atom = self._emit(equation, labelled, selected, equation.invars[1])
+        if rows.fill is not None:
+            found = self._filled(equation, rows, found, rows.fill)
+        return self._emit(equation, lambda array: lax.reshape(array, shape), found)
+
+    def _counts(self, indices: Atom, picks: Picked) -> bool:
+        """Whether the components of indices that count rows count them one by one."""
+        definition = self.definitions.get(indices) if isinstance(indices, Var) else None
+        if definition is None or definition.primitive.name != "concatenate":
+            return False
+        last = len(picks.index_shape)
+        if definition.params["dimension"] != last or any(a.aval.shape[last] != 1 for a in definition.invars):
+            return False
+        return all(self._is_count(definition.invars[component]) for component in picks.components())
+
+    def _is_count(self, atom: Atom) -> bool:
+        for _ in range(_DEEPEST):
+            definition = self.definitions.get(atom) if isinstance(atom, Var) else None
+            if definition is None:
+                return False
+            name = definition.primitive.name
+            if name == "iota":
+                return True
+            if name == "select_n":  # negative ones count from the end
+                atom = definition.invars[1]
+            elif name in ("broadcast_in_dim", "convert_element_type", "reshape", "expand_dims", "squeeze"):
+                atom = definition.invars[0]
+            else:
+                return False
+        return False
+
+    def _merged(self, equation: JaxprEqn, picks: Picked | None) -> Rows | None:
+        """The rows of several axes that a gather picks, or that a scatter puts, as rows of one."""
+        if picks is None or not picks.rows <= math.prod(picks.sizes) <= _LARGEST:
+            return None
+        indices, mode, fill = equation.invars[1], equation.params["mode"], None
+        assert isinstance(indices, Var)
+        key = indices, picks
+        if key not in self._flat:
+            self._flat[key] = self._emit(equation, picks.flat, indices)
+            self.within[self._flat[key]] = self._emit(equation, picks.within, indices)
+        if "FILL" in str(mode).upper():
+            own = equation.params.get("fill_value")
+            mode, fill = GatherScatterMode.CLIP, math.nan if own is None else float(own)
+        whole = (math.prod(picks.sizes),)
+        return Rows(
+            picks.axes[0], whole, 0, self._flat[key], picks.rows, mode=mode, fill=fill, merged=len(picks.sizes)
+        )
 
     def _label_set(self, equation: JaxprEqn) -> Atom | None:
         """Several elements of each row of logits, or the gradient of these, one after the other."""
@@ -305,17 +410,24 @@ class _Mover:
         if name in _REDUCTIONS:
             axes = equation.params["axes"]
             kept = [d for d in range(len(operands[0].aval.shape)) if d not in axes]
-            return [(operands[0], rows.at(kept[rows.axis]))]
+            found = rows.among(kept)
+            return None if found is None else [(operands[0], found)]
         if name == "broadcast_in_dim":
             targets, own = equation.params["broadcast_dimensions"], operands[0].aval.shape
             if len(operands) != 1:
                 return None
-            if rows.axis not in targets or own[targets.index(rows.axis)] != shape[rows.axis]:
-                return [(operands[0], None)]
-            return [(operands[0], rows.at(targets.index(rows.axis)))]
-        if name == "transpose" and not rows.more:
-            return [(operands[0], rows.at(equation.params["permutation"][rows.axis]))]
-        if name in _RESHAPES and not rows.more:
+            given = [d for d in rows.axes if d in targets and own[targets.index(d)] == shape[d]]
+            if not given:  # along the rows all are the same
+                alone = rows.merged == 1 or not any(d in targets for d in rows.axes)
+                return [(operands[0], None)] if alone else None
+            if len(given) != rows.merged:
+                return None
+            found = rows.among({d: targets.index(d) for d in rows.axes})
+            return None if found is None else [(operands[0], found)]
+        if name == "transpose" and len(rows.parts) == 1:
+            found = rows.among(equation.params["permutation"])
+            return None if found is None else [(operands[0], found)]
+        if name in _RESHAPES and len(rows.parts) == 1:
             found = reshaped(operands[0].aval.shape, shape, rows)
             return None if found is None else [(operands[0], found)]
         return None
@@ -354,7 +466,10 @@ class _Mover:
     def _filled(self, like: JaxprEqn, rows: Rows, atom: Atom, fill: float) -> Atom:
         """Selected rows with ``fill`` in those whose index is out of range."""
         assert isinstance(rows.start, Var)
-        return self._emit(like, lambda array, start: rows.filled(array, start, fill), atom, rows.start)
+        within = self.within.get(rows.start)
+        if within is None:
+            within = self.within[rows.start] = self._emit(like, rows.within, rows.start)
+        return self._emit(like, lambda array, where: rows.filled(array, where, fill), atom, within)
 
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
         """The rows of an equation's result."""
@@ -367,7 +482,7 @@ class _Mover:
     def _rows_of_product(self, equation: JaxprEqn, rows: Rows) -> Atom | None:
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         if rows.axis < len(batch[0]):
-            if rows.more:
+            if rows.more or rows.merged > 1:
                 return None
             atoms = [self._taken(a, rows.at(batch[side][rows.axis]), equation) for side, a in enumerate(operands)]
             return self._product(equation, atoms)
@@ -375,12 +490,20 @@ class _Mover:
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
         position = rows.axis - len(batch[0])
         side = int(position >= len(free[0]))
-        own = rows.at(free[side][position - side * len(free[0])])
+        first = position - side * len(free[0])
+        if first + rows.merged > len(free[side]):
+            return None
+        own = rows.among({d: free[side][first + i] for i, d in enumerate(rows.axes)})
+        if own is None:
+            return None
         atoms = list(operands)
         atoms[side] = self._taken(operands[side], own, equation)
         moved = [tuple(own.moved(d) if s == side else d for d in contracting[s]) for s in (0, 1)]
         pairs = [tuple(own.moved(d) if s == side else d for d in batch[s]) for s in (0, 1)]
-        return self._product(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+        found = self._product(equation, atoms, dimension_numbers=(tuple(moved), tuple(pairs)))
+        if rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS:
+            self.assumed[found] = PROMISED
+        return found
 
     def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: object) -> Var:
         found = self._bind(equation, atoms, **params)
@@ -416,18 +539,42 @@ class _Mover:
             batching = numbers.operand_batching_dims
             found = picked(equation.invars[1], own, batching, shape, updates, equation.params["mode"])
             if found is None:
-                return None
+                found = self._merged(equation, picked_from_several(equation))
+            if found is None:
+                return self._put_labels(equation)
             rows = found
         else:
             return None
         core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
         if rows.choice not in self.choices:
             return None
+        if rows.merged > 1:
+            core = self._emit(equation, lambda array: lax.reshape(array, rows.shape(shape)), core)
         # A gather clips what is promised to be in range, and the scatter that is its transpose drops it.
         promised = rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS
-        if promised and not counts_exactly(equation.invars[1].aval.dtype, rows.parts[rows.part] - 1):
-            return None
+        if promised and isinstance(rows.start, Var):
+            if not counts_exactly(rows.start.aval.dtype, rows.parts[rows.part] - 1):
+                return None
         if rows.fill is not None or promised:
+            core = self._filled(equation, rows, core, 0.0)
+        return _Spread(core, replace(rows, fill=None))
+
+    def _put_labels(self, equation: JaxprEqn) -> _Spread | None:
+        """Single elements put among zeros, as rows of one element each."""
+        picks, component = picked_labels(equation) or (None, 0)
+        rows = self._merged(equation, picks)
+        if picks is None or rows is None or rows.choice not in self.choices:
+            return None
+        mode, shape = equation.params["mode"], equation.outvars[0].aval.shape
+
+        def put(indices: jax.Array, updates: jax.Array) -> jax.Array:
+            labels = lax.reshape(lax.index_in_dim(indices, component, indices.ndim - 1), (rows.size, 1))
+            numbers = lax.ScatterDimensionNumbers((), (1,), (1,), (0,), (0,))
+            zeros = jnp.zeros((rows.size, shape[-1]), updates.dtype)
+            return lax.scatter_add(zeros, labels, lax.reshape(updates, (rows.size,)), numbers, mode=mode)
+
+        core: Atom = self._emit(equation, put, *equation.invars[1:])
+        if rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS or rows.fill is not None:
             core = self._filled(equation, rows, core, 0.0)
         return _Spread(core, replace(rows, fill=None))
 
@@ -516,14 +663,17 @@ class _Mover:
         name, params = equation.primitive.name, equation.params
         before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         if name == "broadcast_in_dim":
-            target = params["broadcast_dimensions"][rows.axis]
-            return rows.at(target) if before[rows.axis] == after[target] else None
-        if rows.more:
+            targets = params["broadcast_dimensions"]
+            return rows.among(targets) if all(before[d] == after[targets[d]] for d in rows.axes) else None
+        if len(rows.parts) > 1:
             return None
         if name == "transpose":
-            return rows.at(tuple(params["permutation"]).index(rows.axis))
+            permutation = tuple(params["permutation"])
+            return rows.among({d: permutation.index(d) for d in rows.axes})
         if name not in _RESHAPES:
             return None
+        if rows.merged > 1:
+            return reshaped(after, before, rows)
         for axis in range(len(after)):  # the axis itself, or one into which it is merged with others
             for parts in groups(before, rows.axis):
                 own = replace(rows, axis=axis, parts=parts[0], part=parts[1])
@@ -533,7 +683,7 @@ class _Mover:
                         return own
                 elif after[axis] == math.prod(own.parts) and math.prod(after[:axis]) == math.prod(before[: parts[2]]):
                     return own
-        return None
+        return reshaped(after, before, rows)
 
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
         """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
@@ -547,35 +697,32 @@ class _Mover:
         free = [[d for d in range(ranks[s]) if d not in (*contracting[s], *batch[s])] for s in (0, 1)]
         atoms: list[Atom] = [own.core, other] if side == 0 else [other, own.core]
         result: Rows | None = None
-        theirs = rows
-        if rows.axis in contracting[side]:
-            theirs = rows.at(contracting[1 - side][contracting[side].index(rows.axis)])
-            atoms[1 - side] = self._taken(other, theirs, equation)
-        elif rows.axis in batch[side]:
-            if rows.more:
+        theirs = replace(rows, parts=(0,), part=0, axis=ranks[1 - side], merged=1)  # the other operand stays as it is
+        if rows.axis in contracting[side] or rows.axis in batch[side]:
+            axes = contracting if rows.axis in contracting[side] else batch
+            if any(d not in axes[side] for d in rows.axes):
                 return None
-            place = batch[side].index(rows.axis)
-            theirs = rows.at(batch[1 - side][place])
+            found = rows.among({d: axes[1 - side][axes[side].index(d)] for d in rows.axes})
+            if found is None or axes is batch and (rows.more or rows.merged > 1):
+                return None
+            theirs = found
             atoms[1 - side] = self._taken(other, theirs, equation)
-            result = rows.at(place)
+            if axes is batch:
+                result = rows.at(batch[side].index(rows.axis))
         else:
-            place = free[side].index(rows.axis) + (len(free[0]) if side else 0)
-            result = rows.at(len(batch[0]) + place)
-            theirs = replace(rows, parts=(0,), part=0, axis=ranks[1 - side])  # the other operand stays as it is
+            if any(d not in free[side] for d in rows.axes):
+                return None
+            result = rows.at(len(batch[0]) + free[side].index(rows.axis) + (len(free[0]) if side else 0))
+
+        left, right = (rows, theirs) if side == 0 else (theirs, rows)
 
         def dims(axes: tuple[Sequence[int], Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            found: list[list[int]] = [[], []]
-            for pair in zip(*axes, strict=True):
-                for s, d in enumerate(pair):
-                    mine = rows if s == side else theirs
-                    many = range(d, d + 1 + mine.more) if d == mine.axis else (mine.moved(d),)
-                    found[s] += many
-            return tuple(found[0]), tuple(found[1])
+            return tuple(left.all_moved(axes[0])), tuple(right.all_moved(axes[1]))
 
         new = self._bind(equation, atoms, dimension_numbers=(dims(contracting), dims(batch)))
         assumed = own.assumed or not rows.all
         if assumed:
-            self.assumed.add(new)
+            self.assumed[new] = LEFT_OUT
         if result is None:
             return new
         self.spread[equation.outvars[0]] = _Spread(new, result, assumed)
@@ -590,14 +737,17 @@ class _Mover:
         assert isinstance(operand, Var)
         own = self.spread[operand]
         rows, axes = own.rows, equation.params["axes"]
-        many = [d for a in axes for d in (range(a, a + 1 + rows.more) if a == rows.axis else (rows.moved(a),))]
-        core = self._bind(equation, [own.core], axes=tuple(many))
+        if len({d in axes for d in rows.axes}) > 1:
+            return None
+        core = self._bind(equation, [own.core], axes=tuple(rows.all_moved(axes)))
         if rows.axis in axes:
             if own.assumed:
-                self.assumed.add(core)
+                self.assumed[core] = LEFT_OUT
             return core
         kept = [d for d in range(len(equation.invars[0].aval.shape)) if d not in axes]
-        self.spread[equation.outvars[0]] = _Spread(core, rows.at(kept.index(rows.axis)), own.assumed)
+        further = rows.among({d: kept.index(d) for d in rows.axes})
+        if further is not None:
+            self.spread[equation.outvars[0]] = _Spread(core, further, own.assumed)
         return None
 
 
@@ -611,12 +761,8 @@ def _layout_of(
         axes = tuple(own.moved(a) for a in params["axes"])
         return lambda x: equation.primitive.bind(x, **{**params, "axes": axes})
     if name == "broadcast_in_dim":
-        targets: list[int] = []
-        for d, target in enumerate(params["broadcast_dimensions"]):
-            if own is not None and d == own.axis:
-                targets += range(target, target + 1 + rows.more)
-            else:
-                targets.append(rows.moved(target))
+        targets = params["broadcast_dimensions"]
+        targets = [*map(rows.moved, targets)] if own is None else rows.all_moved(targets)
         return lambda x: lax.broadcast_in_dim(x, shape, targets)
     if name == "transpose":
         return lambda x: lax.transpose(x, params["permutation"])

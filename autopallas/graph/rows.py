@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopallas.compat import JaxprEqn, Literal, Var
 from autopallas.numerics.casts import counts_exactly
 
-__all__ = ["SELECTIONS", "Rows", "groups", "picked", "piece", "reshaped", "rolled", "selection", "window"]
+__all__ = [
+    "SELECTIONS",
+    "Picked",
+    "Rows",
+    "groups",
+    "picked",
+    "picked_from_several",
+    "picked_labels",
+    "piece",
+    "reshaped",
+    "rolled",
+    "selection",
+    "window",
+]
 
 Atom = Var | Literal
 
@@ -27,7 +41,7 @@ class Rows:
     """Some positions along an axis of an array.
 
     Attributes:
-      axis: the axis; of an array whose axis is to be split first, that one.
+      axis: the axis; of an array whose axis is to be split first, that one; of axes to be merged first, the first.
       parts: the sizes into which it is split; one, if it is not.
       part: of which of them positions are selected.
       start: the first position, or the variable that holds it; with ``mode`` the variable that holds all of them,
@@ -47,11 +61,18 @@ class Rows:
     stride: int = 1
     mode: GatherScatterMode | None = None
     fill: float | None = None
+    merged: int = 1
+    """How many axes are merged into one first, from ``axis`` on; only if that is not split."""
 
     @property
     def more(self) -> int:
-        """How many axes more there are after splitting."""
-        return len(self.parts) - 1
+        """How many axes more there are after splitting, or fewer after merging."""
+        return len(self.parts) - self.merged
+
+    @property
+    def axes(self) -> range:
+        """The axes before splitting or merging."""
+        return range(self.axis, self.axis + self.merged)
 
     @property
     def all(self) -> bool:
@@ -63,29 +84,47 @@ class Rows:
         """What is selected, wherever the axis is."""
         return self.parts[self.part], self.start, self.size, self.stride, self.mode, self.fill is None
 
-    def filled(self, array: jax.Array, start: jax.Array, fill: float) -> jax.Array:
-        """What is selected, with ``fill`` in the rows whose index is out of range."""
-        own, last = self.axis + self.part, self.parts[self.part] - 1
-        index = lax.reshape(start, (self.size,))
-        within = lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), lax.le(index, lax.full_like(index, last)))
-        within = lax.broadcast_in_dim(within, array.shape, (own,))
+    def within(self, start: jax.Array) -> jax.Array:
+        """Whether each index is in range, [size]."""
+        index, last = lax.reshape(start, (self.size,)), self.parts[self.part] - 1
+        return lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), lax.le(index, lax.full_like(index, last)))
+
+    def filled(self, array: jax.Array, within: jax.Array, fill: float) -> jax.Array:
+        """What is selected, with ``fill`` in the rows whose index is not in range."""
+        within = lax.broadcast_in_dim(within, array.shape, (self.axis + self.part,))
         return lax.select(within, array, lax.full_like(array, fill))
 
     def at(self, axis: int) -> Rows:
         return replace(self, axis=axis)
 
+    def among(self, axes: Sequence[int] | Mapping[int, int]) -> Rows | None:
+        """The rows of an array whose ``axes`` are those of the one that these rows are of; None where such as are to be
+        merged do not follow one another."""
+        own = [axes[d] for d in self.axes]
+        return self.at(own[0]) if own == [*range(own[0], own[0] + self.merged)] else None
+
     def shape(self, before: Sequence[int]) -> tuple[int, ...]:
         """The shape of what is selected."""
         chosen = [self.size if p == self.part else n for p, n in enumerate(self.parts)]
-        return *before[: self.axis], *chosen, *before[self.axis + 1 :]
+        return *before[: self.axis], *chosen, *before[self.axis + self.merged :]
 
     def moved(self, axis: int) -> int:
         """Where another axis is afterwards."""
         return axis if axis < self.axis else axis + self.more
 
+    def all_moved(self, axes: Sequence[int]) -> list[int]:
+        """Where axes are afterwards, these among them, of which all or none are there."""
+        found: list[int] = []
+        for axis in axes:
+            if axis == self.axis:
+                found += range(axis, axis + len(self.parts))
+            elif axis not in self.axes:
+                found.append(self.moved(axis))
+        return found
+
     def varies(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand has the axis of an elementwise result of the shape ``whole``."""
-        return len(shape) == len(whole) and shape[self.axis] == whole[self.axis]
+        """Whether an operand has the axes of an elementwise result of the shape ``whole``."""
+        return len(shape) == len(whole) and all(shape[d] == whole[d] for d in self.axes)
 
     def fits(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
         """Whether an operand of an elementwise result can be read at the rows; one that is repeated cannot be split."""
@@ -95,7 +134,8 @@ class Rows:
         """``array`` at the positions; ``start`` is the value of a variable one."""
         own = self.axis + self.part
         if self.more:
-            array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *array.shape[self.axis + 1 :]))
+            rest = array.shape[self.axis + self.merged :]
+            array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *rest))
         if isinstance(self.start, int) and self.all:
             return _rolled(array, self.start, own)
         if isinstance(self.start, int):
@@ -116,7 +156,7 @@ class Rows:
     def put(self, array: jax.Array, before: Sequence[int], start: jax.Array | None = None) -> jax.Array:
         """The inverse: an array of the shape ``before``, zero elsewhere."""
         own = self.axis + self.part
-        full = (*before[: self.axis], *self.parts, *before[self.axis + 1 :])
+        full = (*before[: self.axis], *self.parts, *before[self.axis + self.merged :])
         if isinstance(self.start, int) and self.all:
             array = _rolled(array, self.size - self.start, own)
         elif isinstance(self.start, int):
@@ -241,12 +281,150 @@ def groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, 
 
 def reshaped(before: Sequence[int], after: Sequence[int], rows: Rows) -> Rows | None:
     """The rows of a reshape's operand that give those of its result."""
-    first = math.prod(after[: rows.axis])
+    first, merged = math.prod(after[: rows.axis]), math.prod(after[d] for d in rows.axes)
     for axis, size in enumerate(before):
-        if math.prod(before[:axis]) == first and size == after[rows.axis]:
-            return rows.at(axis)
-    for parts, part, begin in groups(after, rows.axis):
-        for axis, size in enumerate(before):
-            if size == math.prod(parts) and math.prod(before[:axis]) == math.prod(after[:begin]):
-                return replace(rows, axis=axis, parts=parts, part=part)
+        if math.prod(before[:axis]) == first and size == merged:
+            return replace(rows, axis=axis, merged=1)
+    if rows.merged == 1:
+        for parts, part, begin in groups(after, rows.axis):
+            for axis, size in enumerate(before):
+                if size == math.prod(parts) and math.prod(before[:axis]) == math.prod(after[:begin]):
+                    return replace(rows, axis=axis, parts=parts, part=part)
+    for axis, size in enumerate(before):
+        if math.prod(before[:axis]) == first and size != 1:
+            for end in range(axis + 2, len(before) + 1):
+                if math.prod(before[axis:end]) == merged:
+                    return replace(rows, axis=axis, merged=end - axis)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Rows of several axes together, such as ``z[sequence, position]``, picked by a gather, or the places of a scatter.
+
+    Attributes:
+      axes: the axes, one behind the other, of which rows are picked.
+      sizes: their sizes.
+      index_shape: the shape of the indices, without their components.
+      sources: for each axis, the dimension of the indices that counts it (it is a batch axis), or (component,).
+    """
+
+    axes: range
+    sizes: tuple[int, ...]
+    index_shape: tuple[int, ...]
+    sources: tuple[int | tuple[int], ...]
+
+    @property
+    def rows(self) -> int:
+        """How many rows are picked."""
+        return math.prod(self.index_shape)
+
+    def flat(self, indices: jax.Array) -> jax.Array:
+        """One index for each row, [rows, 1], into the merged axes: the nearest row that there is, as gathers clip."""
+        found = jnp.zeros(self.index_shape, jnp.int32)
+        for source, size in zip(self.sources, self.sizes, strict=True):
+            if isinstance(source, int):
+                own = lax.broadcasted_iota(jnp.int32, self.index_shape, source)
+            else:
+                component = lax.index_in_dim(indices, source[0], len(self.index_shape), keepdims=False)
+                last = np.asarray(size - 1, component.dtype)
+                own = lax.clamp(np.zeros_like(last), component, last).astype(jnp.int32)
+            found = found * size + own
+        return lax.reshape(found, (self.rows, 1))
+
+    def components(self) -> list[int]:
+        """Which components of the indices count rows."""
+        return [source[0] for source in self.sources if not isinstance(source, int)]
+
+    def within(self, indices: jax.Array) -> jax.Array:
+        """Whether all components of an index are in range, [rows]."""
+        found = jnp.ones(self.index_shape, bool)
+        for source, size in zip(self.sources, self.sizes, strict=True):
+            if not isinstance(source, int):
+                component = lax.index_in_dim(indices, source[0], len(self.index_shape), keepdims=False)
+                last = np.asarray(size - 1, component.dtype)
+                found = found & (component >= 0) & (component <= last)
+        return lax.reshape(found, (self.rows,))
+
+
+def picked_from_several(equation: JaxprEqn) -> Picked | None:
+    """What a gather picks, or a scatter puts, if that is rows of several axes together, the others whole."""
+    numbers, whole = _IndexNumbers.of(equation), equation.invars[0].aval.shape
+    sizes, mode = numbers.sizes, equation.params["mode"]
+    # An index along an axis of which all is taken is clipped to the only place that there is.
+    ignored = {d for d in numbers.along if sizes[d] == whole[d]} if mode is GatherScatterMode.CLIP else set()
+    axes = sorted({*numbers.along, *numbers.batching} - ignored)
+    others = [d for d in range(len(whole)) if d not in axes]
+    if len(axes) < 2 or not others or any(sizes[d] != 1 for d in axes) or any(sizes[d] != whole[d] for d in others):
+        return None
+    # The result's dimensions are the axes before, the indices' and the axes behind, but for such as have size 1.
+    named = dict(zip(numbers.windows, numbers.left, strict=True))
+    order = [named.get(d, axes[0]) for d in range(len(numbers.result)) if named.get(d) not in axes]
+    return numbers.picked(equation, axes) if order == sorted(order) else None
+
+
+def picked_labels(equation: JaxprEqn) -> tuple[Picked, int] | None:
+    """The rows of a gather or scatter of single elements, and which component of the indices counts the last axis."""
+    numbers, whole = _IndexNumbers.of(equation), equation.invars[0].aval.shape
+    last = len(whole) - 1
+    every = sorted({*numbers.along, *numbers.batching}) == [*range(last + 1)]
+    if last < 1 or not every or last not in numbers.along or any(size != 1 for size in numbers.sizes.values()):
+        return None
+    if len(numbers.along) < 2 or numbers.windows or not counts_exactly(equation.invars[1].aval.dtype, whole[-1] - 1):
+        return None
+    rows = numbers.picked(equation, [*range(last)])
+    return None if rows is None else (rows, numbers.along.index(last))
+
+
+@dataclass(frozen=True, slots=True)
+class _IndexNumbers:
+    """The dimension numbers of a gather or scatter in the words of the former.
+
+    Attributes:
+      along, batching, counted: dimensions of the operand that components of the indices count, that go with dimensions
+        of the indices, and these.
+      windows, left: dimensions of the result (or of the updates) that are the operand's, and which these are.
+      sizes: how much is taken along each dimension of the operand.
+      result: the shape of the result, or of the updates.
+    """
+
+    along: tuple[int, ...]
+    batching: tuple[int, ...]
+    counted: tuple[int, ...]
+    windows: tuple[int, ...]
+    left: tuple[int, ...]
+    sizes: Mapping[int, int]
+    result: tuple[int, ...]
+
+    @staticmethod
+    def of(equation: JaxprEqn) -> _IndexNumbers:
+        numbers, rank = equation.params["dimension_numbers"], len(equation.invars[0].aval.shape)
+        batching = tuple(numbers.operand_batching_dims)
+        gathers = equation.primitive.name == "gather"
+        gone = numbers.collapsed_slice_dims if gathers else numbers.inserted_window_dims
+        left = tuple(d for d in range(rank) if d not in (*gone, *batching))
+        if gathers:
+            result, windows = equation.outvars[0].aval.shape, tuple(numbers.offset_dims)
+            sizes = dict(enumerate(equation.params["slice_sizes"]))
+            along, counted = numbers.start_index_map, numbers.start_indices_batching_dims
+        else:
+            result, windows = equation.invars[2].aval.shape, tuple(numbers.update_window_dims)
+            sizes = dict.fromkeys(range(rank), 1) | {d: result[w] for d, w in zip(left, windows, strict=True)}
+            along, counted = numbers.scatter_dims_to_operand_dims, numbers.scatter_indices_batching_dims
+        return _IndexNumbers(tuple(along), batching, tuple(counted), windows, left, sizes, tuple(result))
+
+    def picked(self, equation: JaxprEqn, axes: Sequence[int]) -> Picked | None:
+        """The rows of some axes, if they follow one another and the indices can count them."""
+        indices, whole = equation.invars[1], equation.invars[0].aval.shape
+        if isinstance(indices, Literal) or [*axes] != [*range(axes[0], axes[0] + len(axes))]:
+            return None
+        sources: list[int | tuple[int]] = []
+        for axis in axes:
+            if axis in self.batching:
+                sources.append(self.counted[self.batching.index(axis)])
+            elif counts_exactly(indices.aval.dtype, whole[axis] - 1):
+                sources.append((self.along.index(axis),))
+            else:
+                return None
+        sizes, index_shape = tuple(whole[d] for d in axes), tuple(indices.aval.shape[:-1])
+        return Picked(range(axes[0], axes[-1] + 1), sizes, index_shape, tuple(sources))

@@ -27,6 +27,7 @@ from autopallas.graph.custom_rules import ELEMENTWISE, is_elementwise_call
 from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
+from autopallas.graph.row_selections import PROMISED
 from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy.flows import Flows
@@ -49,8 +50,6 @@ _MOST_HEADS = 4
 """Products whose results are read together as logits: each is computed tile by tile, and a tile of each is held."""
 _READINGS = 4
 """How often, on average, a value may be followed that products without exponents flow into."""
-_LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
-"""What is assumed where zeros among which a gradient was put are multiplied."""
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
@@ -361,8 +360,8 @@ def _match(
     if assumptions and not assume_finite:
         raise Mismatch(f"it is not known that {assumptions[0]}, and assume_finite is off", advice=ASSUME_FINITE)
     nodes = (node for part in (first, *then) for node in part.equations)
-    if any(not node.body.assumed.isdisjoint(node.equation.outvars) for node in nodes):
-        assumptions = (*assumptions, _LEFT_OUT)
+    said = dict.fromkeys(node.body.assumed.get(variable) for node in nodes for variable in node.equation.outvars)
+    assumptions += tuple(text for text in said if text and not (text is PROMISED and region.products))
     if left:
         advice = LOGITS_APART if left.isdisjoint(graph.returned) else LOGITS_RETURNED
         raise Mismatch(_escape(graph, region, left), advice=advice)
