@@ -185,6 +185,7 @@ __all__ = [
     "extended_scan",
     "has_input_effects",
     "has_side_effects",
+    "is_high",
     "is_outermost",
     "is_partitioned",
     "is_plain_jit",
@@ -192,6 +193,7 @@ __all__ = [
     "is_transposed",
     "jaxpr_as_fun",
     "jit_settings",
+    "lowered_call",
     "lowering_device",
     "make_jaxpr",
     "make_jaxpr_and_shapes",
@@ -201,6 +203,7 @@ __all__ = [
     "mlir",
     "mosaic_gpu_kernel",
     "multiplication_params",
+    "new_jaxpr",
     "new_jaxpr_eqn",
     "numeric_setting",
     "on_mesh_of",
@@ -320,9 +323,46 @@ def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.A
         operands = [read(atom, source) for atom in equation.invars]
         avals = [v.aval for v in equation.outvars]
         params, effects = equation.params, equation.effects
+        trace.frame.is_high |= is_high(equation)
         outputs = trace.emit_eqn(operands, avals, equation.primitive, params, effects, source, equation.ctx)
         known.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom, here) for atom in jaxpr.outvars]
+
+
+def new_jaxpr(
+    constvars: Sequence[Var],
+    invars: Sequence[Var],
+    outvars: Sequence[JaxprAtom],
+    equations: Sequence[JaxprEqn],
+    effects: Set[object],
+    info: DebugInfo,
+) -> Jaxpr:
+    """An open jaxpr.  It says whether JAX has to lower some of its equations to others before it compiles them."""
+    found: Any = Jaxpr
+    jaxpr: Jaxpr = found(
+        list(constvars), list(invars), list(outvars), list(equations), effects, debug_info=info,
+        is_high=any(map(is_high, equations)),
+    )  # fmt: skip
+    return jaxpr
+
+
+def is_high(equation: JaxprEqn) -> bool:
+    """Whether JAX lowers an equation to others before it compiles it ("hijax"), or one of a body that it holds."""
+    if not equation.params:
+        return False
+    primitive: Any = equation.primitive
+    return bool(primitive.is_high(*(a.aval for a in equation.invars), **equation.params))
+
+
+def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """What JAX lowers a call of a "high" primitive to, if no derivative is asked of it: its results are no floats."""
+    if equation.primitive.name != "call_hi_primitive" or equation.effects:
+        return None
+    if any(np.dtype(v.aval.dtype).kind not in "iub" for v in equation.outvars):
+        return None
+    primitive: Any = equation.primitive
+    given = [typed_like(a.aval) for a in equation.invars]
+    return make_jaxpr(lambda *arguments: primitive.to_lojax(*arguments, **equation.params), *given)
 
 
 @cache

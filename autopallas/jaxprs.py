@@ -64,7 +64,7 @@ def rebuild(
     """A jaxpr with the effects of ``body``, open or closed as that is."""
     info = debug_info("autopallas", len(invars), len(outvars))
     effects = open_jaxpr(body)[0].effects
-    new = Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=info)
+    new = compat.new_jaxpr(constvars, invars, outvars, eqns, effects, info)
     if isinstance(body, ClosedJaxpr):
         return ClosedJaxpr(new, list(consts))
     assert not consts

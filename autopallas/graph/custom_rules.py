@@ -127,7 +127,7 @@ def _restates_casts(call_of: _Identified[JaxprLike], order: int) -> bool:
     inputs = [Var(atom.aval) for atom in equation.invars]
     info = jaxprs.debug_info("autopallas", len(inputs), len(equation.outvars))
     again = equation.replace(invars=inputs)
-    call = ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), [])
+    call = ClosedJaxpr(compat.new_jaxpr([], inputs, again.outvars, [again], frozenset(), info), [])
     try:
         ruled, own = (_pulled_back(compat.jaxpr_as_fun(f), inputs, again.outvars, order - 1) for f in (call, body))
     except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
@@ -218,7 +218,7 @@ def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram
     inputs = [Var(atom.aval) for atom in equation.invars]
     info = jaxprs.debug_info("autopallas", len(inputs), 1)
     again = equation.replace(invars=inputs)
-    once = compat.jaxpr_as_fun(ClosedJaxpr(Jaxpr([], inputs, list(again.outvars), [again], debug_info=info), []))
+    once = compat.jaxpr_as_fun(ClosedJaxpr(compat.new_jaxpr([], inputs, again.outvars, [again], frozenset(), info), []))
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
     active = [i for i, s in enumerate(shapes) if jnp.issubdtype(s.dtype, jnp.floating)]
 

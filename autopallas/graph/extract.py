@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopallas import jaxprs
-from autopallas.compat import ClosedJaxpr, Jaxpr, JaxprAtom, JaxprEqn, Literal, Var
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.numbering import Graph, Node
 
 __all__ = ["closed", "copied", "jaxpr_of", "nodes_between"]
@@ -68,4 +68,4 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Var]) -> li
 def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
     """A closed jaxpr without constants."""
     info = jaxprs.debug_info("autopallas", len(inputs), len(results))
-    return ClosedJaxpr(Jaxpr([], list(inputs), list(results), list(equations), debug_info=info), [])
+    return ClosedJaxpr(compat.new_jaxpr([], inputs, results, equations, frozenset(), info), [])

@@ -149,6 +149,8 @@ def _inline(
 
 def _called(equation: JaxprEqn) -> JaxprLike | None:
     """The body of a call that may be dissolved, or None."""
+    if (lowered := compat.lowered_call(equation)) is not None:
+        return lowered
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
         return None
     bodies = jaxprs.bodies(equation)
