@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
 """Primitives that compute each element of their result from the same element of their operands."""
 
 _CALL = "custom_jvp_call"
-_LONGEST = 60
+_LONGEST = 160
 
 
 It = TypeVar("It")
