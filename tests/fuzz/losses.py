@@ -110,7 +110,16 @@ def _part(w: Writer, at: str, y: str, t: int) -> tuple[str, int]:
         "by number": ("{}[jnp.array([2, 0, 2, 1])]", 4),
         "by a mask": ("{}[np.arange(" + str(t) + ") != 1]", t - 1),
     }
-    kind = w.choices.pick(f"{at}.part", {name: name for name in parts}, 0.3)
+    often = 0.3
+    if w.gathers:
+        often = 0.6
+        parts |= {
+            "by the labels": ("{}[" + y + " % " + str(t) + "]", t),
+            "by the labels, clipped": ("jnp.take({}, " + y + ', axis=0, mode="clip")', t),
+            "by the labels, filled": ("jnp.take({}, " + y + ", axis=0, fill_value=3)", t),
+            "sorted": ("{}[jnp.argsort(" + y + ")]", t),
+        }
+    kind = w.choices.pick(f"{at}.part", {name: name for name in parts}, often)
     if kind != "all":
         w.features.add(f"part of the rows: {kind}")
     return parts[kind]

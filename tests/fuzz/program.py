@@ -21,6 +21,8 @@ __all__ = ["RandomProgram", "random_program"]
 _FAMILIES = {"attention": 0.35, "loss": 0.25, "mixture": 0.2, "stack": 0.2}
 _FIRST_PAIR = 20_000
 """From here on every fifth program is a loss over two products; those before are recorded as they are."""
+_FIRST_GATHER = 24_000
+"""From here on another fifth are losses of rows that are more often gathered, also by numbers that differ by example."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def random_program(
     family = c.pick("family", {f"{name}{i}": name for i, name in enumerate(shares)}, 0.95)
     if seed >= _FIRST_PAIR and seed % 5 == 1:
         family = "pair"
+    if seed >= _FIRST_GATHER and seed % 5 == 3:
+        family, w.gathers = "loss", True
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]

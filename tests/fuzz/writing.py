@@ -40,6 +40,8 @@ class Writer:
     features: set[str] = field(default_factory=set)
     busy: float = 1.0
     """A factor of how often something is done to a value: a fault shows best where nothing else stands in its way."""
+    gathers: bool = False
+    """Whether rows of logits are gathered by numbers that differ from example to example."""
     _indent: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
 
