@@ -22,7 +22,7 @@ _FAMILIES = {"attention": 0.35, "loss": 0.25, "mixture": 0.2, "stack": 0.2}
 _FIRST_PAIR = 20_000
 """From here on every fifth program is a loss over two products; those before are recorded as they are."""
 _FIRST_GATHER = 24_000
-"""From here on another fifth are losses of rows that are more often gathered, also by numbers that differ by example."""
+"""From here on another fifth are losses of rows that are more often gathered, by numbers that differ by example."""
 
 
 @dataclass(frozen=True)

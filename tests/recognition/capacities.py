@@ -169,6 +169,63 @@ def choices_in_a_row(p, x):
     return mixed(p, x, dispatch, jnp.einsum("gte,gtec->gtec", g, dispatch))
 
 
+def choices_summed(p, x, count="all in a row", dispatch_of=None, combine_of=None, normed=True, capacity=C):
+    """Each choice of each token is dispatched by itself, and a token's choices are added up."""
+    weights, chosen = lax.top_k(gates(p, x), 2)
+    weights = weights / weights.sum(-1, keepdims=True) if normed else weights
+    mask = one_hot(chosen, E, dtype=jnp.int32)  # [T, 2, E]
+    if count == "all in a row":
+        place = jnp.cumsum(mask.reshape(-1, E), 0).reshape(T, 2, E) * mask - 1
+    elif count == "first choices first":
+        flat = mask.swapaxes(0, 1).reshape(-1, E)
+        place = (jnp.cumsum(flat, 0) - flat).reshape(2, T, E).swapaxes(0, 1)
+    elif count == "each choice from nothing":
+        place = jnp.cumsum(mask, 0) * mask - 1
+    else:
+        place = jnp.cumsum(mask, 1) * mask - 1
+    kept = (mask * (place < capacity) * (place >= 0)).astype(x.dtype)
+    slot = one_hot(jnp.sum(place * mask, -1), capacity)
+    dispatch_of = dispatch_of or (lambda kept, slot: jnp.einsum("tke,tkc->tec", kept, slot))
+    combine_of = combine_of or (lambda w, kept, slot: jnp.einsum("tk,tke,tkc->tec", w, kept, slot))
+    return mixed(p, x, dispatch_of(kept, slot), combine_of(weights, kept, slot))
+
+
+def choices_summed_place_by_place(p, x):
+    weights, chosen = lax.top_k(gates(p, x), 2)
+    mask = one_hot(chosen, E)
+    place = (jnp.cumsum(mask.reshape(-1, E), 0) - 1).reshape(T, 2, E)
+    each = mask[..., None] * placed(place)
+    return mixed(p, x, each.sum(1) > 0, (weights[..., None, None] * each).sum(1))
+
+
+def places_summed(p, x, chosen_of=lambda g: lax.top_k(g, 2)[1], scattered=False):
+    """A token's places are added up: it has one with an expert, since its choices differ."""
+    x = x.reshape(2, T // 2, D)
+    g = gates(p, x)
+    chosen = chosen_of(g)
+    weights = jnp.take_along_axis(g, chosen, -1)
+    mask = one_hot(chosen, E, dtype=jnp.int32)  # [2, T / 2, 2, E]
+    count = jnp.cumsum(mask.reshape(2, -1, E), 1).reshape(mask.shape)
+    mask = mask * (count <= C)
+    there, place = mask.sum(2), (mask * count).sum(2)
+    if scattered:
+        at = jnp.arange(2)[:, None, None], jnp.arange(T // 2)[:, None], chosen
+        weights = jnp.zeros_like(g).at[at].set(weights) * there
+    else:
+        weights = (weights[..., None] * mask).sum(2)
+    dispatch = (there[..., None] * one_hot(place, C + 1, dtype=jnp.int32))[..., 1:]
+    return mixed(p, x, dispatch, weights[..., None] * dispatch)
+
+
+def twice(g):
+    """The expert that a token chooses, and the one that it would choose by other numbers, perhaps the same."""
+    return jnp.stack([jnp.argmax(g, -1), jnp.argmax(jnp.sin(5 * g), -1)], -1)
+
+
+def sum_of(kept, slot):
+    return (kept[..., None] * slot[:, :, None]).sum(1)
+
+
 ONE = {
     "per expert": first(per_expert), "without mask": first(without_mask), "flat place": first(flat_place),
     "exclusive": first(exclusive), "trimmed": first(trimmed), "integers": first(integers),
@@ -182,6 +239,11 @@ ONE = {
 TWO = {
     "boolean weights": two_by_boolean_weights, "in groups": two_in_groups,
     "in groups, all counted": lambda p, x: two_in_groups(p, x, "all"), "in a row": choices_in_a_row,
+    "summed": choices_summed,
+    "summed, first choices first": lambda p, x: choices_summed(p, x, "first choices first"),
+    "summed elementwise": lambda p, x: choices_summed(p, x, dispatch_of=sum_of, normed=False),
+    "summed place by place": choices_summed_place_by_place,
+    "places summed": places_summed, "places summed, scattered": lambda p, x: places_summed(p, x, scattered=True),
 }  # fmt: skip
 """They choose two."""
 
@@ -249,6 +311,21 @@ LOOK_ALIKES = {
     "second choices in front": lambda p, x: two_by_boolean_weights(p, x, behind=False),
     "second choices one further in front": lambda p, x: two_by_boolean_weights(p, x, further=1),
     "second choices in front, in groups": lambda p, x: two_in_groups(p, x, "none"),
+    "each choice counted from nothing": lambda p, x: choices_summed(p, x, "each choice from nothing"),
+    "places of one expert chosen twice": lambda p, x: places_summed(p, x, twice),
+    "choices counted by token": lambda p, x: choices_summed(p, x, "by token"),
+    "one choice's expert, the other's slot": lambda p, x: choices_summed(
+        p, x, dispatch_of=lambda kept, slot: sum_of(kept, slot[:, ::-1])
+    ),
+    "the weights of the other choice's slot": lambda p, x: choices_summed(
+        p, x, combine_of=lambda w, kept, slot: sum_of(kept * w[..., None], slot[:, ::-1])
+    ),
+    "weights of choices less a constant": lambda p, x: choices_summed(
+        p, x, combine_of=lambda w, kept, slot: sum_of(w[..., None] * kept - 0.1, slot)
+    ),
+    "choices subtracted": lambda p, x: choices_summed(
+        p, x, dispatch_of=lambda kept, slot: jnp.einsum("tke,tkc->tec", kept * jnp.array([1, -1])[:, None], slot)
+    ),
     "weights everywhere": first(per_expert, weight=lambda d, g, m: jnp.broadcast_to(m[..., None], d.shape)),
     "bias of a slot": through_slots((as_it_is, lambda y: y * jnp.arange(1.0, 1 + C)[:, None])),
     "softmax over slots": through_slots((as_it_is, lambda y: jax.nn.softmax(y, 1))),

@@ -47,7 +47,8 @@ def refused(function, args=(P, X), **options):
     return [miss.reason for miss in report.near_misses if miss.op == OP]
 
 
-TRAINED = ["flat place", "sequences", "weight of its own", "boolean weights", "in a row"]
+TRAINED = ["flat place", "sequences", "weight of its own", "boolean weights", "in a row", "summed"]
+TRAINED += ["places summed, scattered"]
 
 
 @pytest.mark.parametrize("name", TRAINED)

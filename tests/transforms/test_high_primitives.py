@@ -1,4 +1,4 @@
-"""Programs with operations that current JAX keeps whole until it compiles ("hijax"), with and without sites beside them."""
+"""Programs with operations that current JAX keeps whole until it compiles ("hijax"), alone and beside sites."""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Where a dispatch is not zero, one of some comparisons ``number == position`` holds, at a token of a mask; that is shown
 by evaluating the dispatch with each of them, or its mask, taken as zero.  The numbers are running counts of masks, so
 two tokens of one mask never have the same.  Those of a second mask start where those of the first end.
+
+A dispatch that is a sum over a token's choices is shown choice by choice: where each choice of each token has a slot of
+its own, so has each token.
 """
 
 from __future__ import annotations
@@ -47,26 +50,88 @@ def unproved(
     slot: tuple[Atom, ...],
 ) -> str | None:
     """What could not be shown of a dispatch and the weights of its slots, under the same labels; None if all was."""
-    proof = _Proof(values, dispatch, frozenset(values.space.resolve(tokens)), expert, slot)
+    space, own = values.space, frozenset(values.space.resolve(tokens))
+    proof = _Proof(values, [dispatch], own, expert, slot)
+    summed: tuple[list[Ref], tuple[Atom, ...]] | None = None
     if not proof.one_token_each():
-        return "it was not shown that a slot holds one token at most"
-    if values.space.atoms(values.space.canonical(combine)) != proof.labels or not proof.decides(combine):
-        return "it was not shown that a token has no weight in the slots of others"
-    return None
+        summed = _summed(values, dispatch)
+        if summed is not None:
+            factors, choices = summed
+            proof = _Proof(values, factors, own.union(choices), expert, slot)
+        if summed is None or not proof.one_token_each():
+            return "it was not shown that a slot holds one token at most"
+    same = space.atoms(space.canonical(combine)) == space.atoms(space.canonical(dispatch))
+    decides = proof.decides(combine) if summed is None else _decides(values, proof, dispatch, combine, summed[1])
+    return None if same and decides else "it was not shown that a token has no weight in the slots of others"
+
+
+def _summed(values: Values, ref: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
+    """The factors of what a value sums, beside casts, and the labels over which; None if it is no sum."""
+    core = values.core(ref)
+    operands = values.space.uses(core)
+    name = values.scope.name(core)
+    if operands and (name == "convert_element_type" or name in ("gt", "ne") and values.scope.number(operands[1]) == 0):
+        core = values.core(operands[0])
+    node = values.scope.node(core)
+    found = values.inside(core)
+    if node is None or found is None or node.name == "reduce_max" or not found[1]:
+        return None
+    return found
+
+
+def _decides(values: Values, proof: _Proof, dispatch: Ref, combine: Ref, choices: tuple[Atom, ...]) -> bool:
+    """Whether a weight is zero wherever a dispatch is that sums zeros and ones over a token's choices.
+
+    Then each choice is zero, since none is negative, and so has its weight to be.
+    """
+    space = values.space
+    if values.zero(combine, {values.key(dispatch): 0.0, values.key(values.core(dispatch)): 0.0}):
+        return True
+    summed = _summed(values, combine)
+    if summed is None or values.graph.dtype(combine.value).kind == "b":
+        return False
+    factors, theirs = summed
+    if [space.sizes[a] for a in theirs] != [space.sizes[a] for a in choices]:
+        return False
+    same = dict(zip(theirs, choices, strict=True))
+
+    def named(ref: Ref) -> Ref:
+        """A factor of a weight under the labels that the choices have in the dispatch."""
+        view = space.view(ref.view)
+        return Ref(ref.value, tuple((offset, tuple(same.get(a, a) for a in atoms)) for offset, atoms in view))
+
+    weights = [named(values.core(factor)) for factor in factors]
+    return all(any(values.zero(weight, {values.key(f): 0.0}) for weight in weights) for f in proof.factors())
 
 
 class _Proof:
+    """What is shown of a product of ``parts``, the dispatch or what it sums."""
+
     def __init__(
-        self, values: Values, dispatch: Ref, tokens: frozenset[Atom], expert: tuple[Atom, ...], slot: tuple[Atom, ...]
+        self,
+        values: Values,
+        parts: Sequence[Ref],
+        tokens: frozenset[Atom],
+        expert: tuple[Atom, ...],
+        slot: tuple[Atom, ...],
     ):
         self.values, self.scope, self.space = values, values.scope, values.space
-        self.dispatch, self.tokens, self.expert, self.slot = dispatch, tokens, expert, slot
-        self.labels = self.space.atoms(self.space.canonical(dispatch))
+        self.parts, self.tokens, self.expert, self.slot = parts, tokens, expert, slot
+        self.labels = frozenset[Atom]().union(*(self.space.atoms(self.space.canonical(part)) for part in parts))
+
+    def factors(self) -> Iterator[Ref]:
+        """What the parts are made of."""
+        for part in self.parts:
+            yield from self.values.factors(part)
+
+    def _values(self) -> list[Ref]:
+        """The parts, and what they are computed from."""
+        return [found for part in self.parts for found in self.values.walk(part)]
 
     # ------------------------------------------------------------------ one token in each slot
 
     def one_token_each(self) -> bool:
-        if not self.values.binary(self.dispatch) or not self.tokens or not self.tokens <= self.labels:
+        if not all(map(self.values.binary, self.parts)) or not self.tokens or not self.tokens <= self.labels:
             return False
         options = [found for pair in self._compared() if (found := list(self._numbers(*pair)))]
         for chosen in islice(product(*options), _TRIED) if options else ():
@@ -77,7 +142,7 @@ class _Proof:
 
     def _compared(self) -> Iterator[tuple[Ref, Ref, int]]:
         """The comparisons with positions of slots, what is compared, and the first position."""
-        for found in list(self.values.walk(self.dispatch)):
+        for found in self._values():
             operands = self.space.operands(found) if self.scope.name(found) == "eq" else None
             for positions, index in (operands, operands[::-1]) if operands else ():
                 first, atoms = self.values.positions(positions)
@@ -97,7 +162,9 @@ class _Proof:
                 continue
             implied = number.off is not None and not first <= number.off < first + space.extent(self.slot)
             if pinned:  # a token chooses one expert, and is counted for that
-                if own & set(self.expert) or own - self.labels != pinned or not reader.exclusive(running.pinned):
+                if own & set(self.expert) or own - self.labels != pinned:
+                    continue
+                if not self.values.one_of(reader.mask, running.pinned):
                     continue
                 if space.extent(running.pinned) != space.extent(self.expert):
                     continue
@@ -186,7 +253,7 @@ class _Proof:
         ways = [list(self._without(numbered, more)) for numbered, more in zip(chosen, masks, strict=True)]
         for count, given in enumerate(product(*ways)):
             together = {key: value for part in given for key, value in part.items()}
-            if count == _EVALUATED or not self.values.zero(self.dispatch, together):
+            if count == _EVALUATED or not any(self.values.zero(part, together) for part in self.parts):
                 return False
         return bool(ways)
 
@@ -208,7 +275,7 @@ class _Proof:
     def _flattened(self, part: Ref) -> Iterator[Ref]:
         """The sums over experts of a mask that is 1 at the expert of the slot, or at none."""
         space = self.space
-        for found in list(self.values.walk(self.dispatch)):
+        for found in self._values():
             reduced = self.values.inside(found)
             if reduced is None or len(reduced[0]) != 1:
                 continue
@@ -221,15 +288,16 @@ class _Proof:
     # ------------------------------------------------------------------ weights
 
     def decides(self, combine: Ref) -> bool:
-        """Whether a weight is zero wherever the dispatch is."""
-        values, core = self.values, self.values.core(self.dispatch)
-        given = {values.key(self.dispatch): 0.0, values.key(core): 0.0}
+        """Whether a weight is zero wherever the dispatch is, the only part."""
+        (dispatch,), values = self.parts, self.values
+        core = values.core(dispatch)
+        given = {values.key(dispatch): 0.0, values.key(core): 0.0}
         weight = self._compared_with_zero(core)
         if weight is not None:
             given[values.key(weight)] = 0.0
         if values.zero(combine, given):
             return True
-        return all(values.zero(combine, {values.key(factor): 0.0}) for factor in values.factors(self.dispatch))
+        return all(values.zero(combine, {values.key(factor): 0.0}) for factor in self.factors())
 
     def _compared_with_zero(self, ref: Ref) -> Ref | None:
         """What a value is not equal to zero of."""

@@ -189,7 +189,7 @@ class Reader:
             return None
         if self.scope.name(ref) == "reduce_max":
             return replace(whole, sure=False)
-        return whole if whole.off == 0 and self.exclusive(atoms) else None
+        return whole if whole.off == 0 and self.values.exclusive(self.mask, atoms) else None
 
     def _selected(self, operands: Sequence[Ref], depth: int) -> Linear | None:
         """``where(mask, a, b)``."""
@@ -203,16 +203,6 @@ class Reader:
         if chosen is None or other is None or not (chosen.sure and other.sure):
             return None
         return replace(chosen, off=other.off)
-
-    def exclusive(self, atoms: tuple[Atom, ...]) -> bool:
-        """Whether the mask is 1 at one place at most along some labels."""
-        space = self.space
-        for factor in self.values.factors(self.mask):
-            operands = space.operands(factor) if self.scope.name(factor) == "eq" else None
-            for positions, index in (operands, operands[::-1]) if operands else ():
-                if self.values.positions(positions)[1] == atoms and not space.atoms(index) & set(atoms):
-                    return True
-        return False
 
 
 def _combined(name: str, given: Sequence[Linear], off: float | None) -> Linear | None:

@@ -318,6 +318,11 @@ class _Reader:
             if choice.within is not None:
                 result.within.append(choice.within)
         result.kept |= choices.proved
+        if self.slots is not None:
+            result.kept |= self.slots.needed
+            dispatched = Choices(self.scope, self.summed, self.experts_of)
+            dispatched.search(self.slots.dispatch, every=True)
+            result.seeds |= {choice.number for choice in dispatched.found}
         last = self._contribution()
         wanted = {x for _, atoms in self.space.view(self.top.view) for x in atoms}
         slots = self.rows - self.tokens if result.slots is not None else frozenset()  # still to be added up

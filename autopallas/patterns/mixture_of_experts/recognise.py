@@ -316,6 +316,8 @@ def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequen
     return any(gathered[i] and len(graph.shape(i)) > 2 for i in node.inputs)
 
 
+_LAYOUTS = 8
+"""Casts and layouts, one after the other, that are read through."""
 _MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy".split())
 _SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
 _ANCHORS = _SUMS | {"scan", "gather", "scatter", "scatter-add"}
@@ -413,7 +415,7 @@ class Draft:
         graph = self.graph
         if self.handed and graph.positions[self.body].get(number, (0,))[0] < 0 and not self._constant(number):
             return False
-        if number == self.number or number in self.kept or self.depends(number):
+        if number == self.number or self._keeps(number) or self.depends(number):
             return True
         node = graph.definitions.get(number)
         if node is None or node.equation.effects:
@@ -424,6 +426,15 @@ class Draft:
             return any(self._constant(i) for i in node.inputs)  # how positions and choices become indices
         size = math.prod(graph.shape(number))
         return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))
+
+    def _keeps(self, number: int) -> bool:
+        """Whether a value belongs to it though it is computed before the choices, or is another layout of one."""
+        for _ in range(_LAYOUTS):
+            node = self.graph.definitions.get(number)
+            if number in self.kept or node is None or node.name not in _MOVES:
+                break
+            number = node.inputs[0]
+        return number in self.kept
 
     def _constant(self, number: int) -> bool:
         """Whether a value is made of literals and positions alone."""

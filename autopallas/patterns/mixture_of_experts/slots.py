@@ -36,6 +36,8 @@ class Slots:
       tokens: what these are, under labels of the result's tokens.
       free: the dimensions of ``rows`` that are features, in the order of those of ``tokens``.
       expert, slot: labels.
+      dispatch: which token is in which slot, under the labels of ``combine``.
+      needed: values without whose origin that is not known.
     """
 
     combine: Ref
@@ -45,6 +47,8 @@ class Slots:
     free: tuple[tuple[int, int], ...]
     expert: tuple[Atom, ...]
     slot: tuple[Atom, ...]
+    dispatch: Ref
+    needed: frozenset[int]
 
     def filled(self, scope: Scope, ref: Ref) -> Ref | None:
         """The tokens, for a use of the rows with the same slots; None for another use of them."""
@@ -87,7 +91,7 @@ def slots_of(scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[At
             values = Values(scope)
             reason = unproved(values, dispatch, combine, own, space.resolve(experts), space.resolve(slots))
             if reason is None:
-                return Slots(combine, outputs, rows, tokens, free, experts, slots)
+                return Slots(combine, outputs, rows, tokens, free, experts, slots, dispatch, frozenset(values.needed))
             refused = Unproved(combine, reason)
     return refused
 

@@ -30,6 +30,8 @@ class Values:
 
     def __init__(self, scope: Scope):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
+        self.needed: set[int] = set()
+        """Values of which it was needed what gives them."""
         self._binary: dict[Hashable, bool] = {}
 
     def key(self, ref: Ref) -> Key:
@@ -116,12 +118,53 @@ class Values:
         node = self.scope.node(ref)
         if node is None:
             return False
+        if node.name == "reduce_sum":
+            (operand,), atoms = self.inside(ref) or ([ref], ())
+            return bool(atoms) and self.binary(operand, depth) and self.exclusive(operand, atoms)
         operands = self.space.uses(ref) or []
         if node.name == "select_n":
             operands = operands[1:]
         elif self.scope.name(ref) not in ("mul", "convert_element_type", "and", "max", "min"):
             return False
         return bool(operands) and all(self.binary(operand, depth) for operand in operands)
+
+    def one_of(self, mask: Ref, atoms: tuple[Atom, ...]) -> bool:
+        """Whether a mask is 1 where a number counts along some labels, and nowhere else."""
+        for positions, index in self._compared(mask):
+            if self.positions(positions)[1] == atoms and not self.space.atoms(index) & set(atoms):
+                return True
+        return False
+
+    def exclusive(self, mask: Ref, atoms: tuple[Atom, ...]) -> bool:
+        """Whether a mask is 1 at one place at most along some labels: as :meth:`one_of` says, or since numbers that
+        differ along them are compared with a position."""
+        if self.one_of(mask, atoms):
+            return True
+        for positions, index in self._compared(mask):
+            along = self.positions(positions)[1]
+            if along and not set(along) & set(atoms) and self._distinct(index, atoms):
+                return True
+        return False
+
+    def _compared(self, mask: Ref) -> Iterator[tuple[Ref, Ref]]:
+        """What the factors of a mask compare, one way round and the other."""
+        for factor in self.factors(mask):
+            operands = self.space.operands(factor) if self.scope.name(factor) == "eq" else None
+            if operands:
+                yield operands[0], operands[1]
+                yield operands[1], operands[0]
+
+    def _distinct(self, index: Ref, atoms: tuple[Atom, ...]) -> bool:
+        """Whether indices differ along some labels: they are where the greatest elements of a row stand."""
+        found = self.core(index)
+        node = self.scope.node(found)
+        if node is None or node.name != "top_k" or found.value != node.outputs[1]:
+            return False
+        axis = int(node.params["axis"])
+        if self.space.resolve(self.space.view(found.view)[axis][1]) != self.space.resolve(atoms):
+            return False
+        self.needed.add(found.value)
+        return True
 
     def zero(self, ref: Ref, given: Mapping[Key, float]) -> bool:
         """Whether a value is zero where some others are ``given``, whatever all the rest is."""
