@@ -14,8 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopallas
-from autopallas.kernels.grouped_matmul.cases import DENSE, ORIGINALS, in_direction, table_grid
+from autopallas.kernels.grouped_matmul.cases import in_direction
+from autopallas.kernels.mixture_of_experts.cases import DENSE
+from autopallas.workbench.cases import cases_of
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, ORIGINAL, Candidate, Case, Chosen, Direction
+
+CASES = cases_of("grouped_matmul")
+"""Those of mixtures of experts included."""
+assert CASES is not None
 
 ORACLE_LIMIT = 2**33
 """How many multiplications there may be for a float64 result to be computed: some seconds of NumPy."""
@@ -23,7 +29,7 @@ ORACLE_LIMIT = 2**33
 
 def original(case: Case) -> Callable[..., jax.Array]:
     """The forward computation as people write it."""
-    return ORIGINALS[case.mask]
+    return CASES.ORIGINALS[case.mask]
 
 
 def candidates(case: Case) -> dict[str, Candidate]:
@@ -125,7 +131,7 @@ def grid(name: str) -> tuple[Case, ...]:
         )
         return (*many, *dense)
     if name == "table":
-        return table_grid()
+        return CASES.table_grid()
     raise ValueError(f"no grid is called {name!r}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import autopallas
+from autopallas.sites.operation import operation_folders, operation_named, operation_names
 
 ROOT = Path(autopallas.__file__).parent
 MODULES = {
@@ -70,6 +71,29 @@ def test_rooms_import_from_their_own_floor_and_from_those_below():
         if floor_of[room(other)] > floor_of[room(name)]
     }
     assert upward == set()
+
+
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("kernels/*/operation.py"))
+PARTS = {part: name for name in operation_names() for part in operation_folders(name)[1:]}
+
+
+def test_every_folder_of_kernels_declares_an_operation_or_a_part_of_one():
+    assert {*operation_names(), *PARTS} == set(FOLDERS)
+    assert {operation_named(folder).package for folder in FOLDERS} == {f"autopallas.kernels.{f}" for f in FOLDERS}
+
+
+def test_a_part_of_an_operation_is_known_to_itself_and_its_pattern_alone():
+    """Its operation has no need of it, and others ask the site for what they need."""
+    own = {part: (f"autopallas.kernels.{part}", f"autopallas.patterns.{part}") for part in PARTS}
+    strangers = {
+        (name, other)
+        for part, homes in own.items()
+        for name, others in GRAPH.items()
+        for other in others
+        if other.startswith(homes[0]) and not name.startswith(homes)
+    }
+    assert PARTS
+    assert strangers == set()
 
 
 def test_any_stands_only_where_jax_gives_no_type():

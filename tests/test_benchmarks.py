@@ -14,11 +14,13 @@ import pytest
 
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cross_entropy
-from autopallas.kernels.grouped_matmul import cases as cases_of_grouped_matmul
 from autopallas.tuning import Failure, Measurement, Timing, table_files
+from autopallas.workbench.cases import cases_of
 from benchmarks import attention, cli, cross_entropy, environment, grouped_matmul, peak, resident, rows, table, terminal
 from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
 from benchmarks.rows import Machine
+
+CASES_OF_GROUPED_MATMUL = cases_of("grouped_matmul")
 
 BARS = [
     "attention forward float32 causal B1 T2048 N8 D64",
@@ -121,13 +123,13 @@ def test_table_of_cross_entropy_has_a_case_for_every_bucket() -> None:
             assert (direction, dtype, "N2048 V32000", "argmax") in filed
 
 
-@pytest.mark.parametrize("variant", cases_of_grouped_matmul.ORIGINALS)
+@pytest.mark.parametrize("variant", CASES_OF_GROUPED_MATMUL.ORIGINALS)
 def test_oracle_original_and_replacement_of_grouped_matmul_compute_the_same(variant: str) -> None:
     sizes = (("M", 24), ("K", 5), ("N", 6), ("G", 4))
     case = Case("grouped_matmul", "forward+backward", "float32", variant, sizes)
     arguments = grouped_matmul.arguments(case)
-    assert [(a.shape, a.dtype) for a in arguments] == [(t.shape, t.dtype) for t in cases_of_grouped_matmul.types(case)]
-    assert cases_of_grouped_matmul.case_of(arguments[:-1], variant, case.direction) == case
+    assert [(a.shape, a.dtype) for a in arguments] == [(t.shape, t.dtype) for t in CASES_OF_GROUPED_MATMUL.types(case)]
+    assert CASES_OF_GROUPED_MATMUL.case_of(arguments[:-1], variant, case.direction) == case
     candidates = grouped_matmul.candidates(case)
     results = {name: jax.tree.leaves(jax.jit(c.function)(*arguments)) for name, c in candidates.items()}
     expected = jax.tree.leaves(grouped_matmul.oracle(case, arguments)) or results[ORIGINAL]
@@ -140,10 +142,10 @@ def test_oracle_original_and_replacement_of_grouped_matmul_compute_the_same(vari
 @pytest.mark.parametrize("wrong", [(0, (13, 5)), (2, (4, 5, 6)), (4, (12, 3))])
 def test_arguments_that_are_no_dense_mixture_are_refused(wrong: tuple[int, tuple[int, ...]]) -> None:
     sizes = (("M", 24), ("K", 5), ("N", 6), ("G", 4))
-    given = list(cases_of_grouped_matmul.types(Case("grouped_matmul", "forward", "float32", "dense", sizes)))
+    given = list(CASES_OF_GROUPED_MATMUL.types(Case("grouped_matmul", "forward", "float32", "dense", sizes)))
     given[wrong[0]] = jax.ShapeDtypeStruct(wrong[1], given[wrong[0]].dtype)
     with pytest.raises(ValueError, match="must agree"):
-        cases_of_grouped_matmul.case_of(given, "dense", "forward")
+        CASES_OF_GROUPED_MATMUL.case_of(given, "dense", "forward")
 
 
 def test_arithmetic_is_counted_over_live_pairs() -> None:

@@ -16,7 +16,6 @@ from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
 from autopallas.sites.calls import kernel_backward, kernel_forward
-from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.measure import Difference
@@ -48,7 +47,7 @@ class Trial:
         Raises:
           ImportError: the operation has no example inputs.
         """
-        examples = operation_named(match.op).part("example")
+        examples = match.site.operation.part("example")
         arguments = []
         for number, part in enumerate(match.passes):
             operands = examples.operands(part.site, part.original.in_avals, seed + number)

@@ -2,7 +2,8 @@
 
 An operation is a folder in ``autopallas/kernels`` with a module ``operation`` that has an ``OPERATION``; there is no
 list of them.  One that is declared in full has defaults for all that its folder lacks: see
-:class:`autopallas.sites.declared.DeclaredOperation`.
+:class:`autopallas.sites.declared.DeclaredOperation`.  A folder may also hold a part of an operation that has another
+one: what it declares has that operation's name.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = [
     "Operation",
     "Supported",
     "Unsupported",
+    "operation_folders",
     "operation_named",
     "operation_names",
 ]
@@ -134,27 +136,35 @@ class Example(Protocol):
 class Operation:
     """One operation.
 
-    The implementation ``name`` of operation ``op`` is the module ``autopallas.kernels.<op>.<name>``, imported when
+    The implementation ``name`` of an operation is the module ``autopallas.kernels.<folder>.<name>``, imported when
     first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
     ``backward(spec, block_sizes, ...)``; a module that does not exist is Unsupported.
 
     Attributes:
-      name: of its folder in ``kernels``, of its module in ``patterns``, and in options and reports.
+      name: in options, reports, tables and caches, and of its module in ``patterns``.
       order: the implementations to be asked on each platform.
       priority: patterns of operations with a higher one look first, and have what several want.
+      folder: in ``kernels``; by default it has the operation's name.  What is declared in a folder of another name is a
+        part of the operation: it is selected, counted, filed and reported as the operation is, and has a description,
+        a site and implementations of its own.
     """
 
     name: str
     order: Mapping[str, tuple[str, ...]] = field(default_factory=_order)
     priority: int = 0
+    folder: str = ""
+
+    @property
+    def package(self) -> str:
+        """The name of its folder as a Python package."""
+        return f"autopallas.kernels.{self.folder or self.name}"
 
     def module(self, name: str) -> object | None:
         """A module of the operation's folder, or None where it has none of that name."""
-        folder = f"autopallas.kernels.{self.name}"
         try:
-            return importlib.import_module(f"{folder}.{name}")
+            return importlib.import_module(f"{self.package}.{name}")
         except ModuleNotFoundError as error:
-            if error.name in (folder, f"{folder}.{name}"):
+            if error.name in (self.package, f"{self.package}.{name}"):
                 return None
             raise
 
@@ -231,7 +241,7 @@ class Operation:
 
     def has(self, name: str) -> bool:
         """Whether there is a module of an implementation, without importing it."""
-        return importlib.util.find_spec(f"autopallas.kernels.{self.name}.{name}") is not None
+        return importlib.util.find_spec(f"{self.package}.{name}") is not None
 
     def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
         """The names to try, in order."""
@@ -284,15 +294,28 @@ class Operation:
 
 
 @functools.cache
+def _folders() -> tuple[str, ...]:
+    kernels = Path(__file__).parents[1] / "kernels"
+    return tuple(sorted(path.parent.name for path in kernels.glob("*/operation.py")))
+
+
+@functools.cache
 def operation_names() -> tuple[str, ...]:
     """The operations there are, those first whose patterns look first."""
-    folders = Path(__file__).parents[1] / "kernels"
-    names = sorted(path.parent.name for path in folders.glob("*/operation.py"))
+    names = [folder for folder in _folders() if operation_named(folder).name == folder]
     return tuple(sorted(names, key=lambda name: -operation_named(name).priority))
 
 
 @functools.cache
+def operation_folders(name: str) -> tuple[str, ...]:
+    """The folders in ``kernels`` of an operation: its own, and then those of its parts; none where there is no such
+    operation."""
+    folders = [folder for folder in _folders() if operation_named(folder).name == name]
+    return tuple(sorted(folders, key=lambda folder: folder != name))
+
+
+@functools.cache
 def operation_named(name: str) -> Operation:
-    """The operation of a folder in ``kernels``."""
+    """The operation that a folder in ``kernels`` declares: the one of that name, or a part of another one."""
     found: Operation = importlib.import_module(f"autopallas.kernels.{name}.operation").OPERATION
     return found

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopallas.compat import Dtype
 
-__all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec"]
+__all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec", "plain_fields"]
 
 Sizes: TypeAlias = Mapping[str, int | bool | str]
 """Block sizes by name."""
@@ -103,9 +103,14 @@ class Spec:
 
     def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
-        plain = (bool, int, float, str, type(None))
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
+        return plain_fields(self)
+
+
+def plain_fields(spec: SiteSpec) -> dict[str, object]:
+    """The fields of a spec as plain data: numbers and strings, and all else as the string that it prints as."""
+    plain = (bool, int, float, str, type(None))
+    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import jax
 
 from autopallas import compat
 from autopallas.sites.device import Device
-from autopallas.sites.operation import operation_named
+from autopallas.sites.operation import operation_folders, operation_named
 from autopallas.sites.spec import Sizes
 from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
@@ -115,10 +115,11 @@ def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
 def kernel_version(operation: str) -> str:
     """A hash of what an operation's kernels do: of the syntax of their modules, without comments and docstrings.
 
-    A table of block sizes is not one of them.
+    Those of its parts are among them.  A table of block sizes is not.
     """
     package = Path(__file__).parents[1]
-    folders = [package / "sites", package / "kernels", package / "kernels" / operation]
+    folders = [package / "sites", package / "kernels"]
+    folders += [package / "kernels" / folder for folder in operation_folders(operation)]
     total = hashlib.sha256(__version__.encode())
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.name != "tuned_block_sizes.py":

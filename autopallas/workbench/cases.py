@@ -1,11 +1,12 @@
 """One computation at one size, spelled as people write it: what tables are measured on, and benchmarks.
 
-An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists.
+An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists; so may its parts,
+which add variants of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, cast
 
@@ -15,7 +16,7 @@ from autopallas import compat
 from autopallas.compat import ArrayFunction, Shaped
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
-from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.operation import operation_folders, operation_named
 
 __all__ = ["DIRECTIONS", "Case", "Cases", "Direction", "cases_of", "match_of"]
 
@@ -51,8 +52,9 @@ class Case:
 class Cases(Protocol):
     """What the module ``cases`` of an operation offers."""
 
-    ORIGINALS: Mapping[str, ArrayFunction]
-    """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
+    @property
+    def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
+        """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
         """A case for each row of the tuned table: those of TPUs, which are simulated, or those that are measured."""
@@ -70,9 +72,46 @@ class Cases(Protocol):
         """The operation's own function, of the original's arguments; None where it has no such variant."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """The cases of an operation and of its parts, each of which has its variants."""
+
+    each: tuple[Cases, ...]
+
+    @property
+    def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
+        return {variant: function for cases in self.each for variant, function in cases.ORIGINALS.items()}
+
+    def _of(self, variant: str) -> Cases:
+        return next((cases for cases in self.each if variant in cases.ORIGINALS), self.each[0])
+
+    def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
+        return tuple(case for cases in self.each for case in cases.table_grid(platform))
+
+    def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return self._of(case.mask).types(case)
+
+    def in_direction(self, case: Case, function: ArrayFunction) -> ArrayFunction:
+        return self._of(case.mask).in_direction(case, function)
+
+    def case_of(self, types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
+        return self._of(variant).case_of(types, variant, direction)
+
+    def direct(self, case: Case) -> ArrayFunction | None:
+        return self._of(case.mask).direct(case)
+
+
 def cases_of(operation: str) -> Cases | None:
-    """The cases of an operation by its name, or None where it has none."""
-    return cast("Cases | None", operation_named(operation).module("cases") if operation in operation_names() else None)
+    """The cases of an operation by its name, those of its parts included, or None where it has none."""
+    found = tuple(_modules(operation))
+    return found[0] if len(found) == 1 else _Together(found) if found else None
+
+
+def _modules(operation: str) -> Iterator[Cases]:
+    for folder in operation_folders(operation):
+        cases = cast("Cases | None", operation_named(folder).module("cases"))
+        if cases is not None:
+            yield cases
 
 
 def match_of(case: Case) -> Match:

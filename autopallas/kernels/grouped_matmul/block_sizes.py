@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from autopallas.kernels.grouped_matmul.spec import AnySpec
+from autopallas.kernels.grouped_matmul.spec import ProductSpec
 
 __all__ = ["BlockSizes"]
 
@@ -39,7 +39,7 @@ class BlockSizes:
         """Enough rows to keep a matmul busy; less where groups are smaller."""
         return cls(256)
 
-    def fitted(self, spec: AnySpec) -> BlockSizes:
+    def fitted(self, spec: ProductSpec) -> BlockSizes:
         """The same, valid for the shape: aligned, no more than the rows, and no larger than groups tend to be.
 
         A group's last tile is computed in full whatever it holds, so a tile far above the mean group is mostly waste.
@@ -47,7 +47,7 @@ class BlockSizes:
         aligned = -(-self.row_block // _ALIGNMENT) * _ALIGNMENT
         return replace(self, row_block=min(aligned, _natural(spec), spec.rows))
 
-    def temporary_bytes(self, spec: AnySpec, direction: str = "forward") -> int:
+    def temporary_bytes(self, spec: ProductSpec, direction: str = "forward") -> int:
         """Estimate of the temporary memory: one group's weights, a tile, and lhs transposed in the backward."""
         size = spec.accumulation_dtype.itemsize
         weights = spec.contracting * spec.columns
@@ -57,7 +57,7 @@ class BlockSizes:
         return size * (3 * weights + 2 * tile) + spec.rows * spec.contracting * spec.first_dtype.itemsize
 
     @classmethod
-    def candidates(cls, spec: AnySpec) -> tuple[BlockSizes, ...]:
+    def candidates(cls, spec: ProductSpec) -> tuple[BlockSizes, ...]:
         """What a search should try, best guess first, each valid for the shape and none twice."""
         fitted = (cls(rows).fitted(spec) for rows in (256, 128, 512, 64, 32))
         return tuple(dict.fromkeys(fitted))
@@ -66,6 +66,6 @@ class BlockSizes:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def _natural(spec: AnySpec) -> int:
+def _natural(spec: ProductSpec) -> int:
     """The power of two that holds a mean group, at least :data:`_SMALLEST`."""
     return max(_SMALLEST, 1 << (spec.rows_per_group - 1).bit_length())

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Shaped
-from autopallas.kernels.example import harmless, is_float, normal
-from autopallas.kernels.grouped_matmul.experts import ExpertsSite
+from autopallas.kernels.example import harmless, normal
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.index_notation import fill
@@ -32,28 +31,13 @@ def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]
     return first, second, sizes.astype(np.int32)[None]
 
 
-def operands(site: GroupedMatmulSite | ExpertsSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
+def operands(site: GroupedMatmulSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
     """The same for a site: one array per operand, of the given shapes and dtypes."""
     filled = harmless(np.random.default_rng(key), types)
-    if isinstance(site, ExpertsSite):
-        return _routed(site, filled, np.random.default_rng(key))
     axes = (*site.axes[:2], (site.batch_labels, site.group_labels))
     sources = (site.first, site.second, site.group_sizes)
     for source, array, groups in zip(sources, example(site.spec, key), axes, strict=True):
         fill(source, array, filled, site.sizes, groups)
-    return filled
-
-
-def _routed(site: ExpertsSite, filled: list[Array], random: np.random.Generator) -> list[Array]:
-    """Numbers of experts for integers, and floats of the size of weights: larger ones would grow from product to
-    product."""
-    experts = math.prod(site.sizes[label] for label in site.expert_labels)
-    scale = 1 / math.sqrt(max(1, site.spec.contracting))
-    for i, array in enumerate(filled):
-        if is_float(array.dtype):
-            filled[i] = normal(random, array.shape, array.dtype, scale if array.ndim > 2 else 1.0)
-        elif array.dtype.kind in "iu":
-            filled[i] = random.integers(0, experts, array.shape).astype(array.dtype)
     return filled
 
 

@@ -22,7 +22,7 @@ from autopallas.kernels.grouped_matmul import xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
-from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -34,19 +34,16 @@ EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
 
 
-def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
     """bfloat16 or float16, on H100s; results in these or in float32."""
-    operands, results = [spec.widest_dtype], [spec.widest_dtype]
-    if isinstance(spec, GroupedMatmulSpec):
-        operands, results = [spec.first_dtype, spec.second_dtype], [spec.result_dtype]
-    if (answer := reason_against(device, operands, held=results)) is not None:
+    if (answer := reason_against(device, [spec.first_dtype, spec.second_dtype], held=[spec.result_dtype])) is not None:
         return answer
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")
     return Supported()
 
 
-def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
+def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     """What a search should try, best guess first; what is left open is what :class:`Tile` begins with."""
     rows = (128, 64) if spec.rows_per_group > 64 else (64, 128)
     blocks = [(0, 0), *((inner, 128) for inner in (64, 128) if max(spec.contracting, spec.columns) >= 128)]

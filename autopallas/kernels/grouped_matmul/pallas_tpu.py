@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
 from autopallas.kernels.grouped_matmul.tpu_cores import Told
 from autopallas.kernels.grouped_matmul.visits import (
     capacity,
@@ -57,17 +57,14 @@ _SCALARS = 256 * 2**10
 """Bytes of scalar memory that tables may take: a quarter of what the smallest generation has."""
 
 
-def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
     """bfloat16 and float32, on TPUs."""
     if (answer := refusal("tpu", device)) is not None:
         return answer
-    batch, dtypes = 1, [spec.widest_dtype]
-    if isinstance(spec, GroupedMatmulSpec):
-        batch, dtypes = spec.batch, [spec.first_dtype, spec.second_dtype, spec.result_dtype]
-    for dtype in dtypes:
+    for dtype in (spec.first_dtype, spec.second_dtype, spec.result_dtype):
         if dtype.name not in _DTYPES:
             return Unsupported(f"TPUs' matrix units take {' and '.join(_DTYPES)}, not {dtype}")
-    tables = 6 * 4 * capacity(batch * spec.rows, _LEAST_ROWS, batch * spec.groups)
+    tables = 6 * 4 * capacity(spec.batch * spec.rows, _LEAST_ROWS, spec.batch * spec.groups)
     if tables > _SCALARS:
         return Unsupported(f"the tables of its visits, {tables} bytes, do not fit into scalar memory")
     if not spec.assume_finite:
@@ -75,7 +72,7 @@ def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
     return Supported()
 
 
-def candidates(spec: AnySpec, device: Device) -> tuple[BlockSizes, ...]:
+def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     """What a search should try, best guess first: where VMEM is large, more rows for each block of weights."""
     rows = (1024, 512) if generation(device).budget > 2**26 else (512, 1024)
     sizes = [BlockSizes(n).fitted(spec) for n in (*rows, 256, 128)]

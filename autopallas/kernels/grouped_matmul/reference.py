@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -25,7 +25,7 @@ EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
 
 
-def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
     """Everything, everywhere."""
     return Supported()
 

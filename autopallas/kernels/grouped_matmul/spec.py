@@ -5,8 +5,8 @@ Letters, in this package: B batch, M rows, K and N the weights' two sides, G gro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,55 @@ import numpy as np
 
 from autopallas.compat import Dtype
 from autopallas.sites.elementwise import ElementwiseProgram
+from autopallas.sites.spec import plain_fields
 
-__all__ = ["GroupedMatmulSpec", "Use"]
+__all__ = ["GroupedMatmulSpec", "ProductSpec", "Use"]
 
 
 Use: TypeAlias = Literal["forward", "dlhs", "drhs"]
 """Which of the three arrays of a grouped matmul is computed from the other two.  Their names are those of its parts in
 a train step; each may stand alone in a program."""
+
+
+class ProductSpec(Protocol):
+    """What block sizes and tables ask of a spec: that of a grouped matmul, or of a part of the operation that computes
+    several products, the largest of which it describes."""
+
+    @property
+    def use(self) -> str:
+        """A :data:`Use`, or what a part has in its place."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def groups(self) -> int: ...
+
+    @property
+    def rows_per_group(self) -> int: ...
+
+    @property
+    def contracting(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+    @property
+    def first_dtype(self) -> Dtype: ...
+
+    @property
+    def accumulation_dtype(self) -> Dtype: ...
+
+    @property
+    def widest_dtype(self) -> Dtype: ...
+
+    @property
+    def original_form(self) -> str:
+        """What kind of original a table's row was measured against; empty for ``lax.ragged_dot``."""
+
+    @property
+    def original_times_rows(self) -> int:
+        """How many times as many rows the original computes, which decides what is gained."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +134,16 @@ class GroupedMatmulSpec:
         """The mean, at least 1."""
         return max(1, self.rows // self.groups)
 
+    @property
+    def original_form(self) -> str:
+        """Empty: ``lax.ragged_dot``."""
+        return ""
+
+    @property
+    def original_times_rows(self) -> int:
+        """As many as there are groups: each meets every row."""
+        return self.groups
+
     def first_shape(self) -> tuple[int, int]:
         return self.rows, self.columns if self.use == "dlhs" else self.contracting
 
@@ -125,77 +177,4 @@ class GroupedMatmulSpec:
 
     def to_dict(self) -> dict[str, object]:
         """The fields as plain data: numbers and strings."""
-        return _plain(self)
-
-
-@dataclass(frozen=True)
-class ExpertsSpec:
-    """What implementations and tables know of such a mixture: its largest product, and how few experts a token has.
-
-    ``slots`` of each expert in the original; 0 where there every expert computes every token.  Tokens are brought to
-    slots by products, or where they are ``scattered``, by scatters and gathers, which cost less.
-    """
-
-    tokens: int
-    choices: int
-    groups: int
-    contracting: int
-    columns: int
-    widest_dtype: Dtype
-    products: int
-    assume_finite: bool = True
-    slots: int = 0
-    scattered: bool = False
-    use: Literal["experts"] = "experts"
-
-    @property
-    def rows(self) -> int:
-        """Of all grouped matmuls."""
-        return self.tokens * self.choices
-
-    @property
-    def rows_per_group(self) -> int:
-        """The mean, at least 1."""
-        return max(1, self.rows // self.groups)
-
-    @property
-    def first_dtype(self) -> Dtype:
-        return self.widest_dtype
-
-    @property
-    def accumulation_dtype(self) -> Dtype:
-        """float32, or float64 where anything is float64."""
-        return np.dtype(np.float64 if self.widest_dtype == np.float64 else np.float32)
-
-    def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
-        if self.scattered:
-            return ("what experts compute for slots of which nothing is read is finite (assume_finite)",)
-        if self.slots:
-            return ("tokens, and what experts compute for them and for empty slots, are finite (assume_finite)",)
-        return ("what experts compute for tokens that they are not given is finite (assume_finite)",)
-
-    def programs(self) -> str:
-        """Nothing: what is carried is in the site."""
-        return ""
-
-    def __str__(self) -> str:
-        kind = "scattered slots" if self.scattered else "slots"
-        original = f"experts with {self.slots} {kind}" if self.slots else "dense experts"
-        return (
-            f"grouped_matmul of {original} T={self.tokens} k={self.choices} K={self.contracting} N={self.columns} "
-            f"G={self.groups} {self.widest_dtype}, {self.products} products"
-        )
-
-    def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
-        return _plain(self)
-
-
-AnySpec: TypeAlias = GroupedMatmulSpec | ExpertsSpec
-
-
-def _plain(spec: AnySpec) -> dict[str, object]:
-    plain = (bool, int, str, type(None))
-    values = {f.name: getattr(spec, f.name) for f in fields(spec)}
-    return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
+        return plain_fields(self)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.operation import OPERATION
-from autopallas.kernels.grouped_matmul.spec import AnySpec, ExpertsSpec
+from autopallas.kernels.grouped_matmul.spec import ProductSpec
 from autopallas.tuning.table import Bucket, Table, table_device
 
 __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
@@ -44,20 +44,14 @@ BUCKETS: tuple[Bucket, ...] = (
 )
 
 
-def _filed(spec: AnySpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
-    """Invariants say whether a group's weights are "small" or "large", "dense" where the original has every expert
-    compute every token, "slots" where it dispatches tokens to slots by products, and "scattered slots" where by
-    scatters and gathers."""
+def _filed(spec: ProductSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
+    """Invariants say whether a group's weights are "small" or "large", and before that what kind the original is of,
+    where it is no ``lax.ragged_dot``."""
     weights = "small" if spec.contracting * spec.columns < _SMALL else "large"
-    if isinstance(spec, ExpertsSpec):
-        # A dense original computes G / k times the rows, so this decides what is gained.
-        original = "scattered slots" if spec.scattered else "slots" if spec.slots else "dense"
-        groups, invariants = spec.groups // spec.choices, f"{original} {weights}"
-    else:
-        groups, invariants = spec.groups, weights
     if spec.use in ("dlhs", "drhs"):
         direction = "forward+backward"  # in which it was measured
-    return direction, {"G": groups, "M/G": spec.rows_per_group}, invariants
+    sizes = {"G": spec.original_times_rows, "M/G": spec.rows_per_group}
+    return direction, sizes, f"{spec.original_form} {weights}".lstrip()
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
-from autopallas.kernels.grouped_matmul.spec import AnySpec, GroupedMatmulSpec, Use
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -32,7 +32,7 @@ EPILOGUES = True
 """Whether ``forward`` takes a spec with an epilogue; those that do not say so are given none."""
 
 
-def supports(spec: AnySpec, device: Device) -> Supported | Unsupported:
+def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported:
     """Everything but the original's propagation of non-finite weights into other groups' rows, on every platform."""
     if not spec.assume_finite:
         return Unsupported("assume_finite is off: an inf or NaN in one group's weights would not reach other groups")

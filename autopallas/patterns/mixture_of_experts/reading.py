@@ -20,7 +20,7 @@ from autopallas import compat
 from autopallas.compat import Dtype, Params, Primitive
 from autopallas.graph import Graph, Node, Ref
 from autopallas.graph.labels import Atom, is_product
-from autopallas.kernels.grouped_matmul.experts import Gathered, Pointwise, Product, Step
+from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Product, Step
 from autopallas.patterns.advice import (
     BETWEEN_EXPERTS,
     CHOOSE_FEW,

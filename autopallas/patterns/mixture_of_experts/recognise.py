@@ -26,6 +26,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed, copied, jaxpr_of, nodes_between
 from autopallas.graph.labels import is_product
 from autopallas.graph.proof_cache import ProofCache
+from autopallas.kernels.mixture_of_experts.operation import OPERATION
 from autopallas.patterns.advice import AT_HAND, EXPERTS_APART, SIDE_EFFECTS, WHOLE_GRADIENT
 from autopallas.patterns.backward import (
     Backward,
@@ -52,7 +53,7 @@ from autopallas.patterns.mixture_of_experts.slots import DISPATCHED, SCATTERED
 
 __all__ = ["find"]
 
-OP = "grouped_matmul"
+OP = OPERATION.name
 _PARTS = 8
 """How many sums of the first terms of a longer sum are tried, where the longer one is nothing."""
 _KINDS = (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart)

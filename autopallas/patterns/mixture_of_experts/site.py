@@ -16,7 +16,8 @@ from autopallas.graph import Graph, Space, flatten
 from autopallas.graph.custom_rules import is_elementwise_call, rule_of
 from autopallas.graph.extract import jaxpr_of, nodes_between
 from autopallas.graph.keys import literal_key
-from autopallas.kernels.grouped_matmul.experts import ExpertsSite, Gathered, Pointwise, Prelude, Product, Step
+from autopallas.kernels.mixture_of_experts.site import ExpertsSite
+from autopallas.kernels.mixture_of_experts.steps import Gathered, Pointwise, Prelude, Product, Step
 from autopallas.patterns.advice import CAPTURED, CHOOSE_FEW
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.mixture_of_experts.loops import loop_at, rolled

@@ -1,8 +1,7 @@
-"""A mixture in which every expert computes every token, done only for the experts that a token is given to.
+"""A mixture of experts by rows that are sorted by expert: what all of its implementations do.
 
-The program says ``out[t] = sum over e of y[t, e]``, where ``y[t, e]`` is zero but for the few experts that token t
-chooses.  Here each pair of a token and one of its choices is a row.  Rows are sorted by expert; what the program
-computes for all pairs is computed for these rows, its products with the experts' matrices by a grouped matmul.
+Here each pair of a token and one of its choices is a row.  What the program computes for all pairs of tokens and
+experts is computed for these rows, its products with the experts' matrices by a grouped matmul.
 
 Letters: T tokens, k choices of each token, R = T k rows, G experts.
 """
@@ -10,122 +9,71 @@ Letters: T tokens, k choices of each token, R = T k rows, G experts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from types import ModuleType
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.api import apply
-from autopallas.kernels.grouped_matmul.experts_steps import Gathered, Labels, Pointwise, Prelude, Product, Reads, Step
-from autopallas.kernels.grouped_matmul.operation import OPERATION
-from autopallas.kernels.grouped_matmul.spec import ExpertsSpec, GroupedMatmulSpec
-from autopallas.sites.division import Division, PositionOperand, ShardableAxes
+from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MATMUL
+from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
+from autopallas.kernels.mixture_of_experts.spec import ExpertsSpec
+from autopallas.kernels.mixture_of_experts.steps import Gathered, Labels, Pointwise, Product, Step
+from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant
-from autopallas.sites.index_notation import Label, Operand, View, read, write
-from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.index_notation import Operand, read, write
+from autopallas.sites.operation import Implementation, Supported, Unsupported
 from autopallas.sites.spec import BlockSizes
 
-__all__ = ["ExpertsSite", "Gathered", "Pointwise", "Prelude", "Product", "Step"]
+if TYPE_CHECKING:
+    from autopallas.kernels.mixture_of_experts.site import ExpertsSite
+
+__all__ = ["SortedRows"]
 
 Array: TypeAlias = jax.Array
 
 
-@dataclass(frozen=True)
-class ExpertsSite:
-    """One such mixture of a program.
+@dataclass(frozen=True, slots=True)
+class SortedRows:
+    """An implementation of mixtures: rows sorted by expert, and for their products one of the grouped matmul.
 
     Attributes:
-      sizes: size of each label.
-      token_labels, expert_labels: those of T and G.
-      prelude: gives the arrays that ``choices`` and ``steps`` read.
-      choices: arrays of the experts that a token chooses, each with further labels where it holds several; a number
-        that is no expert's counts for nothing, and an expert that is named twice counts once.
-      steps: what is computed for each row; the last one is its term of the token's sum.
-      result: the view of the result.
-      types: dtypes of the arrays.
-      batch_labels: of the token labels, those of examples that have experts of their own.
-      summed_labels: of the token labels, the last ones, those of a token's rows: results are added up over them.
-      slots: how many each expert has in the original; 0 where every expert computes every token.
-      scattered: whether tokens are brought to these and back by scatters and gathers, not by products.
-      products: where it can be told, the view of each product in the original, which the prelude's witness gives.
-      across: of one device's part, the mesh axes over which the experts are divided.
-      everywhere: how many experts all devices have; 0: those here.
+      product: the name of that, which is this one's name too.
     """
 
-    sizes: tuple[int, ...]
-    token_labels: Labels
-    expert_labels: Labels
-    prelude: Prelude
-    choices: tuple[tuple[Operand, Labels], ...]
-    steps: tuple[Step, ...]
-    result: View
-    result_dtype: Dtype
-    types: tuple[Dtype, ...]
-    batch_labels: Labels = ()
-    summed_labels: Labels = ()
-    slots: int = 0
-    scattered: bool = False
-    assume_finite: bool = True
-    products: tuple[View, ...] = ()
-    across: tuple[str, ...] = ()
-    everywhere: int = 0
+    product: str
 
     @property
-    def operation(self) -> Operation:
-        return OPERATION
+    def _of_products(self) -> Implementation:
+        found = GROUPED_MATMUL.implementation(self.product)
+        assert found is not None
+        return found
 
-    @property
-    def has_backward(self) -> bool:
-        return True
+    def supports(self, spec: ExpertsSpec, device: Device) -> Supported | Unsupported:
+        """What computes the largest product computes the others."""
+        return self._of_products.supports(spec.largest_product, device)
 
-    def _extent(self, labels: Labels) -> int:
-        return math.prod(self.sizes[a] for a in labels)
+    def candidates(self, spec: ExpertsSpec, device: Device) -> Sequence[BlockSizes]:
+        """What a search should try, best guess first: what it should for the largest product."""
+        own: Callable[..., Sequence[BlockSizes]] | None = GROUPED_MATMUL.hook(self.product, "candidates")
+        if own is None:
+            return GROUPED_MATMUL.part("block_sizes").BlockSizes.candidates(spec.largest_product)
+        return own(spec.largest_product, device)
 
-    @cached_property
-    def spec(self) -> ExpertsSpec:
-        """The canonical description, which implementations and tables know."""
-        products = [step for step in self.steps if isinstance(step, Product)]
-        largest = max(products, key=lambda p: self._extent(p.inner) * self._extent(p.labels))
-        return ExpertsSpec(
-            tokens=self._extent(self.token_labels),
-            choices=sum(self._extent(several) for _, several in self.choices),
-            groups=self._extent((*self.batch_labels, *self.expert_labels)),
-            contracting=self._extent(largest.inner),
-            columns=self._extent(largest.labels),
-            widest_dtype=max((self.types[p.weights.position] for p in products), key=lambda d: d.itemsize),
-            products=len(products),
-            assume_finite=self.assume_finite,
-            slots=self.slots,
-            scattered=self.scattered,
-        )
-
-    # ------------------------------------------------------------------ what the site primitive runs
-
-    def forward(
-        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """(the program's result, no residuals)."""
-        return (_Rows(self, kernel, block_sizes, self.prelude(operands)).result(),), ()
-
-    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """None: the backward computes the rows again."""
-        return ()
+    def forward(self, site: ExpertsSite, block_sizes: BlockSizes | None, operands: Sequence[Array]) -> Array:
+        """What the program computes, from the operands of the site."""
+        return _Rows(site, self.product, block_sizes, site.prelude(operands)).result()
 
     def backward(
         self,
-        kernel: Kernel,
+        site: ExpertsSite,
         block_sizes: BlockSizes | None,
         operands: Sequence[Array],
-        results: Sequence[Array],
-        residuals: Sequence[Array],
-        cotangents: Sequence[Array],
+        cotangent: Array,
         active: Sequence[int],
     ) -> tuple[Array, ...]:
         """Cotangents of the operands at the positions ``active``."""
@@ -134,86 +82,10 @@ class ExpertsSite:
             filled = list(operands)
             for position, array in zip(active, chosen, strict=True):
                 filled[position] = array
-            return self.forward(kernel, block_sizes, filled)[0][0]
+            return self.forward(site, block_sizes, filled)
 
         _, pull = jax.vjp(function, *(operands[i] for i in active))
-        return tuple(pull(cotangents[0]))
-
-    # ------------------------------------------------------------------ on several devices
-
-    def shardable_axes(self) -> ShardableAxes:
-        """Tokens may be divided; where it is known how the original divides the products, so may the experts, columns,
-        and what is summed over last of all.  Where tokens have slots, devices would have to exchange them."""
-        labels = set(self.token_labels) - set(self.summed_labels)
-        if self.products:
-            labels |= {*self.expert_labels[:1], *self._summed_last()}
-            labels |= {label for _, own in self.result for label in own}
-        uses = [source for source, _ in self.choices]
-        uses += [s.source if isinstance(s, Gathered) else s.weights for s in self.steps if isinstance(s, Reads)]
-        tokens, whole = frozenset(self.token_labels), "tokens are sent to slots of experts" if self.slots else ""
-        combined = (frozenset[Label](),)
-        return ShardableAxes(tuple(uses), (self.result,), (), frozenset(labels), combined, self.products, tokens, whole)
-
-    def _summed_last(self) -> set[Label]:
-        """Labels over which products sum that are then only scaled: parts of such a sum add up to the result."""
-        found: dict[Label, bool] = {}
-        for position, step in enumerate(self.steps):
-            if isinstance(step, Product):
-                found |= {label: self._scaled(position) and found.get(label, True) for label in step.inner}
-        return {label for label, linear in found.items() if linear}
-
-    def _scaled(self, product: int) -> bool:
-        scaled = {product}
-        for position, step in enumerate(self.steps):
-            read = (step.rows,) if isinstance(step, Product) else step.arguments if isinstance(step, Pointwise) else ()
-            own = [argument for argument in read if argument in scaled]
-            if own:
-                if not isinstance(step, Pointwise) or len(own) > 1 or not step.is_scaling:
-                    return False
-                scaled.add(position)
-        return len(self.steps) - 1 in scaled
-
-    def per_device(self, division: Division) -> tuple[ExpertsSite, tuple[PositionOperand, ...]]:
-        """What each device computes, of the arrays that the prelude gives."""
-        across = tuple(axis for label in self.expert_labels for axis in division.of(label))
-        return replace(self.standalone(division), across=across), ()
-
-    def standalone(self, division: Division) -> ExpertsSite:
-        """The same with rows of other devices' experts among its own."""
-        return replace(
-            self,
-            sizes=division.local(self.sizes),
-            prelude=Prelude.nothing(len(self.types)),
-            everywhere=self._extent(self.expert_labels) if division.divides(self.expert_labels) else 0,
-        )
-
-    # ------------------------------------------------------------------ transformations
-
-    def batched(self, axes: Sequence[int | None], size: int) -> ExpertsSite:
-        """The site under vmap: more tokens, and where the experts differ between examples, more experts too."""
-        label: Labels = (len(self.sizes),)
-        inner = self.prelude.axes(axes)
-        sources = [s.weights for s in self.steps if isinstance(s, Product)]
-        sources += [s.source for s in self.steps if isinstance(s, Gathered)]
-        own = any(inner[s.position] is not None for s in sources if not set(self.token_labels) & set(s.labels))
-
-        def moved(step: Step) -> Step:
-            if isinstance(step, Gathered):
-                return replace(step, source=step.source.batched(inner, label))
-            if isinstance(step, Product):
-                return replace(step, weights=step.weights.batched(inner, label))
-            return step
-
-        return replace(
-            self,
-            sizes=(*self.sizes, size),
-            token_labels=(*label, *self.token_labels),
-            batch_labels=(*label, *self.batch_labels) if own or self.batch_labels else (),
-            prelude=replace(self.prelude, mapped=(*self.prelude.mapped, tuple(axes))),
-            choices=tuple((source.batched(inner, label), several) for source, several in self.choices),
-            steps=tuple(map(moved, self.steps)),
-            result=((0, label), *self.result),
-        )
+        return tuple(pull(cotangent))
 
 
 class _Routing(NamedTuple):
@@ -239,10 +111,9 @@ class _Routing(NamedTuple):
 class _Rows:
     """One evaluation of a site: values of steps are [R, ...], or [1, ...] where all rows have the same."""
 
-    def __init__(self, site: ExpertsSite, kernel: Kernel, block_sizes: BlockSizes | None, arrays: Sequence[Array]):
+    def __init__(self, site: ExpertsSite, product: str, block_sizes: BlockSizes | None, arrays: Sequence[Array]):
         self.site, self.spec, self.arrays = site, site.spec, arrays
-        self.implementation = cast(ModuleType, kernel).__name__.rpartition(".")[2]
-        self.block_sizes = block_sizes
+        self.implementation, self.block_sizes = product, block_sizes
         self.groups = (*site.batch_labels, *site.expert_labels)
         self.experts = math.prod(site.sizes[a] for a in site.expert_labels)
         self.routing = self._routing()

@@ -1,0 +1,31 @@
+"""Mixtures of experts: the declaration of a part of the grouped matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MATMUL
+from autopallas.sites.operation import IMPLEMENTATIONS, Operation
+
+__all__ = ["OPERATION"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixtures(Operation):
+    """A part of the grouped matmul, with an implementation for each of that."""
+
+    def module(self, name: str) -> object | None:
+        """A module of the folder; of implementations, the one that computes products by the grouped matmul's."""
+        if name not in IMPLEMENTATIONS:
+            return Operation.module(self, name)
+        if GROUPED_MATMUL.implementation(name) is None:
+            return None
+        from autopallas.kernels.mixture_of_experts.sorted_rows import SortedRows
+
+        return SortedRows(name)
+
+    def has(self, name: str) -> bool:
+        return GROUPED_MATMUL.has(name)
+
+
+OPERATION = _Mixtures(GROUPED_MATMUL.name, GROUPED_MATMUL.order, GROUPED_MATMUL.priority, folder="mixture_of_experts")
