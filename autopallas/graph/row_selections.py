@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
@@ -128,6 +129,7 @@ class _Mover:
         """By the merged indices of rows of several axes: which of them are in range."""
         self._flat: dict[tuple[Var, Picked], Var] = {}
         self._selected: dict[tuple[Var, Rows], Atom] = {}
+        self._constants = dict(zip(body.constvars, body.consts, strict=True))
         self._own = frozenset(self._flowing())
 
     def run(self) -> None:
@@ -331,7 +333,10 @@ class _Mover:
         for _ in range(_DEEPEST):
             definition = self.definitions.get(atom) if isinstance(atom, Var) else None
             if definition is None:
-                return False
+                constant = self._constants.get(atom) if isinstance(atom, Var) else None
+                if constant is None or compat.is_tracer(constant):
+                    return False
+                return np.array_equal(np.ravel(constant), np.arange(np.size(constant)))
             name = definition.primitive.name
             if name == "iota":
                 return True
