@@ -65,7 +65,7 @@ class Options:
     strict: bool = False
     """Whether an exception inside autopallas is raised.  Else the program stays as it was, with a warning."""
     autotune: bool | None = None
-    """Whether block sizes are searched for where no table knows them; None: on accelerators only."""
+    """Whether block sizes are searched for where no table knows them; None: on CPUs quickly."""
     tune_seconds: float = 30.0
     """The time that the searches for one site may take, in seconds."""
     verify: bool = False

@@ -68,7 +68,7 @@ def rewritten(
 ) -> tuple[ClosedJaxpr, LiveReport]:
     """The same, and a report into which later news are entered."""
     device = Device.current()
-    tuner = Tuner(device, options)
+    tuner = Tuner(device, options, probes)
     run = Passes(program, checked=options.strict)
     result = program
     sites: tuple[Site, ...] = ()

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import math
 import os
 import shutil
 import tempfile
@@ -31,6 +32,10 @@ atexit.register(shutil.rmtree, os.environ["AUTOPALLAS_CACHE_DIR"], ignore_errors
 os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 
 import jax  # noqa: E402  (after what it reads)
+
+from autopallas.tuning import duration  # noqa: E402
+
+duration.LEAST_SECONDS = math.inf  # no test waits for a quick search, or depends on how fast this machine is
 
 # What only compiles, for devices that are not here, is `make check-tpu` and `make check-gpu`.
 if os.environ.get("FULL_GRID") != "1":

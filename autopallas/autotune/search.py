@@ -34,6 +34,12 @@ _FINALISTS = 4
 _CLOSE = 1.5
 """A candidate whose first timed run took this much longer than the best one's is not timed again."""
 _ROUNDS = 3
+_QUICK_CANDIDATES = 2
+_QUICK_SCREENING_SHARE = 0.3
+"""The part of a quick search's budget after which one candidate that works is enough."""
+_QUICK_ROUNDS = 1
+"""Rounds of a quick search, where one run of the original takes longer than ``_LONG_SECONDS``."""
+_LONG_SECONDS = 0.1
 _RUNS_BEFORE = 2
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
 
@@ -82,11 +88,13 @@ class _Search:
     seconds: float
     clock: Callable[[], float]
     say: Callable[[str], None]
+    quick: bool = False
     rejected: list[Rejected] = field(default_factory=list)
     tried: dict[BlockSizes, Tried] = field(default_factory=dict)
     lean: Row[BlockSizes] | None = None
 
     def __post_init__(self) -> None:
+        self.rounds = _ROUNDS
         self.begin = self.clock()
         self.limit = free_bytes()
 
@@ -100,22 +108,28 @@ class _Search:
         if self.limit is not None and needed > self.limit:
             return None, None, f"its inputs and results need {needed} bytes, and {self.limit} are free"
         trial = Trial.of(self.match)
-        self.say("the reference")
-        reference, problem = self._reference(trial)
+        reference, problem = None, ""
+        if not self.quick:
+            self.say("the reference")
+            reference, problem = self._reference(trial)
         if problem:
             return None, None, problem
         self.say("the original")
         compiled, failure = self._compiled(trial.original(), trial)
+        if self.quick and compiled is not None:
+            reference = jax.device_get(compiled(*trial.arguments))
         if compiled is not None:
             original = self._once(compiled, trial, reference)
             failure = original.failure
         if compiled is None or failure is not None:
             return None, None, f"the original cannot be run on its own: {failure}"
 
+        if self.quick and original.wall[-1] > _LONG_SECONDS:
+            self.rounds = _QUICK_ROUNDS
         works: dict[BlockSizes, _Works] = {}
         tried = 0
         for number, sizes in enumerate(candidates, 1):
-            if self.left(_SCREENING_SHARE) <= 0:
+            if self.left(_QUICK_SCREENING_SHARE if self.quick and works else _SCREENING_SHARE) <= 0:
                 break
             tried += 1
             self.say(f"candidate {number} of {len(candidates)}")
@@ -207,7 +221,7 @@ class _Search:
 
     def _finalists(self, works: Mapping[BlockSizes, _Works], original_seconds: float) -> list[BlockSizes]:
         """The few that may be the fastest, and the one that may need the least memory in bearable time."""
-        runs = _ROUNDS + _RUNS_BEFORE
+        runs = self.rounds + _RUNS_BEFORE
         room = self.left() - runs * original_seconds
         fastest = min(work.seconds for work in works.values())
         bearable = [s for s, work in works.items() if work.seconds <= _CLOSE * MEMORY_SLOWDOWN * original_seconds]
@@ -238,13 +252,13 @@ class _Search:
             trial.arguments,
             baseline=ORIGINAL,
             seconds=max(self.left() - _RUNS_BEFORE * (original_seconds + fastest), 0.0),
-            minimum_repetitions=_ROUNDS,
+            minimum_repetitions=self.rounds,
             warm_up=_RUNS_BEFORE - 1,
         )
         clock: Clock = "device" if all(measured[name].device for name in (ORIGINAL, *finalists)) else "wall"
         rows: dict[str, Row[BlockSizes]] = {}
         for name, sizes in finalists.items():
-            row = _row(sizes, measured, name, clock)
+            row = _row(sizes, measured, name, clock, self.quick)
             if row is not None:
                 rows[name] = row = stated(row, self.match, Device.current())
                 if sizes in self.tried:
@@ -271,20 +285,25 @@ def _score(timing: Timing, clock: Clock) -> float | None:
     return statistics.fmean(sample) + statistics.pstdev(sample)
 
 
-def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock) -> Row[BlockSizes] | None:
+def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quick: bool) -> Row[BlockSizes] | None:
     kernel, ratio = measured[name].spread(clock), measured.ratio(name, clock=clock)
     own, base = _score(measured[name], clock), _score(measured[ORIGINAL], clock)
     if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
         return None
     microseconds = kernel.median * 1e6
     gain = ratio.median if own < base else min(ratio.median, 1.0)  # a gain that the spread hides is none
+    processors = measured.ratio(name, clock="cpu") if quick else None
+    if processors is not None:
+        # In a few runs the time that passes says as much of what else runs on the machine, and that of processors says
+        # nothing of how many are used: the gain has to show in both.
+        gain = min(gain, processors.median)
     return Row(
         block_sizes=sizes,
         kernel_us=float(f"{microseconds:.4g}"),
         original_us=float(f"{microseconds * gain:.4g}"),  # so that the row's ratio is that of paired runs
         kernel_bytes=measured[name].temporary_bytes or 0,
         original_bytes=measured[ORIGINAL].temporary_bytes or 0,
-        evidence="measured",
+        evidence="quickly measured" if quick else "measured",
         date=datetime.date.today().isoformat(),
         versions=f"jax {jax.__version__}",
     )
@@ -326,6 +345,7 @@ def search(
     known: Entry | None = None,
     clock: Callable[[], float] = time.monotonic,
     observe: Callable[[Sequence[Tried]], None] | None = None,
+    quick: bool = False,
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
@@ -340,6 +360,7 @@ def search(
       known: an earlier, unfinished result; what was wrong then is not tried again.
       clock: a clock in seconds.
       observe: called with all candidates and how far each came, those that failed or had no turn included.
+      quick: whether only the best guesses are tried, for a result that says so.
 
     Returns:
       The result, with or without block sizes.
@@ -347,12 +368,13 @@ def search(
     spec = match.spec
     wrong = [r for r in known.rejected if r.stage == "compare"] if known is not None else []
     with Progress(f"autopallas: tuning {match.op}") as say:
-        run = _Search(match, implementation, seconds, clock, say, list(wrong))
+        run = _Search(match, implementation, seconds, clock, say, quick, list(wrong))
         every = [
             sizes
             for sizes in candidates_of(match, implementation, first, Device.current())
             if all(sizes.to_dict() != dict(r.block_sizes) for r in wrong)
         ]
+        every = every[:_QUICK_CANDIDATES] if quick else every
         candidates = []
         for sizes in every:
             estimate = sizes.temporary_bytes(spec, match.direction)

@@ -2,6 +2,9 @@
 
 The order is that of what is known best: a result of this very machine; the table's row of the exact bucket; what a
 search finds now, where one is allowed; the table's nearest row; the default.
+
+On CPUs a search that nobody asked for is a quick one: of the two best guesses, within a few seconds, and only of sites
+whose original takes long.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from autopallas.sites.workload import SiteWorkload, Workload
 from autopallas.tuning import coverage
 from autopallas.tuning.cache import WARNED, Cache
 from autopallas.tuning.distributed import agreement
+from autopallas.tuning.duration import takes_long
 from autopallas.tuning.entry import Entry, EntryError
 from autopallas.tuning.key import TuningKey, key_of
 from autopallas.tuning.table import Row
@@ -77,6 +81,13 @@ class _Miss:
     otherwise: Choice
 
 
+_QUICK_SECONDS = 3.0
+"""What a quick search of one kind of site may take."""
+_QUICK_SECONDS_OF_PROGRAM = 10.0
+"""What all quick searches of a program may take."""
+_QUICK_LEAST = 1.0
+"""No quick search begins with less."""
+
 _searching = threading.Lock()
 """Searches of one process take turns, or they would time each other."""
 
@@ -84,12 +95,17 @@ _searching = threading.Lock()
 class Tuner:
     """The choices for one program.
 
+    Args:
+      device: where it will run.
+      options: the options in force.
+      runs: whether it is about to run there, so that a search that nobody asked for may be worth its time.
+
     Attributes:
       searches: how many searches were run.
       cache_hits: how many answers came from the disk.
     """
 
-    def __init__(self, device: Device, options: Options):
+    def __init__(self, device: Device, options: Options, runs: bool = False):
         self._device = device
         self._options = options
         # Processes that compile one program together must choose alike, and each sees a disk and a clock of its own.
@@ -98,11 +114,24 @@ class Tuner:
         self._shared = None if self._alone else agreement()
         self.searches = 0
         self.cache_hits = 0
+        self._quick = self._alone and runs and self._wants_quick()
+        self._quick_seconds = _QUICK_SECONDS_OF_PROGRAM
+
+    def _wants_quick(self) -> bool:
+        """Whether what is not known is worth a quick search: on CPUs, where evidence decides and none is forbidden."""
+        options = self._options
+        return (
+            options.autotune is None
+            and options.objective != "always"
+            and options.lock is None
+            and self._device.platform == "cpu"
+            and self._device.here
+        )
 
     @property
     def _may_search(self) -> bool:
         asked = self._options.autotune
-        return self._alone and (self._device.platform in ("gpu", "tpu") if asked is None else asked)
+        return self._alone and (self._quick or self._device.platform in ("gpu", "tpu") if asked is None else asked)
 
     def choose(self, match: Workload, implementation: str) -> Choice:
         """The block sizes of one implementation of a site."""
@@ -115,6 +144,8 @@ class Tuner:
         left over.
         """
         budget = self._options.tune_seconds
+        if self._quick:
+            budget = min(budget, _QUICK_SECONDS * len(implementations), self._quick_seconds)
         looked_up = {name: self._looked_up(match, name, budget / len(implementations)) for name in implementations}
         open_ = sum(isinstance(found, _Miss) for found in looked_up.values())
         part, left = budget / max(open_, 1), budget
@@ -126,29 +157,37 @@ class Tuner:
             begin = time.monotonic()
             site = cast(SiteWorkload, match)  # a direct call is not searched for
             choices[name] = self._searched(site, name, found, max(part, left / open_))
-            left -= time.monotonic() - begin
-            open_ -= 1
+            took = time.monotonic() - begin
+            left, self._quick_seconds, open_ = left - took, self._quick_seconds - took, open_ - 1
         return choices
 
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
         """What is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
-        key = self._key(match, implementation) if self._may_search or source.usable() else None
+        search = self._may_search and not (self._quick and (seconds < _QUICK_LEAST or not takes_long(match)))
+        key = self._key(match, implementation) if search or source.usable() else None
         entry = None if key is None else source.get(key)
         if entry is not None:
             choice = self._of(entry, match, implementation, "cache")
-            if choice is not None:
+            if choice is not None and not self._of_another(choice, match):
                 self.cache_hits += 1
-                if choice.failure or choice.row:
+                quick = choice.row is not None and choice.row.evidence == "quickly measured"
+                if choice.failure or choice.row and (self._quick or not search or not quick):
                     return choice
         tabled = of_table(match, implementation, self._device, self._options.objective)
-        if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and self._may_search):
+        if tabled.exact and not (tabled.row and tabled.row.evidence == "estimated" and search):
             return tabled
         if entry is not None and entry.outcome == "unfinished" and entry.seconds >= seconds:
             return replace(tabled, note=entry.reason)
-        if key is None or not self._may_search:
-            return tabled
-        return _Miss(key, entry, tabled)
+        return tabled if key is None or not search else _Miss(key, entry, tabled)
+
+    def _of_another(self, choice: Choice, match: Workload) -> bool:
+        """Whether a result was measured quickly against another original, of which the compiler may make more or less.
+
+        The key does not tell originals apart; a whole search is asked for by somebody who knows the program.
+        """
+        row = choice.row
+        return row is not None and row.evidence == "quickly measured" and bool(coverage.gap(row, match, self._device))
 
     def _key(self, match: Workload, implementation: str) -> TuningKey | None:
         try:
@@ -184,7 +223,9 @@ class Tuner:
                 self.searches += 1
                 first = cast(BlockSizes, otherwise.block_sizes)  # a table's choice has some
                 try:
-                    entry = isolated(lambda: search(match, implementation, key, first, seconds, known))
+                    entry = isolated(
+                        lambda: search(match, implementation, key, first, seconds, known, quick=self._quick)
+                    )
                 except Exception as error:
                     if self._options.strict:
                         raise

@@ -9,6 +9,7 @@ from typing import Literal, NoReturn, TypeAlias, cast
 
 from autopallas.sites.spec import BlockSizes, BlockSizesClass, Sizes
 from autopallas.tuning.key import Description, TuningKey, digest_of
+from autopallas.tuning.row import Evidence
 from autopallas.tuning.table import Row
 
 __all__ = [
@@ -265,7 +266,8 @@ def checked_sizes(data: object) -> Sizes:
 
 def _row(data: object, sizes: Sizes) -> Row[Sizes]:
     data = _object(data, set(_ROW_FIELDS), "row")
-    if data["evidence"] != "measured":
+    evidence: Evidence | None = data["evidence"]  # type: ignore[assignment]
+    if evidence not in ("measured", "quickly measured"):
         raise EntryError(f"row.evidence is {_short(data['evidence'])}, and only what was measured is kept")
     return Row(
         block_sizes=sizes,
@@ -273,7 +275,7 @@ def _row(data: object, sizes: Sizes) -> Row[Sizes]:
         original_us=_number(data["original_us"], "row.original_us", 1e-6, _LONGEST_MICROSECONDS),
         kernel_bytes=_whole(data["kernel_bytes"], "row.kernel_bytes"),
         original_bytes=_whole(data["original_bytes"], "row.original_bytes"),
-        evidence="measured",
+        evidence=evidence,
         date=checked_text(data["date"], "row.date"),
         versions=checked_text(data["versions"], "row.versions"),
         batch=_whole(data["batch"], "row.batch"),

@@ -20,22 +20,33 @@ compile than what it replaces."""
 _GAIN_FOR_MEMORY = 1.3
 """The same where the kernel needs more temporary memory than the original."""
 
+_QUICK_GAIN = 1.25
+"""The same of what was measured quickly, in one process and few runs."""
+_QUICK_GAIN_OF_LONG = 1.15
+"""The same where the original takes long enough that few runs say more."""
+_LONG_MICROSECONDS = 10_000
+
+_NEXT_TO_NOTHING = 1e-3
+"""A share of the kernel's temporary memory that is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What is known of one implementation at a site's device, dtype and size.
 
     Attributes:
-      kind: "measured" or "simulated".
+      kind: "measured", "quickly measured" or "simulated".
       time: how many times as fast as the original it is.
       memory: how many times its temporary memory the original needs.
       objective: "memory", or another, under which the time counts.
+      microseconds: what the original takes.
     """
 
     kind: str
     time: float
     memory: float
     objective: str
+    microseconds: float = 0.0
 
     @staticmethod
     def of(row: Row[object] | None, objective: str) -> Evidence | None:
@@ -43,7 +54,7 @@ class Evidence:
         if row is None or row.evidence == "estimated":
             return None
         time, memory = row.original_us / row.kernel_us, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
-        return Evidence(row.evidence, time, memory, objective)
+        return Evidence(row.evidence, time, memory, objective, row.original_us)
 
     @property
     def licenses(self) -> bool:
@@ -55,7 +66,10 @@ class Evidence:
     @property
     def _least_gain(self) -> float:
         """The gain in time from which a replacement pays."""
-        return _GAIN_FOR_MEMORY if self.memory < 1 else LEAST_GAIN
+        least = LEAST_GAIN
+        if self.kind == "quickly measured":
+            least = _QUICK_GAIN_OF_LONG if self.microseconds > _LONG_MICROSECONDS else _QUICK_GAIN
+        return max(least, _GAIN_FOR_MEMORY) if self.memory < 1 else least
 
     @property
     def reason(self) -> str:
@@ -76,7 +90,10 @@ class Evidence:
         return self.time / (SIMULATED_MARGIN if self.kind == "simulated" else 1.0)
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.time:.2f}x the original's speed, {1 / self.memory:.2f}x its temporary memory"
+        memory = f"{1 / self.memory:.2f}x its temporary memory"
+        if self.memory < _NEXT_TO_NOTHING:
+            memory = "temporary memory where that needs next to none"
+        return f"{self.kind}: {self.time:.2f}x the original's speed, {memory}"
 
 
 def ranked(choices: Mapping[str, Choice], objective: str) -> list[tuple[str, Choice]]:
@@ -109,4 +126,4 @@ def _figure(evidence: Evidence | None) -> str:
     if evidence is None:
         return "(none)"
     figure = f"{1 / evidence.memory:.2f}x memory" if evidence.objective == "memory" else f"{evidence.time:.2f}x"
-    return figure if evidence.kind == "measured" else f"{figure} ({evidence.kind})"
+    return f"{figure} (simulated)" if evidence.kind == "simulated" else figure

@@ -36,7 +36,7 @@ FORMAT = 1
 _MOST_BYTES = 16 * 2**20
 _MOST_SITES = 10_000
 _LONGEST_TEXT = 4000
-_EVIDENCE = ("measured", "simulated", "estimated")
+_EVIDENCE = ("measured", "quickly measured", "simulated", "estimated")
 _FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
 
 

@@ -20,7 +20,8 @@ __all__ = [
     "key_of_least_time",
 ]
 
-Evidence: TypeAlias = Literal["measured", "simulated", "estimated"]
+Evidence: TypeAlias = Literal["measured", "quickly measured", "simulated", "estimated"]
+"""Rows of tables are never "quickly measured": that is what a short search found on this machine."""
 Key: TypeAlias = tuple[str, str, str, str, str]
 """(implementation, direction, dtype, bucket, invariants)"""
 

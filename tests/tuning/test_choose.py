@@ -17,8 +17,11 @@ from autopallas.options import resolve
 from autopallas.sites.device import Device
 from autopallas.tuning import choose as module
 from autopallas.tuning.choose import Tuner
+from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry
+from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
+from autopallas.tuning.row import Row
 
 
 def traced(function, *operands, **options):
@@ -34,9 +37,11 @@ def searches(monkeypatch):
     """The searches that are begun; each finds 40 x 48, three times as fast as the original."""
     begun = []
 
-    def search(match, implementation, key, first, seconds, known):
+    def search(match, implementation, key, first, seconds, known, quick):
         begun.append((match, first, seconds, known))
-        return entry_for(match, BlockSizes(40, 48))
+        entry = entry_for(match, BlockSizes(40, 48))
+        row = replace(entry.row, evidence="quickly measured") if quick else entry.row
+        return replace(entry, row=stated(row, match, Device.current()))
 
     monkeypatch.setattr(module, "search", search)
     return begun
@@ -120,6 +125,77 @@ def test_searches_are_on_for_accelerators_and_off_for_cpus(monkeypatch, platform
     if asked is not None:
         monkeypatch.setenv("AUTOPALLAS_AUTOTUNE", asked)
     assert Tuner(Device(platform, "some kind"), resolve({}))._may_search is searches
+
+
+# --- quick searches --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long(monkeypatch):
+    """Every original takes long."""
+    monkeypatch.setattr(module, "takes_long", lambda match: True)
+
+
+def test_what_takes_long_on_a_cpu_is_searched_for_quickly_unasked(searches, long, user_cache):
+    site, counts = traced(attend, *qkv())
+    assert (site.verdict, site.block_sizes_from) == ("applied", "autotune")
+    assert site.reason.startswith("quickly measured: 3.00x")
+    assert counts == {"searches": 1, "cache_hits": 0}
+    assert searches[0][2] == 3.0, "seconds"
+    site, counts = traced(attend, *qkv())
+    assert (site.verdict, site.block_sizes_from) == ("applied", "cache")
+    assert counts == {"searches": 0, "cache_hits": 1}
+    site, counts = traced(attend, *qkv(), autotune=True)
+    assert counts == {"searches": 1, "cache_hits": 1}, "who asks for a search gets a whole one"
+    assert site.reason.startswith("measured: 3.00x")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"autotune": False}, {"objective": "always"}, {"explain": True}],
+    ids=["switched off", "no evidence needed", "explained"],
+)
+def test_a_quick_search_is_left_out(searches, long, user_cache, options):
+    explained = options.pop("explain", False)
+    if explained:
+        autopallas.explain(attend, *qkv())
+    else:
+        traced(attend, *qkv(), **options)
+    assert not searches
+
+
+def test_a_quick_search_is_left_out_of_what_takes_no_time(searches, user_cache):
+    site, _ = traced(attend, *qkv())
+    assert site.verdict == "kept"
+    assert not searches
+
+
+def test_quick_searches_of_one_program_share_ten_seconds(searches, long, user_cache, monkeypatch):
+    now = [0.0]
+
+    def monotonic():
+        now[0] += 1.5  # two readings around each search
+        return now[0]
+
+    monkeypatch.setattr(module.time, "monotonic", monotonic)
+
+    def layers(*heads):
+        return [attend(q, k, v) for q, k, v in heads]
+
+    autopallas.optimize(layers, strict=True).trace(*map(qkv, range(8, 80, 8)))
+    assert [round(seconds, 1) for _, _, seconds, _ in searches] == [3.0, 3.0, 3.0, 3.0, 3.0, 2.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "gain", "bytes_", "licensed"),
+    [
+        (6000, 1.2, 5, False), (6000, 1.3, 5, True), (20000, 1.2, 5, True),
+        (20000, 1.1, 5, False), (6000, 1.28, 50, False),
+    ],
+)
+def test_what_a_quick_search_found_licenses_by_a_margin(microseconds, gain, bytes_, licensed):
+    row = Row(BlockSizes(8, 8), microseconds / gain, microseconds, bytes_, 10, "quickly measured", "2026-11-23", "")
+    assert Evidence.of(row, "time").licenses is licensed
 
 
 def test_processes_that_compile_together_do_not_search(monkeypatch):
@@ -255,7 +331,7 @@ def test_an_unfinished_search_is_taken_up_again_only_with_more_seconds(user_cach
 
 
 def test_a_search_that_raises_costs_the_search_only(monkeypatch):
-    def broken(*arguments):
+    def broken(*arguments, **options):
         raise RuntimeError("the device is on fire")
 
     monkeypatch.setattr(module, "search", broken)

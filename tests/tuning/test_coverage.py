@@ -327,7 +327,7 @@ def test_rows_of_cpus_name_their_processor(op):
 def test_a_search_takes_the_place_of_a_row_that_does_not_hold(monkeypatch):
     begun = []
 
-    def search(match, implementation, key, first, seconds, known):
+    def search(match, implementation, key, first, seconds, known, quick):
         begun.append((match.spec.batch, first))
         raise RuntimeError("no")
 
