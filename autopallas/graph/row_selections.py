@@ -423,8 +423,7 @@ class _Mover:
                 return None
             given = [d for d in rows.axes if d in targets and own[targets.index(d)] == shape[d]]
             if not given:  # along the rows all are the same
-                alone = rows.merged == 1 or not any(d in targets for d in rows.axes)
-                return [(operands[0], None)] if alone else None
+                return [(operands[0], None)]
             if len(given) != rows.merged:
                 return None
             found = rows.among({d: targets.index(d) for d in rows.axes})
@@ -460,6 +459,11 @@ class _Mover:
                 steps = self._steps(variable, rows)
                 if steps is not None:
                     return self._again(equation, rows, steps, depth)
+        definition = self.definitions.get(variable)
+        if definition is not None and definition.primitive.name == "broadcast_in_dim":
+            steps = self._steps(variable, rows)
+            if steps is not None and steps[0][1] is None:  # all rows are the same, as of a bias
+                return self._again(definition, rows, steps, depth)
         return self._taken(variable, rows, like)
 
     def _taken(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
@@ -481,8 +485,15 @@ class _Mover:
         name, result = equation.primitive.name, equation.outvars[0]
         atoms = [a if own is None else self._select(a, own, equation, depth + 1) for a, own in steps]
         if name in ELEMENTWISE:
+            for position, (atom, own) in enumerate(steps):
+                if own is None:
+                    atoms[position] = self._repeated(atom, rows, equation)
             return self._bind(equation, atoms)
         return self._emit(equation, _layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
+
+    def _repeated(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
+        """An operand that is the same for all rows."""
+        return self._emit(like, rows.repeated, atom) if rows.merged > 1 and atom.aval.shape else atom
 
     def _rows_of_product(self, equation: JaxprEqn, rows: Rows) -> Atom | None:
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
@@ -633,7 +644,7 @@ class _Mover:
                     atoms.append(own.core)
                 else:
                     varies = rows.varies(atom.aval.shape, whole)
-                    atoms.append(self._select(atom, rows, equation) if varies else atom)
+                    atoms.append(self._select(atom, rows, equation) if varies else self._repeated(atom, rows, equation))
             return _Spread(self._bind(equation, atoms), rows, assumed)
         shape = result.aval.shape
         if len(operands) != 1:
@@ -767,8 +778,11 @@ def _layout_of(
         return lambda x: equation.primitive.bind(x, **{**params, "axes": axes})
     if name == "broadcast_in_dim":
         targets = params["broadcast_dimensions"]
-        targets = [*map(rows.moved, targets)] if own is None else rows.all_moved(targets)
-        return lambda x: lax.broadcast_in_dim(x, shape, targets)
+        if own is not None:
+            return lambda x: lax.broadcast_in_dim(x, shape, rows.all_moved(targets))
+        gone = [d for d, target in enumerate(targets) if target in rows.axes and rows.merged > 1]
+        kept = [rows.moved(target) for d, target in enumerate(targets) if d not in gone]
+        return lambda x: lax.broadcast_in_dim(lax.squeeze(x, gone), shape, kept)
     if name == "transpose":
         return lambda x: lax.transpose(x, params["permutation"])
     return lambda x: lax.reshape(x, shape)

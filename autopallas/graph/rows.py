@@ -127,8 +127,16 @@ class Rows:
         return len(shape) == len(whole) and all(shape[d] == whole[d] for d in self.axes)
 
     def fits(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand of an elementwise result can be read at the rows; one that is repeated cannot be split."""
-        return not shape or self.varies(shape, whole) or not self.more
+        """Whether an operand of an elementwise result can be read at the rows: it has them, or is the same for all, but
+        where these are split."""
+        if not shape or self.varies(shape, whole):
+            return True
+        return len(self.parts) == 1 and all(shape[d] == 1 for d in self.axes)
+
+    def repeated(self, array: jax.Array) -> jax.Array:
+        """An operand that is the same for all rows, to be read with what is selected."""
+        shape = array.shape
+        return lax.reshape(array, (*shape[: self.axis], 1, *shape[self.axis + self.merged :])) if shape else array
 
     def select(self, array: jax.Array, start: jax.Array | None = None) -> jax.Array:
         """``array`` at the positions; ``start`` is the value of a variable one."""

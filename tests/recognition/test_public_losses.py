@@ -272,6 +272,12 @@ def labels_of_rows_from_the_end(w, x, y):
 
 
 @rows
+def with_a_bias_and_by_sequence_and_position(w, x, y):
+    z = x @ w + jnp.sin(jnp.arange(V))
+    return -picked(log_softmax(z[jnp.arange(B)[:, None], PLACES]), per_sequence(y)).mean()
+
+
+@rows
 def vocabulary_in_front(w, x, y):
     z = jnp.einsum("btd,dv->vbt", x, w)
     return -log_softmax(z[:, jnp.arange(B), jnp.array([3, 5])], 0)[y[:, 0], jnp.arange(B)].mean()
