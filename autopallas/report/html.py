@@ -163,7 +163,21 @@ def _report(title: str, report: Report) -> Iterator[str]:
             yield _failure(failure)
     if not (report.sites or report.near_misses or report.failures):
         yield f'<p class="nothing">{escape(text.nothing_found(report))}</p>'
+    yield from _passes(report)
     yield "</section>"
+
+
+def _passes(report: Report) -> Iterator[str]:
+    """What each pass over the program took, and what it left."""
+    if not report.trace:
+        return
+    seconds = sum(one.seconds for one in report.trace)
+    yield f'<details class="more passes"><summary>Passes over the program, {seconds * 1e3:.1f} ms</summary><table>'
+    yield "<tr><th>pass</th><th>ms</th><th>equations after it</th><th>sites</th></tr>"
+    for one in report.trace:
+        numbers = f"<td>{one.seconds * 1e3:.1f}</td><td>{one.equations}</td><td>{one.sites}</td>"
+        yield f"<tr><td>{escape(one.name)}</td>{numbers}</tr>"
+    yield "</table></details>"
 
 
 def _item(kind: str, op: str, opened: bool, head: Iterable[str], body: Iterable[str]) -> str:

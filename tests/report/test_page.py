@@ -12,6 +12,7 @@ from html import unescape
 import pytest
 
 from autopallas.report import Failure, NearMiss, Report, Site, html
+from autopallas.report.records import Pass
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
@@ -179,6 +180,15 @@ def test_hostile_names_are_escaped_in_the_text_of_the_page():
     assert "<img" not in page
     assert page.count("<script>") == page.count("</script>") == 1
     assert re.search(r"(src|href)=\"?(https?:|//)", page) is None
+
+
+def test_the_page_shows_the_passes_and_their_times():
+    passes = (Pass("number values", "graph", 0.0125, 40, 0), Pass("find <sites>", "patterns", 0.25, 40, 2))
+    found = html.page([("", replace(REPORT, trace=passes))])
+    assert "Passes over the program, 262.5 ms" in found
+    assert "<tr><td>number values</td><td>12.5</td><td>40</td><td>0</td></tr>" in found
+    assert "find &lt;sites&gt;" in found
+    assert "Passes over the program" not in html.page([("", replace(REPORT, trace=()))])
 
 
 def test_the_page_shows_the_advice_of_a_near_miss():
