@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
+from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ArrayFunction, ClosedJaxpr
 from autopallas.custom.check import without_nested
 from autopallas.errors import AutopallasWarning, RequirementError
@@ -31,7 +32,6 @@ from autopallas.sharding.shard_sites import shard_sites
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
 from autopallas.tuning.cache import WARNED
-from autopallas.tuning.choose import Tuner
 
 __all__ = ["OptimizedFunction", "inside", "require", "rewrite", "rewritten", "warn"]
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopallas.autotune.tuner import Tuner
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
 from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
@@ -22,7 +23,6 @@ from autopallas.pipeline import inside
 from autopallas.plan.choose_implementation import plan
 from autopallas.plan.decision import Decision
 from autopallas.sites.device import Device
-from autopallas.tuning.choose import Tuner
 
 __all__ = ["Sites", "function_of", "one_line", "shapes_of", "sites_of"]
 

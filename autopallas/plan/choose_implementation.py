@@ -11,6 +11,7 @@ import jax
 
 from autopallas import compat
 from autopallas.autotune.probe import Prober
+from autopallas.autotune.tuner import Tuner
 from autopallas.compat import Shaped
 from autopallas.custom import check
 from autopallas.custom.site import OwnSite
@@ -28,9 +29,9 @@ from autopallas.sites.operation import HOME, Operation, Unsupported
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import SiteSpec
 from autopallas.tuning import lock as lockfile
-from autopallas.tuning.choose import Choice, Tuner, of_table
 from autopallas.tuning.coverage import REMEDY
 from autopallas.tuning.evidence import Evidence, in_words, ranked
+from autopallas.tuning.lookup import Choice, of_table
 
 __all__ = ["evaluate_candidates", "plan"]
 

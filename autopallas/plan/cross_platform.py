@@ -19,8 +19,8 @@ from autopallas.sites.interpret import settled
 from autopallas.sites.operation import Operation
 from autopallas.sites.sharded_site import ShardedSite
 from autopallas.sites.spec import SiteSpec
-from autopallas.tuning.choose import Choice, of_table
 from autopallas.tuning.coverage import products
+from autopallas.tuning.lookup import Choice, of_table
 
 __all__ = ["replan_for"]
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Literal, TypeVar, cast
 
+from autopallas.autotune.tuner import Tuner
 from autopallas.compat import ClosedJaxpr
 from autopallas.options import resolve
 from autopallas.sites.device import Device
 from autopallas.sites.spec import BlockSizes, SiteSpec
-from autopallas.tuning.choose import Tuner, of_table
+from autopallas.tuning.lookup import of_table
 
 __all__ = ["Call", "block_sizes_for", "recorded"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopallas.tuning.choose import Choice
+from autopallas.tuning.lookup import Choice
 from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 
 __all__ = ["LEAST_GAIN", "SIMULATED_MARGIN", "Evidence", "in_words", "ranked"]

@@ -15,17 +15,18 @@ from entries import tuned
 from places import CPU, match_of
 
 import autopallas
+from autopallas.autotune import tuner
 from autopallas.kernels.attention import tuned_block_sizes
 from autopallas.kernels.attention.cases import square
 from autopallas.kernels.cross_entropy import tuned_block_sizes as cross_entropy_tables
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul_tables
 from autopallas.sites.device import Device
-from autopallas.tuning import choose, processor
-from autopallas.tuning.choose import of_table
+from autopallas.tuning import processor
 from autopallas.tuning.coverage import gap, products, stated
 from autopallas.tuning.entry import EntryError, parse
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
+from autopallas.tuning.lookup import of_table
 from autopallas.tuning.table import Row
 from autopallas.workbench.cases import DIRECTIONS, Case, cases_of
 from autopallas.workbench.cases import match_of as match_of_case
@@ -331,7 +332,7 @@ def test_a_search_takes_the_place_of_a_row_that_does_not_hold(monkeypatch):
         begun.append((match.spec.batch, first))
         raise RuntimeError("no")
 
-    monkeypatch.setattr(choose, "search", search)
+    monkeypatch.setattr(tuner, "search", search)
     with pytest.warns(autopallas.AutopallasWarning, match="could not search"):
         site = site_of(einsum, 2, autotune=True)
     assert [batch for batch, _ in begun] == [2]

@@ -13,13 +13,13 @@ import pytest
 from places import CPU, attend, attend_all, gradient, match_of, qkv
 
 import autopallas
+from autopallas.autotune.tuner import Tuner
 from autopallas.errors import AutopallasWarning, OptionError
 from autopallas.kernels.attention import xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.options import resolve
 from autopallas.plan.choose_implementation import plan
 from autopallas.sites.operation import Unsupported
-from autopallas.tuning.choose import Tuner
 from autopallas.tuning.lock import Lock, LockError, identity, written
 
 SMALL = {"query_block": 40, "key_block": 48}

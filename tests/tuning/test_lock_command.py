@@ -119,7 +119,7 @@ def test_lock_prints_json_or_the_file_itself(module, capsys):
 
 
 def test_lock_searches_where_it_is_asked_to(module, capsys, monkeypatch):
-    from autopallas.tuning import choose
+    from autopallas.autotune import tuner as choose
     from autopallas.tuning.entry import Entry
 
     begun = []

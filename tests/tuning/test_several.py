@@ -11,12 +11,12 @@ import pytest
 from places import CPU, attend, key_for, match_of, qkv
 
 import autopallas
+from autopallas.autotune import tuner as module
 from autopallas.errors import AutopallasWarning
 from autopallas.kernels.attention import reference, tuned_block_sizes, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.sites.operation import Unsupported
-from autopallas.tuning import choose as module
 from autopallas.tuning import processor
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.table import Row

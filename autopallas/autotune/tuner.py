@@ -30,46 +30,9 @@ from autopallas.tuning.distributed import agreement
 from autopallas.tuning.duration import takes_long
 from autopallas.tuning.entry import Entry, EntryError
 from autopallas.tuning.key import TuningKey, key_of
-from autopallas.tuning.table import Row
+from autopallas.tuning.lookup import Choice, of_table
 
-__all__ = ["Choice", "Tuner", "of_table"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Block sizes and their evidence, or why the implementation must not be used.
-
-    Attributes:
-      block_sizes: valid for the shape.
-      source: where they come from.
-      row: the row that they come from, or None.
-      failure: None, or why the implementation does not work for this site.
-      gap: why the table's row of this bucket does not hold for this site, or an empty string.
-      note: what a search came to that found nothing, or an empty string.
-    """
-
-    block_sizes: BlockSizes | None
-    source: Literal["cache", "table", "autotune", "nearest", "default"]
-    row: Row[BlockSizes] | None = None
-    failure: str | None = None
-    note: str = ""
-    gap: str = ""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the row was measured for such a site, so that it can license a replacement."""
-        return self.row is not None and self.source in ("cache", "table", "autotune") and not self.gap
-
-
-def of_table(match: Workload, implementation: str, device: Device, objective: str = "time") -> Choice:
-    """What the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
-    tables = operation_named(match.op).part("tuned_block_sizes")
-    found = tables.find(match.spec, device, implementation, match.direction, objective)
-    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
-    if found is None:
-        return Choice(sizes, "default")
-    uncovered = coverage.gap(found.row, match, device) if found.source == "table" else ""
-    return Choice(sizes, found.source, found.row, gap=uncovered)
+__all__ = ["Tuner"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import pytest
 from places import attend, entry_for, gradient, key_for, match_of, qkv
 
 import autopallas
+from autopallas.autotune import tuner as module
+from autopallas.autotune.tuner import Tuner
 from autopallas.errors import AutopallasWarning, UnsupportedError
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.options import resolve
 from autopallas.sites.device import Device
-from autopallas.tuning import choose as module
-from autopallas.tuning.choose import Tuner
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.evidence import Evidence
