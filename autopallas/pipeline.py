@@ -79,7 +79,8 @@ def rewritten(
             with paused():
                 body = run("graph", "flatten", flatten, program)
                 body = run("graph", "move heads out of checkpoints", move_heads_out, body)
-                body = run("graph", "move row selections", move_selections, body, options.assume_finite)
+                divided = shardings is not None
+                body = run("graph", "move row selections", move_selections, body, options.assume_finite, divided)
                 graph = run("graph", "number values", Graph, body)
                 matches, misses = run("patterns", "find sites", find, graph, options.ops, options.assume_finite)
             matches = run("partition", "shard sites", shard_sites, program, graph, matches, shardings, options.strict)

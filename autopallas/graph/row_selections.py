@@ -82,18 +82,20 @@ class _Spread:
     assumed: bool = False
 
 
-def move_selections(root: Body, assume_finite: bool = True) -> Body:
+def move_selections(root: Body, assume_finite: bool = True, divided: bool = False) -> Body:
     """Moves selections of rows before the products that give logits, in place, in every body.
 
     Args:
       root: the program.
       assume_finite: whether 0 times something may be taken for 0.
+      divided: whether arrays are spread over several devices.  Rows of several axes stay where they are then: merged,
+        these would have to be gathered from all devices.
     """
     choices: set[tuple[Hashable, ...]] = set()
     for body in root.walk():
         if _may_select(body, choices):
             with contained("a selection of rows", "cross_entropy", "graph"):
-                _Mover(body, choices, assume_finite).run()
+                _Mover(body, choices, assume_finite, divided).run()
     return root
 
 
@@ -111,8 +113,8 @@ class _Mover:
     left out at the end.
     """
 
-    def __init__(self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool):
-        self.body, self.choices, self.assume_finite = body, choices, assume_finite
+    def __init__(self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool, divided: bool):
+        self.body, self.choices, self.assume_finite, self.divided = body, choices, assume_finite, divided
         self.equations: list[JaxprEqn] = []
         self.definitions: dict[Var, JaxprEqn] = {}
         self.names: dict[Var, Atom] = {}
@@ -351,6 +353,8 @@ class _Mover:
     def _merged(self, equation: JaxprEqn, picks: Picked | None) -> Rows | None:
         """The rows of several axes that a gather picks, or that a scatter puts, as rows of one."""
         if picks is None or not picks.rows <= math.prod(picks.sizes) <= _LARGEST:
+            return None
+        if self.divided or any(compat.explicit_sharding(a.aval) is not None for a in equation.invars):
             return None
         indices, mode, fill = equation.invars[1], equation.params["mode"], None
         assert isinstance(indices, Var)

@@ -12,6 +12,8 @@ from support.catalogue import array
 from support.checks import check
 from support.compare import compare, compiled, optimized_like_a_user
 
+from autopallas.graph.flatten import flatten
+from autopallas.graph.row_selections import move_selections
 from recognition.losses import picked
 
 B, T, D, V = 2, 6, 4, 11
@@ -336,6 +338,13 @@ def test_rows_that_are_promised_in_range_and_are_not():
     )
     (assumption,) = check(loss, arguments(), ("forward",), op="cross_entropy").sites[0].assumptions
     assert "PROMISE_IN_BOUNDS" in assumption
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_rows_of_several_axes_are_not_merged_where_these_are_divided(divided):
+    program = jax.make_jaxpr(ROWS["by_sequence_and_position"])(*arguments())
+    shapes = {e.outvars[0].aval.shape for e in move_selections(flatten(program), divided=divided).equations}
+    assert ((B, T, V) in shapes) == divided
 
 
 LOOKALIKES, lookalike = registry()
