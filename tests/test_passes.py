@@ -123,7 +123,7 @@ def test_json_keeps_the_trace_and_reads_a_report_that_has_none():
 
 
 def test_strict_names_the_pass_that_broke_the_program(monkeypatch):
-    def broken(body, finite):
+    def broken(body, finite, divided):
         del body.equations[0]
         return body
 

@@ -25,7 +25,7 @@ STAGES = (
 KINDS = ("exception", "wrong shape", "NaN", "wrong numbers", "hang", "out of memory", "kill -9")
 
 _HERE = "test_faults_"
-_CACHE, _CHOOSE, _SEARCH = (f"../tuning/test_{name}.py" for name in ("cache", "choose", "search"))
+_CACHE, _TUNER, _SEARCH = (f"../tuning/test_{name}.py" for name in ("cache", "tuner", "search"))
 
 TESTED: dict[tuple[str, str], str] = {
     ("match", "exception"): f"{_HERE}isolation.py::test_an_exception_in_one_candidate_costs_that_candidate",
@@ -64,13 +64,13 @@ TESTED: dict[tuple[str, str], str] = {
     ("cache read", "exception"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_read",
     ("cache read", "wrong shape"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_read",
     ("cache read", "NaN"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_read",
-    ("cache read", "wrong numbers"): f"{_CHOOSE}::test_absurd_block_sizes_in_the_cache_still_give_the_right_result",
+    ("cache read", "wrong numbers"): f"{_TUNER}::test_absurd_block_sizes_in_the_cache_still_give_the_right_result",
     ("cache read", "hang"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_read",
     ("cache read", "out of memory"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_read",
     ("cache write", "exception"): f"{_HERE}cache.py::test_a_verdict_that_cannot_be_written",
     ("cache write", "out of memory"): f"{_CACHE}::test_a_long_entry_is_not_written",
     ("cache write", "kill -9"): f"{_CACHE}::test_killed_processes_leave_a_valid_cache",
-    ("tune", "exception"): f"{_CHOOSE}::test_a_search_that_raises_costs_the_search_only",
+    ("tune", "exception"): f"{_TUNER}::test_a_search_that_raises_costs_the_search_only",
     ("tune", "wrong shape"): f"{_SEARCH}::test_a_candidate_that_fails_leaves_the_others_in_the_race",
     ("tune", "NaN"): f"{_SEARCH}::test_nan_is_wrong",
     ("tune", "wrong numbers"): f"{_SEARCH}::test_a_wrong_candidate_is_never_chosen_and_is_remembered",
