@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprEqn, JaxprLike, Literal, Var
 from autopallas.graph.flatten import Body
-from autopallas.graph.numbering import Graph, computes
+from autopallas.graph.numbering import Graph, Node, computes
 
 __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 
@@ -194,8 +195,8 @@ def surviving(
 
 
 def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
-    if not graph.root.children:
-        return _flat_survivors(graph, given, reads)
+    if graph.has_plain_bodies:
+        return _remaining(graph, given) if given and not reads else _walked(graph, given, reads)
     edits = {body: Edit() for body in graph.numbers}  # all of them: an unedited body would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
@@ -224,8 +225,8 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
     return frozenset(alive)
 
 
-def _flat_survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
-    """The same for a program whose equations hold no bodies."""
+def _walked(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
+    """Computes the same for a program with plain bodies alone, by one walk from the results."""
     numbers = graph.numbers[graph.root]
     alive: set[int] = set()
     read = {numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)}
@@ -235,6 +236,49 @@ def _flat_survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Ite
             read.update(number for n in own if n in given and n in read for number in reads.get(n, ()))
             own = [n for n in own if n not in given]
         if not read.isdisjoint(own) or compat.has_side_effects(node.equation):
-            alive.update(own)
-            read.update(node.inputs)
+            alive.update(graph.kept(node, own, read))
+            read.update([*graph.needs(node), *graph.results_needed(node, read.intersection(own))])
     return frozenset(alive)
+
+
+def _remaining(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+    """Computes the same without a walk over the program: what all of it computes, less what loses its last reader.
+
+    The steps are in proportion to the equations that go.
+    """
+    everything = surviving(graph)
+    readers = _readers(graph, everything)
+    lost: Counter[int] = Counter()
+    unread: set[int] = set()
+    gone: set[int] = set()
+    idle: set[Node] = set()
+    todo = list(given & everything)
+    while todo:
+        graph.steps.spend()
+        number = todo.pop()
+        node = graph.definitions[number]
+        freed: list[int] = []
+        if number not in unread and readers[number]:
+            freed += graph.results_needed(node, [number])
+        if number not in graph.kept(node, [number]):
+            gone.add(number)
+        unread.add(number)
+        read = any(readers[n] > lost[n] for n in node.outputs if n not in given)
+        if not (read or node in idle or compat.has_side_effects(node.equation)):
+            idle.add(node)
+            freed += graph.needs(node)
+        lost.update(freed)
+        todo += [n for n in freed if readers[n] == lost[n] and n in everything]
+    return everything.difference(given, gone, *(node.outputs for node in idle))
+
+
+def _readers(graph: Graph, everything: frozenset[int]) -> Counter[int]:
+    """Per number, how many computations that the program needs read it, and one more for a result of the program."""
+    if graph.readers is None:
+        numbers = graph.numbers[graph.root]
+        graph.readers = Counter({numbers[atom] for atom in graph.root.outvars if isinstance(atom, Var)})
+        for node in reversed(graph.nodes):
+            if not everything.isdisjoint(node.outputs) or compat.has_side_effects(node.equation):
+                read = [n for n in node.outputs if graph.readers[n]]
+                graph.readers.update([*graph.needs(node), *graph.results_needed(node, read)])
+    return graph.readers

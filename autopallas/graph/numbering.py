@@ -10,8 +10,8 @@ Numbers grow from operands to results, so a smaller number never depends on a la
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import Protocol
 
 import jax
@@ -100,6 +100,11 @@ class Graph:
         the variable); inputs have position -1.
       holders: per body, the body and the position of the equation that holds it.
       survivors: per set of values that are not to be computed, those that still are, once asked for.
+      readers: per number, how many equations that the program needs read it, and one more for a result of the program;
+        of a program with plain bodies alone, once asked for.
+      has_plain_bodies: whether every inner body is evaluated once, as part of the body around it: those of checkpoints
+        and of custom rules are, those of loops, branches and shard_map are not.
+      replaced: the values that sites found so far give, of operations that were looked for before.
       notes: by name, what a pattern found out about each of the values, once asked for.
       outside: of a part of a program, per input: whom to ask what it is in the program, and its place there.
       steps: how many steps patterns have taken, and how many they may take.
@@ -132,6 +137,9 @@ class Graph:
         """Per slice in a loop with so many loops around it: the array."""
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
+        self.readers: Counter[int] | None = None
+        self.has_plain_bodies = True
+        self.replaced: frozenset[int] = frozenset()
         self.notes: dict[str, Sequence[Hashable]] = {}
         self._several_meshes = any(enters_mesh(equation) for body in root.walk() for equation in body.equations)
         self.outside: dict[int, tuple[Outside, int]] = {}
@@ -386,6 +394,24 @@ class Graph:
             if number not in inputs:  # a loop may stack all slices of an array that it reads
                 self.definitions.setdefault(number, node)
 
+    def needs(self, node: Node) -> set[int]:
+        """The values that a computation always needs: its operands, and all results of a custom_jvp function's body."""
+        if node.name != "custom_jvp_call":
+            return set(node.inputs)
+        return {*node.inputs, *(self.inner[n] for n in node.outputs if n in self.inner)}
+
+    def kept(self, node: Node, results: Sequence[int], read: Container[int] = ()) -> Sequence[int]:
+        """Those of a computation's results that it computes even if only the others are read; and those ``read``."""
+        if node.name not in _CUSTOM_RULES or node.name == "custom_jvp_call":
+            return results
+        return [n for n in results if n in read]
+
+    def results_needed(self, node: Node, read: Iterable[int]) -> list[int]:
+        """The results of a custom_vjp function's body that a call needs if those of its results are read."""
+        if node.name not in _CUSTOM_RULES or node.name == "custom_jvp_call":
+            return []
+        return [self.inner[n] for n in read if n in self.inner]
+
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
         """Equal for equations that compute the same from the same; None where that cannot be said."""
         name = equation.primitive.name
@@ -493,6 +519,7 @@ class Graph:
         name = equation.primitive.name
         if len(children) == 1 and _is_transparent(equation):
             return self._add(children[0].body, operands, frame)
+        self.has_plain_bodies &= name in _CUSTOM_RULES and len(children) == 1
         inside = self._inside(equation, frame)
         shared: set[int] = set()  # positions of operands that the bodies read under their own number
         entering: list[list[int]] = []

@@ -34,6 +34,8 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
                 taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss
                 matches += [match for match in found if taken.isdisjoint(match.replaced)]
                 misses += missed
+                if found:
+                    graph.replaced = frozenset(number for match in matches for number in match.replaced)
     if ops is None and (patterns := declared()):
         with contained(op="own patterns", stage="recognition"):
             own = importlib.import_module("autopallas.patterns.spellings")

@@ -58,12 +58,13 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     misses: list[NearMiss] = []
     exponents = _exponents(graph)
     alive = surviving(graph)
+    needed = surviving(graph, graph.replaced)  # scores that only attention's sites read are no logits
     scatters = _Scatters(graph, alive)
     flows = Flows(graph)
     every: list[_Candidate] = []
     others: list[Node] = []
     for node in graph.nodes:
-        if node.name != "dot_general" or node.outputs[0] not in alive:
+        if node.name != "dot_general" or node.outputs[0] not in needed:
             continue
         with contained(node):
             if not _may_give_logits(graph, node):
