@@ -262,7 +262,7 @@ def call(
             written = zip(jax.tree.leaves(out_specs), jax.tree.leaves(out_shape), strict=True)
             for spec, array in (*zip(in_specs, operands[prefetched:], strict=True), *written):
                 block = [1 if n is None else n for n in spec.block_shape]
-                # Narrow types have taller tiles, a part of which can be taken too.
+                # Narrow types have taller tiles, but Mosaic can take a part of one too.
                 check_block(name, block, array.shape, np.float32)
         tables = tables_of(name, operands[:prefetched])
         # Index maps count in 32 bits, even where the surrounding program has 64.

@@ -228,7 +228,7 @@ def parts_of(expression: Expression) -> Iterator[Expression]:
 
 
 def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) -> bool:
-    """Returns whether a value is computed from the values that ``known`` says True of; none of those is before
+    """Returns whether a value is computed from values that ``known`` maps to True; none of those comes before
     ``first``.
 
     Adds each answer to ``known``, so that each value of a program is looked at once.

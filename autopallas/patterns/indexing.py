@@ -31,8 +31,8 @@ class Pick:
       view: tells which row each element belongs to, of the gather's result or of the scatter's updates.
       along: "key", or "query" where it is one element per column.
       mode: what becomes of a label out of range: "fill" (a gather gives the fill value, a scatter drops it), "clip" or
-        "promise" (there is none; if there is one all the same, a gather clips it and a scatter drops it, as JAX
-        documents).
+        "promise" (labels are promised to be in range; as JAX documents, a gather clips one that is not, and a scatter
+        drops it).
     """
 
     label: Ref

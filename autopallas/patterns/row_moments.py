@@ -114,13 +114,12 @@ class Normalisation:
 
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
-    """Finds the normalisations of a graph, and the reasons why values that resemble one are none; keeps both in the
-    graph.
+    """Finds the normalisations of a graph, and why near misses are none; keeps both in the graph.
 
     Each normalisation comes in several ways: with everything it is scaled by and everything added, then with less. A
-    scale stays outside whose gradient in the program is not the sum over all rows, but one per example, say. The
-    reasons are keyed by the number of a root; each is (whether what the root is part of is centred, the reason, the
-    advice).
+    scale stays outside if the program computes another gradient of it than the sum over all rows, such as one per
+    example. The reasons for near misses are keyed by the number of a root; each is (whether what the root is part of is
+    centred, the reason, the advice).
     """
     if "normalisations" not in graph.notes:
         found: dict[int, tuple[Normalisation, ...]] = {}
@@ -303,7 +302,7 @@ class _Reader:
         """Reads a use of a value as a form.
 
         Raises:
-          _Unlike: it is none.
+          _Unlike: the value has no such form.
         """
         if depth > _DEEPEST:
             raise _Unlike(f"more than {_DEEPEST} operations make the normalisation")
@@ -529,8 +528,8 @@ class _Search:
     _reason: Mismatch | None = None
 
     def found(self) -> tuple[Normalisation, ...]:
-        """Returns the normalisation with all that is scaled and added after it, then with less; nothing where nothing
-        resembles one.
+        """Returns the normalisation with everything scaled and added after it, then with less; nothing where nothing
+        resembles a normalisation.
 
         Raises:
           Mismatch: something resembles one, with the reason why it is none.
@@ -594,7 +593,7 @@ class _Search:
     def _behind(self, x: int, axes: frozenset[int]) -> Iterator[tuple[int, Normalisation]]:
         """Yields (number, normalisation) for the values after the root that are normalisations of x, in order.
 
-        What is computed from a value that is none of x is not looked at: in a deep program, that would be all of it.
+        Values that turn out otherwise are not followed: in a deep program, that would lead through all of it.
         """
         waiting = {n: user for user in self.graph.users[self.root.outputs[0]] for n in user.outputs[:1]}
         seen: set[int] = set()
@@ -617,10 +616,11 @@ class _Search:
             waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in seen})
 
     def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
-        """Reads what a node computes as a normalisation of x; returns None where it lacks x or its columns.
+        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where x is
+        not used.
 
         Raises:
-          _Unlike: it is none.
+          _Unlike: the value is no normalisation of x.
         """
         graph, shape = self.graph, self.graph.shape(node.outputs[0])
         if node.name in LAYOUT or math.prod(shape) != math.prod(graph.shape(x)) or 0 in shape:

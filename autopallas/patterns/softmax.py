@@ -537,7 +537,7 @@ class Softmax:
         return [t.kind for t in row if t.kind != "constant"] == ["logsumexp"]
 
     def is_filled(self, ref: Ref, beyond: float) -> bool:
-        """Returns whether a value is computed from scores of which some are replaced by a finite number larger than
+        """Returns whether a value is computed from scores, some of which are replaced by a finite number larger than
         ``beyond``."""
         numbers = map(self.scope.number, self._behind(ref, self._across_keys, _MOST_TERMS))
         return any(number is not None and beyond < abs(number) < math.inf for number in numbers)

@@ -402,7 +402,7 @@ class _Attempt:
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
         if not contracted:
             return None
-        # Sum in the order in which the weights have the axes, as a sum over merged axes does.
+        # Keep the axes in the weights' order, since a sum over merged axes runs in that order.
         layout = [a for _, atoms in space.view(weights.view) for a in atoms]
         key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)

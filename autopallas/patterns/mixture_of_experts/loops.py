@@ -48,7 +48,7 @@ class _Leaf:
     numbers: tuple[int, ...]
     mapped: Callable[[Sequence[jax.Array]], jax.Array] | None = None
     axis: int | None = None
-    """Axis of ``numbers[0]`` of which each computation reads one slice."""
+    """Axis of ``numbers[0]`` along which each computation reads one slice."""
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class _Cases:
 
 
 def _cases(graph: Graph, node: Node) -> _Cases | None:
-    """Reads a selection among several cases, of which some of the first and of the last may be zero."""
+    """Reads a selection among several cases; some of the first and some of the last cases may be zero."""
     number, *cases = node.inputs
     if graph.dtype(number).kind != "i" or not Signs(graph).counts_below(number, len(cases)):
         return None

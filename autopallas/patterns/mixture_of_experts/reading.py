@@ -80,7 +80,7 @@ class PickedRows:
       expert: the expert of each row.
       inside: whether the place of a row exists.
       reached: whether the row is read from a slot.
-      other: what is read instead where it is not, if there is anything beside slots.
+      other: what is read for rows that are not reached, if there is anything beside slots.
       leaves: per value that differs between slots, the value of each row: axes of rows, then the axes without a place.
     """
 

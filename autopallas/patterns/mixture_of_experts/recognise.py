@@ -431,8 +431,8 @@ class Draft:
         return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))
 
     def _keeps(self, number: int) -> bool:
-        """Returns whether a value, or one that it is a layout of, belongs to the sum though it is computed before the
-        choices."""
+        """Returns whether a value belongs to the sum although it, or the value it is a layout of, is computed before
+        the choices."""
         for _ in range(_LAYOUTS):
             node = self.graph.definitions.get(number)
             if number in self.kept or node is None or node.name not in _MOVES:

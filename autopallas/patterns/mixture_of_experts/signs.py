@@ -199,7 +199,7 @@ class Signs:
             if test is not None and test.name == "lt" and len(cases) == 2 and self._is_zero(test.inputs[1]):
                 if self.nonnegative(test.inputs[0]) or below(
                     test.inputs[0]
-                ):  # the case of negative numbers, which there are none of
+                ):  # the case for negative numbers never occurs
                     cases = cases[:1]
             return below(*cases)
         return False

@@ -31,7 +31,7 @@ class Steps:
         self._varies |= dict.fromkeys(self._within[self._constants :], True)
 
     def running_sum(self, place: int) -> int | None:
-        """Returns the array whose slices, as far as earlier steps read them, a carried integer is the sum of."""
+        """Returns the array whose slices, as read in earlier steps, add up to a carried integer."""
         number, after = self._within[self._constants + place], self._after[place]
         node = None if after is None else self.graph.definitions.get(after)
         if node is None or node.name != "add" or number not in node.inputs or len(set(node.inputs)) != 2:
