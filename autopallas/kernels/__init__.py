@@ -1,1 +1,1 @@
-"""The operations that autopallas replaces by kernels, one package each."""
+"""Holds the operations that autopallas replaces by kernels, one package each."""

@@ -1,4 +1,4 @@
-"""Arrays to try kernels on: floats as after a normalisation, and the start of every operation's own example inputs."""
+"""Makes arrays to try kernels on: floats as after a normalisation, and the base of every operation's example inputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Array = np.ndarray
 
 
 def is_float(dtype: Dtype) -> bool:
-    """Whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
+    """Returns whether arrays of the dtype hold real numbers: NumPy's floats, bfloat16 and the like."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def normal(random: np.random.Generator, shape: Sequence[int], dtype: DTypeLike, scale: float = 1.0) -> Array:
-    """Normally distributed numbers."""
+    """Returns normally distributed numbers."""
     return np.asarray(random.standard_normal(tuple(shape), np.float32) * np.float32(scale), dtype)
 
 
 def harmless(random: np.random.Generator, types: Sequence[Shaped]) -> list[Array]:
-    """One array for each operand of a site, before the operation fills in what means something to it.
+    """Returns one array for each operand of a site, before the operation fills in those with a meaning.
 
     Args:
       random: where the numbers come from.

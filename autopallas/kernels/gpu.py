@@ -1,6 +1,6 @@
-"""What the GPU kernels of all operations share: which GPUs, tiles of their shared memory, and the one ``kernel`` call.
+"""Shares what the GPU kernels of all operations need: which GPUs, tiles of shared memory, and the one ``kernel`` call.
 
-Kernels are written for Hopper's H100 with Mosaic GPU (``plgpu.kernel``).  Everything here but :func:`mosaic`,
+Kernels are written for Hopper's H100 with Mosaic GPU (``plgpu.kernel``). Everything here except :func:`mosaic`,
 :func:`tile` and :func:`call` is plain arithmetic that needs no GPU and no Pallas.
 """
 
@@ -46,7 +46,7 @@ SHARED_MEMORY = 227 * 2**10
 """Bytes of shared memory that one block of an H100 may have."""
 
 MATRIX_DTYPES = ("bfloat16", "float16")
-"""What wgmma multiplies without loss: float32 operands would be cut to TF32, 10 bits of fraction."""
+"""Dtypes that wgmma multiplies without loss: float32 operands would be cut to TF32, 10 bits of fraction."""
 
 _REDUCTION_SCRATCH = 2048
 """Bytes of shared memory that Mosaic sets aside for reductions across warps."""
@@ -56,7 +56,7 @@ _HAS_AFFINITY = hasattr(os, "sched_getaffinity")
 
 
 def is_h100(device: Device) -> bool:
-    """Whether this is an H100, of any form.
+    """Returns whether a device is an H100, of any form.
 
     Example:
       >>> is_h100(Device("gpu", "NVIDIA H100 80GB HBM3")), is_h100(Device("gpu", "NVIDIA A100-SXM4-40GB"))
@@ -66,9 +66,10 @@ def is_h100(device: Device) -> bool:
 
 
 def processors(device: Device) -> int:
-    """How many streaming multiprocessors it has: the blocks of a persistent kernel.  Few where it is interpreted.
+    """Returns the number of streaming multiprocessors, which is the number of blocks of a persistent kernel.
 
-    A program that is exported for GPUs is lowered without the name of one.
+    Where the kernel is interpreted, the number is small. A program that is exported for GPUs is lowered without the
+    name of one.
     """
     if device.platform != "gpu":
         return 2
@@ -84,7 +85,7 @@ PROGRAM_PRIMITIVES = frozenset(
     shift_right_arithmetic shift_right_logical sign sin sqrt square sub tanh xor
     """.split()
 )
-"""The elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
+"""Elementwise primitives that Mosaic GPU lowers in every version of JAX in which these kernels run."""
 
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float16 float32".split())
 
@@ -95,11 +96,11 @@ def reason_against(
     programs: Iterable[ElementwiseProgram] = (),
     held: Iterable[DTypeLike] = (),
 ) -> Unsupported | None:
-    """What stops a Hopper kernel, from rules alone; None where nothing is known to.
+    """Returns what stops a Hopper kernel, from rules alone; None where no obstacle is known.
 
     Args:
       device: where it is to run.
-      dtypes: of what the tensor cores multiply.
+      dtypes: dtypes of what the tensor cores multiply.
       programs: what it evaluates on a tile.
       held: dtypes of its other operands and of its results.
     """
@@ -120,7 +121,7 @@ def reason_against(
 def reason_against_programs(
     programs: Iterable[ElementwiseProgram], held: Iterable[DTypeLike] = ()
 ) -> Unsupported | None:
-    """What the programs, or dtypes of other operands and results, have that Mosaic GPU has not."""
+    """Returns what programs, or dtypes of other operands and results, need and Mosaic GPU lacks; None if nothing."""
     programs = tuple(programs)
     # Programs evaluate add_any, which adds cotangents, as an addition.
     if absent := sorted({p for program in programs for p in program.primitives} - PROGRAM_PRIMITIVES - {"add_any"}):
@@ -136,17 +137,17 @@ def reason_against_programs(
 
 
 def rounded(number: int, multiple: int) -> int:
-    """The next multiple at or above."""
+    """Returns the next multiple at or above a number."""
     return -(-number // multiple) * multiple
 
 
 def array_bytes(*arrays: Shaped) -> int:
-    """Of main memory, of arrays or their types."""
+    """Returns the bytes of main memory that arrays, or arrays of these types, take."""
     return sum(int(math.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in arrays)
 
 
 def swizzle(columns: int, dtype: DTypeLike) -> int:
-    """Bytes of the widest swizzle that a tile's rows of so many columns are whole numbers of.
+    """Returns the bytes of the widest swizzle that divides the rows of a tile with so many columns.
 
     Raises:
       ValueError: the rows have no multiple of 32 bytes.
@@ -163,7 +164,8 @@ def swizzle(columns: int, dtype: DTypeLike) -> int:
 
 
 def shared_bytes(tiles: Iterable[tuple[Sequence[int], DTypeLike]], barriers: int = 0) -> int:
-    """Shared memory of one block: its tiles, each from an aligned address on, its barriers, and Mosaic's own scratch.
+    """Returns the shared memory of one block: its tiles, each at an aligned address, its barriers, and Mosaic's
+    scratch.
 
     Args:
       tiles: shape, with the stages of a pipeline in front, and dtype.
@@ -181,10 +183,10 @@ def shared_bytes(tiles: Iterable[tuple[Sequence[int], DTypeLike]], barriers: int
 
 
 def too_few_threads() -> str | None:
-    """What keeps kernels from being interpreted here; None where nothing does.
+    """Returns what keeps kernels from being interpreted here; None where nothing does.
 
-    Each warpgroup that waits at a barrier holds a thread of XLA's pool.  With as few as small machines have by
-    default, those that it waits for may never run.
+    Each warpgroup that waits at a barrier holds a thread of XLA's pool. If the pool is as small as it is by default on
+    small machines, the warpgroups that it waits for may never run.
     """
     wanted = os.environ.get("NPROC", "")
     here = len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1
@@ -198,19 +200,19 @@ def too_few_threads() -> str | None:
 
 
 def mosaic() -> ModuleType:
-    """``jax.experimental.pallas.mosaic_gpu``, imported when first asked for."""
+    """Returns ``jax.experimental.pallas.mosaic_gpu``, imported when first asked for."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
 
 
 def tile(shape: Sequence[int], dtype: DTypeLike, widest: int = 128) -> Ref:
-    """Shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
+    """Returns shared memory in the layout that TMA writes and wgmma reads: 8 rows by one swizzle, and so on.
 
     Args:
       shape: rows and columns last, and stages in front.
       dtype: of 16 bits, where wgmma reads it.
-      widest: bytes that the swizzle may have.  wgmma takes as many rows at once as there are numbers in one.
+      widest: bytes that the swizzle may have. wgmma takes as many rows at once as there are numbers in one.
     """
     plgpu = mosaic()
     width = min(swizzle(shape[-1], dtype), widest)
@@ -232,10 +234,11 @@ def call(
     approximate: bool = False,
     by_lanes: bool = False,
 ) -> ArrayFunction:
-    """A ``plgpu.kernel`` as every GPU kernel here has it: named, scoped, and interpreted where that is asked for.
+    """Returns a ``plgpu.kernel`` as every GPU kernel here needs it: named, scoped, and interpreted where asked for.
 
     Args:
-      body: of inputs, outputs and scratch.  ``lax.axis_index`` of the grid's names and of "warpgroup" says where it is.
+      body: function of inputs, outputs and scratch. ``lax.axis_index`` of the grid's names and of "warpgroup" says
+        where it is.
       name: of the kernel and of the scope around it.
       grid: the number of blocks along each named axis.
       out_type: shapes and dtypes of the results.
@@ -243,8 +246,8 @@ def call(
       warpgroups: threads of 128 lanes in a block.
       flops, bytes_accessed, transcendentals: what XLA's scheduler is told of its cost.
       approximate: whether exp and log may be the hardware's approximations, of about 2 units in the last place.
-      by_lanes: whether the body says itself how arrays lie in registers.  Else Mosaic infers it, by a search whose time
-        grows exponentially with the values of which nothing is said.
+      by_lanes: whether the body itself says how arrays lie in registers. Otherwise Mosaic infers it, by a search whose
+        time grows exponentially with the number of values that have no given layout.
 
     Returns:
       A function of the operands.
@@ -270,7 +273,7 @@ def call(
     )
 
     def run(*operands: jax.Array) -> PyTree:
-        # Indices are of 32 bits, also where the program around has 64.
+        # Indices have 32 bits, even where the surrounding program has 64.
         with jax.named_scope(name), jax.enable_x64(False):
             return kernel(*operands)
 

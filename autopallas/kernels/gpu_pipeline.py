@@ -1,10 +1,10 @@
-"""The pipeline of Hopper's matrix kernels: a warpgroup loads with TMA, two multiply with wgmma, blocks are persistent.
+"""Pipelines Hopper's matrix kernels: a warpgroup loads with TMA, two multiply with wgmma, blocks are persistent.
 
-Each block takes every so many-th tile of the result.  The loading warpgroup runs ahead, over the end of a tile too, for
-as long as the ring of stages has room.  A stage goes round with two barriers: ``full``, on which TMA's transfers
-arrive, and ``free``, on which all consumers do.
+The tiles of the result are dealt out to the blocks in turn. The loading warpgroup runs ahead, beyond the end of a tile
+too, for as long as the ring of stages has room. Each stage has two barriers: TMA's transfers arrive on ``full``, and
+all consumers arrive on ``free``.
 
-Inside a kernel alone: this module imports Pallas.
+This module imports Pallas, so it is imported only inside a kernel.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ CONSUMERS = 2
 PART = 64
 """Rows of one wgmma."""
 PANEL = 8
-"""Tiles of rows that follow each other before the column moves on: what a wave of blocks reads then fits into L2."""
+"""Rows of tiles that are visited before the column moves on: what a wave of blocks reads then fits into L2."""
 REGISTERS = (232, 40)
-"""Of a consumer and of the producer; together no more than the 168 that each thread has at the start."""
+"""Registers per thread of a consumer and of the producer, together no more than the 168 that each thread starts
+with."""
 
 
 class Ring(NamedTuple):
@@ -46,7 +47,7 @@ class Ring(NamedTuple):
         return lax.rem(step, jnp.int32(self.stages))
 
     def load(self, step: Array, copies: Callable[[Array, Ref], None]) -> None:
-        """Once the stage is free: ``copies(slot, barrier)`` starts the transfers into it."""
+        """Waits until the stage is free; then ``copies(slot, barrier)`` starts the transfers into it."""
         slot = self.slot(step)
 
         @pl.when(step >= self.stages)
@@ -56,7 +57,7 @@ class Ring(NamedTuple):
         copies(slot, self.full.at[slot])
 
     def drain(self, steps: Array) -> None:
-        """Waits for the last stages: a block must not end before every arrival has been seen."""
+        """Waits for the last stages, since a block must not end before every arrival has been seen."""
         held = jnp.minimum(steps, self.stages)
 
         @pl.loop(0, held)
@@ -64,10 +65,10 @@ class Ring(NamedTuple):
             mosaic().barrier_wait(self.free.at[self.slot(steps - held + i)])
 
     def consume(self, step: Array, steps: Array, use: Callable[[Array, Array], None]) -> None:
-        """``use(i, slot)`` starts wgmma on each of the stages from ``step`` on.
+        """Calls ``use(i, slot)``, which starts wgmma, on each of the stages from ``step`` on.
 
-        wgmma runs on after it was started.  One is left running while the next stage is waited for; a stage is given
-        back when the one after it has been started and all before that are done.
+        wgmma runs on after it was started. One is left running while the kernel waits for the next stage; a stage is
+        given back when the one after it has been started and all before that are done.
         """
         plgpu = mosaic()
 
@@ -90,20 +91,20 @@ class Ring(NamedTuple):
 
 
 def tiles(count: Array | int, visit: Callable[[Array, Array], Array]) -> Array:
-    """``visit(number, steps done)`` of every so many-th tile, as this block has them; returns the steps of all."""
+    """Calls ``visit(number, steps done)`` for each tile of this block; returns the number of steps of all of them."""
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     own = lax.div(jnp.maximum(count - block + (blocks - 1), 0), jnp.int32(blocks))
     return steps_of(0, own, lambda i, step: visit(block + i * blocks, step), jnp.int32(0))
 
 
 def steps_of(begin: Array | int, end: Array | int, body: Callable[[Array, Array], Array], step: Array) -> Array:
-    """A loop that carries the number of steps."""
+    """Runs a loop that carries the number of steps."""
     done: Array = lax.fori_loop(begin, end, body, step)
     return done
 
 
 def placed(number: Array, rows: Array | int, columns: int) -> tuple[Array, Array]:
-    """(row, column) of a tile: panels of rows, within each column by column."""
+    """Returns the (row, column) of a tile: tiles are ordered by panels of rows, and column by column within a panel."""
     panel = lax.div(number, jnp.int32(PANEL * columns))
     within = number - panel * (PANEL * columns)
     height = jnp.minimum(rows - panel * PANEL, PANEL)

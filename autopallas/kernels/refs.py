@@ -1,4 +1,4 @@
-"""Words for what stands inside a Pallas kernel."""
+"""Defines types for values inside a Pallas kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 __all__ = ["IndexMap", "Number", "Ref", "Types"]
 
 Ref: TypeAlias = Any
-"""A reference to a kernel's memory, a part of one, or a barrier; or what asks for one.  JAX gives them no type."""
+"""A reference to a kernel's memory, a part of one, or a barrier; or what asks for one. JAX gives them no type."""
 
 Number: TypeAlias = jax.Array | int
 """A number inside a kernel or an index map: a position, a step, a condition; computed there, or known before."""
@@ -19,4 +19,4 @@ Types: TypeAlias = jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct]
 """Shapes and dtypes of a kernel's results."""
 
 IndexMap: TypeAlias = Callable[..., tuple[Number, ...]]
-"""Where a block is, from the program ids and the prefetched tables."""
+"""Function from the program ids and the prefetched tables to the position of a block."""

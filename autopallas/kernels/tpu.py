@@ -1,6 +1,6 @@
-"""What the TPU kernels of all operations share: generations and their memory, alignment, and the one ``pallas_call``.
+"""Shares what the TPU kernels of all operations need: generations, memory, alignment, and the one ``pallas_call``.
 
-Everything here but :func:`call` is plain arithmetic that needs no TPU and no Pallas.
+Everything here except :func:`call` is plain arithmetic that needs no TPU and no Pallas.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ GENERATIONS = (
     Generation("v7x", ("TPU7x", "TPU v7x"), 64 * MIB, 50_000 * KIB, 32 * MIB),
 )
 ANY_GENERATION = Generation("any", (), 16 * MIB, None, 16 * MIB)
-"""What every generation can do: for programs that are exported without a device at hand."""
+"""Properties that every generation has: for programs that are exported without a device at hand."""
 
 
 def generation(device: Device) -> Generation:
-    """The generation of a device; :data:`ANY_GENERATION` for one of no known kind, as where kernels are interpreted."""
+    """Returns the generation of a device; :data:`ANY_GENERATION` for an unknown kind, as where kernels are
+    interpreted."""
     return next((g for g in GENERATIONS if device.kind in (*g.kinds, g.name)), ANY_GENERATION)
 
 
@@ -96,17 +97,17 @@ def generation(device: Device) -> Generation:
 
 
 def sublanes(dtype: DTypeLike) -> int:
-    """Elements along the second minor dimension of a tile: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
+    """Returns the elements along the second minor dimension of a tile: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
     return 32 // int(np.dtype(dtype).itemsize)
 
 
 def rounded(number: int, multiple: int) -> int:
-    """The next multiple at or above."""
+    """Returns the next multiple at or above a number."""
     return -(-number // multiple) * multiple
 
 
 def block_bytes(shape: Sequence[int], dtype: DTypeLike, buffers: int = 1) -> int:
-    """Bytes that a block takes in vector memory, its last two dimensions filled up to whole tiles.
+    """Returns the bytes that a block takes in vector memory, with its last two dimensions filled up to whole tiles.
 
     Args:
       shape: the block's shape.
@@ -123,14 +124,15 @@ def block_bytes(shape: Sequence[int], dtype: DTypeLike, buffers: int = 1) -> int
 
 
 def check_block(name: str, block: Sequence[int], shape: Sequence[int], dtype: DTypeLike) -> None:
-    """Raises where Mosaic would not take a block: each of its last two dimensions is the array's, or divisible by the
-    tile's.
+    """Raises where Mosaic would not take a block.
+
+    Each of a block's last two dimensions has to be the array's, or divisible by the tile's.
 
     Args:
       name: what the message calls it.
       block: the block's shape.
-      shape: the array's.
-      dtype: the array's.
+      shape: the array's shape.
+      dtype: the array's dtype.
 
     Raises:
       ValueError: says which dimension, and what it may be.
@@ -159,7 +161,7 @@ PROGRAM_PRIMITIVES = frozenset(
     sub tan tanh xor
     """.split()
 )
-"""The elementwise primitives that Mosaic lowers in every supported version of JAX."""
+"""Elementwise primitives that Mosaic lowers in every supported version of JAX."""
 
 _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 float32".split())
 
@@ -167,12 +169,13 @@ _PROGRAM_DTYPES = frozenset("bool int8 int16 int32 uint8 uint16 uint32 bfloat16 
 def reason_against(
     device: Device, programs: Iterable[ElementwiseProgram], dtypes: Iterable[DTypeLike]
 ) -> Unsupported | None:
-    """What stops a TPU kernel of these programs and operands, from rules alone; None where nothing is known to.
+    """Returns what stops a TPU kernel of these programs and operands, from rules alone; None where no obstacle is
+    known.
 
     Args:
       device: where it is to run.
       programs: what it evaluates on a tile.
-      dtypes: of its operands and results.
+      dtypes: dtypes of its operands and results.
     """
     if (answer := refusal("tpu", device)) is not None:
         return answer
@@ -205,7 +208,7 @@ def call(
     prefetched: int = 0,
     aliases: dict[int, int] | None = None,
 ) -> ArrayFunction:
-    """A ``pallas_call`` as every TPU kernel here has it: named, scoped, priced, and within the generation's memory.
+    """Returns a ``pallas_call`` as every TPU kernel here needs it: named, scoped, with its cost and a memory limit.
 
     Args:
       kernel: the body: prefetched scalars, inputs, outputs, scratch.
@@ -219,14 +222,13 @@ def call(
       aliases: operand to output.
 
     Returns:
-      A function of the operands.  It raises ValueError, before anything is lowered, where Mosaic would not take a
-      block.
+      A function of the operands. It raises ValueError, before anything is lowered, where Mosaic would not take a block.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     def made(tables: Sequence[Table] | None) -> ArrayFunction:
-        """The call; with ``tables`` in the place of the prefetched operands, if they are given."""
+        """Makes the call; ``tables``, if given, take the place of the prefetched operands."""
         body, blocks_in, blocks_out, scalars, aliased = kernel, list(in_specs), out_specs, prefetched, aliases or {}
         extents = tuple(grid)
         if tables is not None:
@@ -260,10 +262,10 @@ def call(
             written = zip(jax.tree.leaves(out_specs), jax.tree.leaves(out_shape), strict=True)
             for spec, array in (*zip(in_specs, operands[prefetched:], strict=True), *written):
                 block = [1 if n is None else n for n in spec.block_shape]
-                # Narrow types have taller tiles, of which a part can be taken too.
+                # Narrow types have taller tiles, but Mosaic can take a part of one too.
                 check_block(name, block, array.shape, np.float32)
         tables = tables_of(name, operands[:prefetched])
-        # Index maps count in 32 bits, also where the program around has 64.
+        # Index maps count in 32 bits, even where the surrounding program has 64.
         with jax.named_scope(name), jax.enable_x64(False):
             return made(tables)(*(operands if tables is None else operands[prefetched:]))
 
@@ -271,19 +273,19 @@ def call(
 
 
 def _without_scalars(spec: pl.BlockSpec, tables: Sequence[Table]) -> pl.BlockSpec:
-    """A block whose index map sees no prefetched scalars, but what stands for them."""
+    """Replaces the prefetched scalars that a block's index map sees by tables."""
     index_map = spec.index_map
     assert index_map is not None
     return replace(spec, index_map=lambda *ids: index_map(*ids, *tables))
 
 
 def cost_of(body: ArrayFunction, *types: jax.ShapeDtypeStruct, times: int, arrays: Iterable[Shaped]) -> pl.CostEstimate:
-    """What a kernel costs, as XLA's scheduler wants to know it.
+    """Estimates what a kernel costs, in the form that XLA's scheduler reads.
 
     Args:
       body: a function that computes what the kernel's body does on one tile, without program ids and references.
       *types: shapes and dtypes of its arguments.
-      times: on how many tiles.
+      times: the number of tiles.
       arrays: shapes and dtypes of what is read from and written to main memory.
     """
     from jax.experimental import pallas as pl

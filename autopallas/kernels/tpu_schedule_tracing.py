@@ -1,9 +1,9 @@
-"""TPU kernels as they are traced for the simulation of a schedule, which reads all memory as zeros and takes its time.
+"""Traces TPU kernels for the simulation of a schedule, which reads all memory as zeros and measures the time.
 
 Inside ``with simulated() as record`` a kernel is traced with arithmetic in the place of each table of scalars whose
-contents are known, so that the simulated schedule visits the same tiles as the kernel does.  What only the run time
-knows may be assumed there, such as groups of equal sizes, and the record says so.  Of a grid whose steps are alike a
-part is run.  What kernels read and write lies in main memory.
+contents are known, so that the simulated schedule visits the same tiles as the kernel does. Facts that are only known
+at run time may be assumed there, such as groups of equal sizes, and the record says so. A grid whose steps are alike is
+run only in part. What kernels read and write lies in main memory.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _MOST_WORDS = 64
-"""Of 32 bits, that a table may take as constants of the program."""
+"""Most words of 32 bits that a table may take as constants of the program."""
 
 
 @dataclass(eq=False)
 class Record:
-    """What the kernels that were traced follow.
+    """Record of what the traced kernels depend on.
 
     Attributes:
       kernels: how many were traced.
-      altered: kernels whose tables were replaced, and what was assumed of data.
+      altered: kernels whose tables were replaced, and what was assumed about data.
       unknown: kernels with tables whose contents are not known.
-      parts: by kernel, how many times the steps that were traced its grid has.
+      parts: by kernel, the number of steps of its grid divided by the number of traced steps.
       steps: how many steps of a grid are traced, where they are alike; None: all.
       most: bytes of vector memory that a kernel asks for at most; None: as where it runs.
     """
@@ -66,7 +66,7 @@ _current: compat.TraceContext[Record | None] = compat.trace_context(None)
 
 @contextmanager
 def simulated(steps: int | None = None, most: int | None = None) -> Iterator[Record]:
-    """Kernels that are traced inside are for a simulation; they must not be run.
+    """Marks kernels that are traced inside as meant for a simulation; they must not be run.
 
     Args:
       steps: how many steps of a grid to trace, where they are alike; None: all.
@@ -78,7 +78,7 @@ def simulated(steps: int | None = None, most: int | None = None) -> Iterator[Rec
 
 
 def is_simulated() -> bool:
-    """Whether kernels are traced for a simulation."""
+    """Returns whether kernels are traced for a simulation."""
     return _current.value is not None
 
 
@@ -89,25 +89,25 @@ def assume(what: str) -> None:
 
 
 def unknown(kernel: str) -> None:
-    """Notes, in a simulation, that a kernel follows what is not known."""
+    """Notes, in a simulation, that a kernel depends on unknown data."""
     if _current.value is not None:
         _current.value.unknown.append(kernel)
 
 
 def limit_of(asked: int | None) -> int | None:
-    """Bytes of vector memory that a kernel asks for."""
+    """Returns the bytes of vector memory that a kernel asks for."""
     most = None if _current.value is None else _current.value.most
     return asked if asked is None or most is None else min(asked, most)
 
 
 def in_main_memory(call: ArrayFunction, shapes: Types, scalars: int) -> ArrayFunction:
-    """A kernel as it is made for results of some shapes; in a simulation its arrays lie in main memory.
+    """Makes a kernel for results of some shapes; in a simulation its arrays lie in main memory.
 
     Left to itself, a compiler that simulates keeps arrays in vector memory until kernels have no room there.
 
     Args:
-      call: makes the kernel, of the shapes and dtypes of its results.
-      shapes: these.
+      call: makes the kernel, given the shapes and dtypes of its results.
+      shapes: these shapes and dtypes.
       scalars: how many leading operands are tables, and stay where they are.
     """
     if _current.value is None:
@@ -126,12 +126,12 @@ def in_main_memory(call: ArrayFunction, shapes: Types, scalars: int) -> ArrayFun
 
 
 def part_of(kernel: str, grid: Sequence[Number], alike: int) -> tuple[Number, ...]:
-    """The grid, or in a simulation a part of it; the record has how many times as long the whole is.
+    """Returns the grid, or in a simulation a part of it; the record then holds how many times as long the whole takes.
 
     Args:
       kernel: its name.
       grid: the extents, outermost first.
-      alike: how many of the first dimensions have steps that all take the same time, but for those at the ends.
+      alike: how many of the first dimensions have steps that all take the same time, except those at the ends.
     """
     extents, record = [n for n in grid if isinstance(n, int)], _current.value
     if record is None or record.steps is None or len(extents) < len(grid):
@@ -147,13 +147,13 @@ def part_of(kernel: str, grid: Sequence[Number], alike: int) -> tuple[Number, ..
 
 
 def concrete() -> AbstractContextManager[None]:
-    """Where tables are made: what is computed inside from constants is known, if this is for a simulation."""
+    """Returns a context in which to make tables: in a simulation, values computed inside from constants are known."""
     context: AbstractContextManager[None] = jax.ensure_compile_time_eval() if is_simulated() else nullcontext()
     return context
 
 
 def tables_of(kernel: str, operands: Sequence[jax.Array]) -> tuple[Table, ...] | None:
-    """What stands for a kernel's tables in a simulation; None where they are to be read."""
+    """Returns what stands for a kernel's tables in a simulation; None where the tables are to be read."""
     if not operands or not is_simulated():
         return None
     if not any(isinstance(x, jax.core.Tracer) for x in operands):
@@ -168,7 +168,7 @@ def tables_of(kernel: str, operands: Sequence[jax.Array]) -> tuple[Table, ...] |
 class Table:
     """A table [n] of integers that is read like a reference, ``table[i]``, and computed.
 
-    Its entries are a multiple of ``i`` and a constant, or are packed into words, each of which is a constant.
+    Its entries are a multiple of ``i`` plus a constant, or are packed into words, each of which is a constant.
 
     Example:
       >>> [int(Table(np.array([3, 1, 4, 1, 5]))[i]) for i in range(5)]
@@ -186,7 +186,7 @@ class Table:
 
     @property
     def words(self) -> int:
-        """How many constants it takes."""
+        """Number of constants that the table takes."""
         return len(self._packed)
 
     def __getitem__(self, index: Number) -> jax.Array:
@@ -208,7 +208,7 @@ def _packed(values: np.ndarray, bits: int, each: int) -> list[int]:
 
 
 def _chosen(words: Sequence[int], index: Number, first: int = 0) -> jax.Array:
-    """``words[index - first]``, by halving."""
+    """Returns ``words[index - first]``, by halving."""
     if len(words) == 1:
         return jnp.asarray(words[0], jnp.int32)
     half = len(words) // 2

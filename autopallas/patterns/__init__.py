@@ -1,4 +1,4 @@
-"""One module per reference computation; each turns graph nodes into a Match or a NearMiss with a reason."""
+"""Recognises the reference computations, with one module per operation, as a Match or as a NearMiss with a reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Match", "NearMiss", "find"]
 
 
 def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
-    """All sites in a graph of the operations asked for (None: of every one), and what nearly was one.
+    """Finds all sites in a graph of the operations in ``ops`` (None: of all operations), and the near misses.
 
-    Sites of own patterns come first.  They may lie within others, or others within them, until it is planned which of
-    them are applied.  Where failures are collected (:mod:`autopallas.faults`), an exception in one candidate costs that
-    candidate, and one in what a pattern prepares costs that pattern.
+    Sites of patterns that the user declared come first. Sites may still lie within each other here: planning decides
+    later which of them are applied. Where failures are collected (:mod:`autopallas.faults`), an exception in one
+    candidate costs that candidate, and an exception in a pattern's preparation costs that pattern.
     """
     matches: list[Match] = []
     misses: list[NearMiss] = []
@@ -43,10 +43,10 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
             matches = [*found, *matches]
             misses += missed
     alive = surviving(graph) if matches else frozenset[int]()
-    matches = [match for match in matches if not alive.isdisjoint(match.replaced)]  # nothing computes the others
+    matches = [match for match in matches if not alive.isdisjoint(match.replaced)]  # nothing needs the others
     matches, waiting = in_some_order(graph, _once(matches))
     misses += waiting
-    if misses:  # what a site does in the program's place, its backward included, holds no near misses
+    if misses:  # near misses inside of what a site replaces, its backward included, are dropped
         reads = {number: read for match in matches for number, read in match.reads.items()}
         still = surviving(graph, {number for match in matches for number in match.replaced}, reads)
         misses = [miss for miss in misses if miss.value < 0 or miss.value in still]
@@ -54,7 +54,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
 
 
 def _once(matches: list[Match]) -> list[Match]:
-    """The matches without those that give a value that an earlier one gives."""
+    """Drops the matches that compute a value which an earlier match computes."""
     taken: set[int] = set()
     kept = []
     for match in matches:

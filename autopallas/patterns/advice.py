@@ -1,4 +1,4 @@
-"""What a reader may do about a near miss, where several reasons ask for the same; other advice is beside its reason."""
+"""Lists advice on near misses that several reasons share; other advice stands beside its reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Finding the backward of a matched forward, without any backward pattern.
+"""Finds the backward of a matched forward, without any backward pattern.
 
-The matched forward is differentiated with ``jax.vjp``, and the equations that come out are looked up in the graph:
-JAX's autodiff is deterministic, so a program that holds the backward holds these very equations, whatever the
-spelling of the forward and the version of JAX. Only the cotangent is unknown: every value is tried with which the
-first equation that reads it is in the graph.
+The matched forward is differentiated with ``jax.vjp``, and the resulting equations are looked up in the graph. JAX's
+autodiff is deterministic, so a program that holds the backward holds these very equations, whatever the spelling of the
+forward and the version of JAX. Only the cotangent is unknown: each value is tried for which the graph holds the first
+equation that reads the cotangent.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 _ANY = -1
-"""In the place of a value that nodes read: all nodes."""
+"""Key of all nodes, in the place of the number of a value that they read."""
 _ROUNDS = 20
-"""How often sites may be found to be incomplete without others that are."""
+"""Most rounds in which incomplete sites are dropped; without them, others may become incomplete."""
 
 _STARTS = 8
-"""Values that may be the cotangent with which a loop backwards starts."""
+"""Most values that are tried as the cotangent with which a backward loop starts."""
 
 _RECTIFIED_WITHIN = frozenset({"scan", "jit", "pjit", "closed_call"})
 
@@ -69,7 +69,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """An operand seen through some of its layout operations: its number, and the number of its cotangent."""
+    """An operand before some of its layout operations: its number, and the number of its cotangent."""
 
     operand: int
     cotangent: int
@@ -81,8 +81,8 @@ class Backward:
 
     Attributes:
       cotangent: number of the result's cotangent.
-      levels: per use whose cotangent the program computes, what stands for operand and cotangent: the use itself, then
-        the values from which it comes by layout operations alone, as far back as the program has their cotangents.
+      levels: per use whose cotangent the program computes, the pairs of operand and cotangent: first the use itself,
+        then the values from which it comes by layout operations alone, as far back as the program has their cotangents.
       mapped: how many cotangents there are, along a leading axis of each cotangent; None for one without that axis.
     """
 
@@ -92,13 +92,13 @@ class Backward:
 
 
 class Forward:
-    """The equations of a site in its body, from ``root`` back to where they no longer depend on the scores.
+    """Holds the equations of a site in its body, from ``root`` back to operands that are not ``inside``.
 
-    Of equations with bodies, those of the primitives ``calls`` may be among them, each as a whole.
+    An equation that holds bodies may be among them, as a whole, only if its primitive is in ``calls``.
     """
 
     dissolved = False
-    """Whether functions with a derivative of their own are looked up as what they compute: as in a loop."""
+    """Whether functions with a derivative of their own are looked up by what they compute, as in a loop."""
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
@@ -122,7 +122,7 @@ class Forward:
                 self.complete = False  # part of the site lies in another body
                 return
             equation, part = body.equations[position], 0
-            if is_identity(equation):  # a barrier may be around several values, of which one is the site's
+            if is_identity(equation):  # a barrier may hold several values, only one of which belongs to the site
                 part = equation.outvars.index(variable)
                 equation = equation.replace(invars=[equation.invars[part]], outvars=[variable])
             if (position, part) in wanted:
@@ -143,7 +143,8 @@ class Forward:
         self.own = {numbers[v] for v in own} - self._constants(numbers)
 
     def _made_of_literals(self, variable: Var) -> list[JaxprEqn]:
-        """The equations of a value that is given to the body and made of literals alone; none where it is not."""
+        """Returns the equations of a value that the body is given and that is made of literals alone; none for other
+        values."""
         node = self.graph.definitions.get(self.graph.numbers[self.body][variable])
         if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
             return []
@@ -163,7 +164,8 @@ class Forward:
         return [*found, node.equation.replace(invars=atoms, outvars=[variable])]
 
     def _constants(self, numbers: dict[Var, int]) -> set[int]:
-        """The values that are made of literals alone: where they are needed elsewhere too, they are made again."""
+        """Returns the values that are made of literals alone: where they are needed elsewhere too, they are
+        recomputed."""
         found: set[int] = set()
         for equation in self.equations:
             if all(isinstance(atom, Literal) or numbers[atom] in found for atom in equation.invars):
@@ -171,7 +173,7 @@ class Forward:
         return found
 
     def _with_literals(self, equation: JaxprEqn) -> JaxprEqn:
-        """An equation with the numbers that are known as literals: of a value that is no operand there is no use."""
+        """Returns an equation with known scalars as literals: a value that is no operand needs no use."""
         known, numbers = self.graph.literals, self.graph.numbers[self.body]
         if not any(isinstance(atom, Var) and numbers[atom] in known for atom in equation.invars):
             return equation
@@ -184,7 +186,8 @@ class Forward:
         return equation.replace(invars=atoms)
 
     def shape(self) -> Hashable:
-        """Equal for forwards that do the same to other values: what their derivatives depend on."""
+        """Returns a key that is equal for forwards that do the same to other values, and so have the same
+        derivative."""
         places: dict[Var, int] = {}
         lines: list[Hashable] = []
         for equation in self.equations:
@@ -199,12 +202,12 @@ class Forward:
         return tuple(lines)
 
     def jaxpr(self) -> ClosedJaxpr:
-        """From the uses, each an input of its own, to the result."""
+        """Returns the program from the uses, each an input of its own, to the result."""
         inputs = [Var(use.variable.aval) for use in self.uses]
         return closed(inputs, [self.root], self.over(inputs))
 
     def over(self, inputs: Sequence[JaxprAtom]) -> list[JaxprEqn]:
-        """The equations with other variables for the uses."""
+        """Returns the equations with other variables for the uses."""
         return self._replaced({(u.equation, u.position): x for u, x in zip(self.uses, inputs, strict=True)})
 
     def _replaced(self, given: dict[tuple[int, int], JaxprAtom]) -> list[JaxprEqn]:
@@ -214,7 +217,7 @@ class Forward:
         ]
 
     def steps_back(self, use: Use) -> Iterator[JaxprEqn]:
-        """The layout equations from which the value of a use comes, the last first."""
+        """Yields the layout equations from which the value of a use comes, the last first."""
         variable = use.variable
         while (position := self._defined.get(variable)) is not None:
             equation = self.body.equations[position]
@@ -226,7 +229,7 @@ class Forward:
 
 
 class Merged(Forward):
-    """The same with one use for all places that read a value: its cotangent is the sum of theirs."""
+    """A forward with one use for all places that read a value: its cotangent is the sum of theirs."""
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
@@ -250,16 +253,16 @@ class Merged(Forward):
 
 
 class _Rules:
-    """With each ``max(x, 0)`` taken for ``jax.nn.relu``.
+    """Takes each ``max(x, 0)`` for ``jax.nn.relu``.
 
-    JAX leaves of a function with a derivative of its own, in a loop that is differentiated, what it computes; its
-    derivative is by its rule, there or where a checkpoint computes it again.
+    In a loop that is differentiated, JAX replaces a function with a derivative of its own by what it computes. The
+    derivative still follows the function's rule, there or where a checkpoint recomputes the function.
     """
 
     equations: list[JaxprEqn]
     complete: bool
     differs = False
-    """Whether it has functions with a derivative of their own."""
+    """Whether the forward has functions with a derivative of their own."""
 
     def rectify(self) -> None:
         if self.complete:
@@ -270,7 +273,7 @@ class _Rules:
 
 
 class Rectified(_Rules, Merged):
-    """The same with each ``max(x, 0)`` taken for ``jax.nn.relu``."""
+    """A merged forward that takes each ``max(x, 0)`` for ``jax.nn.relu``."""
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
@@ -280,13 +283,14 @@ class Rectified(_Rules, Merged):
 
 
 class Dissolved(Rectified):
-    """The same where the derivative, too, reads what such functions compute, and not what calls of them give."""
+    """A rectified forward whose derivative, too, reads what such functions compute, and not the results of their
+    calls."""
 
     dissolved = True
 
 
 class RectifiedApart(_Rules, Forward):
-    """The same with a use for each place that reads a value: the program may add them up in another order."""
+    """A rectified forward with one use per place that reads a value: the program may add them up in another order."""
 
     def __init__(
         self, graph: Graph, body: Body, root: int, inside: Callable[[int], bool], calls: frozenset[str] = frozenset()
@@ -296,13 +300,14 @@ class RectifiedApart(_Rules, Forward):
 
 
 class DissolvedApart(RectifiedApart):
-    """The same as for :class:`Dissolved`."""
+    """A rectified forward with one use per place whose derivative is that of :class:`Dissolved`."""
 
     dissolved = True
 
 
 def _rectified(equation: JaxprEqn) -> JaxprEqn:
-    """``max(x, 0)`` as the rectifier that it may have been; of a loop, in its body."""
+    """Replaces ``max(x, 0)`` by the rectifier that it may have been; in an equation with a body, does so within the
+    body."""
     name = equation.primitive.name
     if name in _RECTIFIED_WITHIN:
         params = dict(equation.params)
@@ -325,8 +330,10 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
 
 
 class Lookup:
-    """Looks equations up in a graph.  Made once per graph: it holds an index of the nodes by what they do, of those
-    primitives that were asked for."""
+    """Looks equations up in a graph.
+
+    One is made per graph: it holds an index of the nodes by what they do, for the primitives that were asked for.
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -334,7 +341,7 @@ class Lookup:
         self._sizes: dict[Hashable, dict[int, None]] = {}
         self._derivatives: dict[Hashable, Body] = {}
         self._children: dict[int, list[Child]] = {}
-        """The bodies that equations of derivatives hold, by the identity of the equation."""
+        """Bodies that equations of derivatives hold, by the identity of the equation."""
         self._transposes: dict[Hashable, Body] = {}
         self._named: dict[str, list[Node]] = {}
         for node in graph.nodes:
@@ -350,7 +357,8 @@ class Lookup:
                 self._sizes.setdefault((tuple(own[1:]), aval.dtype), {})[int(own[0])] = None
 
     def _readers(self, equation: JaxprEqn, frame: tuple[int, ...]) -> dict[int, list[Node]]:
-        """The nodes that do what an equation does, by what they read; ``_ANY``: all of them."""
+        """Returns the nodes that do what an equation does, by the values they read; the key ``_ANY`` gives all of
+        them."""
         for node in self._named.pop(equation.primitive.name, ()):
             key = self.graph.key(node.equation, (), self.graph.frames[node.body])
             readers = self._index.setdefault(key, {})
@@ -359,14 +367,15 @@ class Lookup:
         return self._index.get(self.graph.key(equation, (), frame), {})
 
     def backwards(self, forward: Forward, wanted: Sequence[int]) -> list[Backward]:
-        """Every backward of ``forward`` in the program, with the cotangents of the uses ``wanted`` that it computes."""
+        """Finds every backward of ``forward`` in the program, with the cotangents of those uses in ``wanted`` that it
+        computes."""
         found = self._backwards(forward, wanted, None)
         for size in () if found else self._many(forward):
             found += self._backwards(forward, wanted, size)
         return found
 
     def _many(self, forward: Forward) -> list[int]:
-        """How many cotangents there may be for one forward: a Jacobian has a row for each."""
+        """Returns numbers of cotangents that one forward may have, since a Jacobian has a row for each."""
         sizes = self._sizes.get((tuple(forward.root.aval.shape), forward.root.aval.dtype), {})
         return list(sizes)[:4]
 
@@ -377,20 +386,20 @@ class Lookup:
         except NotImplementedError:
             if mapped is None:
                 raise
-            return []  # JAX cannot map some equation of it: then no program holds what it would give
+            return []  # JAX cannot map some equation of the derivative, so no program holds the mapped one
         cotangent, *inputs = pattern.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
         found: dict[int, Backward] = {}
-        tied: set[int] = set()  # cotangents that meet values of the site: a sum of one may be that of any other site
+        tied: set[int] = set()  # cotangents that meet values of the site; one only added up may be any site's
         root = graph.numbers[forward.body][forward.root]
-        inner = forward.own - {root}  # one factor is not the other's cotangent
+        inner = forward.own - {root}  # one factor of a product is not the other's cotangent
         leading = [
             (i, result, _leading_to(pattern.equations, result))
             for i, result in zip(wanted, pattern.outvars, strict=True)
             if isinstance(result, Var)
         ]
         of_site = {i for i, _, e in leading if any(a in known for x in e for a in x.invars if isinstance(a, Var))}
-        # What only adds a cotangent up says nothing of the site: it is looked for of those that are found already.
+        # A result that only adds the cotangent up identifies no site: it is looked up for cotangents found already.
         for i, result, equations in sorted(leading, key=lambda given: given[0] not in of_site):
             started = self._cotangents(equations, known, cotangent, frame) if i in of_site else ()
             for candidate in dict.fromkeys(c for c in (*found, *started) if c not in inner):
@@ -406,13 +415,13 @@ class Lookup:
         return [found[c] for c in found if c in tied and graph.shape(c) == tuple(cotangent.aval.shape)]
 
     def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
-        """The equations of ``jax.vjp``: from (cotangent, uses) to the cotangents of the uses ``wanted``; for as many
-        cotangents as ``mapped`` says."""
+        """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
+        mapped over that many cotangents unless ``mapped`` is None."""
         key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval), forward.dissolved)
         if key not in self._derivatives:
             program = forward.jaxpr()
             if any(position in forward.body.children for position in forward.positions):
-                program = jaxprs.without_dead_code(program)  # of loops, what they stack for their own derivative
+                program = jaxprs.without_dead_code(program)  # drops what loops stack for their own derivative
 
             def pulled(cotangent: jax.Array, *inputs: jax.Array) -> tuple[jax.Array, ...]:
                 def function(*chosen: jax.Array) -> jax.Array:
@@ -462,9 +471,11 @@ class Lookup:
             levels.append(Level(numbers[before], found[result]))
 
     def add_up(self, forward: Forward, backward: Backward, among: Sequence[int]) -> None:
-        """Makes one use of those that read one value, where the program adds up their cotangents: of the sum, which is
-        the value's own cotangent there, kernels know more than of the parts (of a sink that is part of a maximum, say,
-        which cancels)."""
+        """Merges the uses that read one value where the program adds up their cotangents.
+
+        Their sum is the value's own cotangent there, of which kernels know more than of the parts: if a sink is part of
+        a maximum, say, the part through the maximum cancels.
+        """
         levels = backward.levels
         todo = [use for use in levels if use in among]
         places: dict[int, list[int]] = {}  # per operand, the uses that come from it
@@ -488,7 +499,7 @@ class Lookup:
                 break
 
     def _sum(self, a: int, b: int) -> int | None:
-        """The value that is the sum of two cotangents, if the program has it."""
+        """Returns the value that is the sum of two cotangents, if the program has it."""
         for node in self.graph.users[a]:
             self.graph.steps.spend()
             if node.name in ("add_any", "add") and sorted(node.inputs) == sorted((a, b)):
@@ -496,7 +507,7 @@ class Lookup:
         return None
 
     def _transposed(self, equation: JaxprEqn, mapped: int | None) -> Body:
-        """The equations of the transpose of a layout operation."""
+        """Returns the equations of the transpose of a layout operation."""
         before, after = equation.invars[0].aval, equation.outvars[0].aval
         key = (self.graph.key(equation, (), ()), before.shape, str(before.dtype), mapped, compat.axis_types(after))
         if key not in self._transposes:
@@ -516,9 +527,10 @@ class Lookup:
     def _follow(
         self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]
     ) -> dict[Var, int] | None:
-        """The numbers of all variables, or None where an equation is not in the program.
+        """Returns the numbers of all variables, or None where an equation is not in the program.
 
-        A loop may lack what only those of its results need that the program has not.
+        If there is a loop among the equations, missing ones are skipped: the program may lack results of the loop, and
+        what only those need.
         """
         numbers = dict(known)
         loops = any(self._is_loop(equation) for equation in equations)
@@ -539,7 +551,7 @@ class Lookup:
         return numbers
 
     def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
-        """The numbers of an equation's results, if the program has them; of a loop, as far as it has them."""
+        """Returns the numbers of an equation's results, if the program has them; for a loop, those that it has."""
         if not self._is_loop(equation):
             return self.graph.find(equation, operands, frame)
         return self.graph.held(equation, self._children[id(equation)], operands, frame)
@@ -562,7 +574,8 @@ class Lookup:
     def _cotangents(
         self, equations: Sequence[JaxprEqn], known: dict[Var, int], cotangent: Var, frame: tuple[int, ...]
     ) -> list[int]:
-        """The values that may be the cotangent: those with which the first equation that reads it is in the program."""
+        """Returns the values that may be the cotangent: those with which the first equation that reads it is in the
+        program."""
         numbers = dict(known)
         aliases = {cotangent}
         for equation in equations:
@@ -607,7 +620,7 @@ class Lookup:
         return list(found)
 
     def _started(self, equation: JaxprEqn, unknown: Sequence[bool]) -> list[int]:
-        """The values of a kind that such loops of the program read."""
+        """Returns the values of the cotangent's type that such loops of the program read."""
         place = unknown.index(True)
         aval, kind = equation.invars[place].aval, (equation.params["length"], equation.params["reverse"])
         found: dict[int, None] = {}
@@ -621,8 +634,11 @@ class Lookup:
 
 @dataclass(slots=True)
 class Search:
-    """One site whose backward is looked for, and what is asked: first ``roles``, then ``roles`` and ``others``; and
-    where that does not find all of it, what is asked ``instead``."""
+    """Search for the backward of one site.
+
+    Asks for the cotangents of ``roles`` first, then for those of ``roles`` and ``others``; where that does not find all
+    of the backward, turns to the search ``instead``.
+    """
 
     forward: Forward
     roles: Sequence[int]
@@ -630,10 +646,10 @@ class Search:
     found: list[Backward] = field(default_factory=list)
     instead: Search | None = None
     summed: Sequence[int] = ()
-    """Among ``roles``, uses of one value whose cotangents the program may add up."""
+    """Uses of one value, among ``roles``, whose cotangents the program may add up."""
 
     def give_way(self) -> bool:
-        """Asks what is to be asked instead, if anything is."""
+        """Turns to the search ``instead``; returns whether there is one."""
         other = self.instead
         if other is None:
             return False
@@ -643,23 +659,23 @@ class Search:
 
     @property
     def root(self) -> int:
-        """The value that the site gives."""
+        """Number of the value that the site gives."""
         return self.forward.graph.numbers[self.forward.body][self.forward.root]
 
     def replaced(self) -> set[int]:
-        """The values that kernels would give in place of the program."""
+        """Returns the values that kernels would compute in place of the program."""
         return {self.root} | {levels[0].cotangent for b in self.found for levels in b.levels.values()}
 
     def inner(self) -> set[int]:
-        """The values that must no longer be computed."""
+        """Returns the values that must no longer be computed."""
         return self.forward.own - self.replaced()
 
 
 def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[int]) -> list[Search]:
-    """The searches whose backward is found completely: nothing between operands and results remains in the program.
+    """Returns the searches whose backward is complete: nothing between operands and results remains in the program.
 
-    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive.  One
-    whose search raises an exception has nothing found.  ``given`` are the values that other sites give.
+    A site that is only partly found keeps its forward and its backward, for its probabilities would stay alive. A
+    search that raises an exception finds nothing. ``given`` are the values that other sites give.
     """
 
     def look(search: Search, wanted: Sequence[int]) -> None:
@@ -695,7 +711,7 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
-    """The equations on which a result depends, in order."""
+    """Returns the equations on which a result depends, in order."""
     needed = {result}
     kept: list[JaxprEqn] = []
     for equation in reversed(equations):
@@ -706,7 +722,7 @@ def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:
 
 
 def _without_rules(program: ClosedJaxpr) -> Callable[..., list[ArrayLike]]:
-    """What a program computes, without the derivatives of their own that some elementwise functions have."""
+    """Returns a function that computes what a program does, without custom derivatives of elementwise functions."""
     jaxpr, constants = jaxprs.open_jaxpr(program)
 
     def run(*args: jax.Array) -> list[ArrayLike]:
@@ -728,5 +744,5 @@ def _without_rules(program: ClosedJaxpr) -> Callable[..., list[ArrayLike]]:
 
 
 def differentiable(use: Use) -> bool:
-    """Whether a use can have a cotangent."""
+    """Returns whether a use can have a cotangent."""
     return bool(jnp.issubdtype(use.variable.aval.dtype, jnp.floating))

@@ -1,4 +1,4 @@
-"""Carrying the elementwise part of a site: expressions become programs, side inputs are cut where they are smallest."""
+"""Turns the elementwise part of a site into programs, and cuts side inputs where they are smallest."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ from autopallas.sites.index_notation import Operand, Positions
 __all__ = ["Carrier", "ProgramBuilder", "fewest_side_elements", "is_available"]
 
 _DEEPEST = 128
-"""Operations on one path of a program for a kernel: a longer one is for the compiler alone."""
+"""Most operations on one path of a program for a kernel; longer paths are left to the compiler."""
 
 
 def is_available(graph: Graph, value: int, homes: Sequence[Body], body: Body, across: bool) -> bool:
-    """Whether a body has a variable for a value or, ``across`` bodies, can be given that of one of ``homes``."""
+    """Returns whether a body has a variable for a value or, with ``across``, can be given the variable of one of
+    ``homes``."""
     if value in graph.positions[body]:
         return True
     return across and any(value in graph.positions[home] and linked(graph, home, body) for home in homes)
 
 
 def fewest_side_elements(graph: Graph, attempt: Callable[[bool], Match], enough: int) -> Match:
-    """Of a site with what its bodies have, and one with what they can be given from ``across`` bodies, the one whose
-    side inputs hold fewer numbers: instead of a mask that is at hand, what it is computed from.
+    """Builds the match twice, with local values only and with values from other bodies, and returns the one with fewer
+    side-input elements.
 
-    With fewer than ``enough``, the first will do.
+    A mask that is at hand, for example, gives way to the smaller values that it is computed from. If the first match
+    has fewer than ``enough`` elements, it is returned at once.
 
     Raises:
-      Mismatch: neither can be had.
+      Mismatch: neither can be built.
     """
 
     def size(match: Match) -> int:
@@ -89,15 +91,15 @@ class Carrier:
     ):
         self.scope, self.bodies, self.score = scope, bodies, score
         self.axes = axes
-        """The labels of (T, S): those that positions count."""
+        """Labels of (T, S), along which positions count."""
         self.pinned = pinned
         """Values that must be operands as they are, since their cotangents are asked for."""
         self.across, self.homes = across, homes
-        """Whether what one of ``homes`` has may be brought into the bodies."""
+        """Whether values that one of ``homes`` has may be brought into the bodies."""
         self.roles = roles
-        """How many of the operands, the first ones, are those of roles."""
+        """Number of leading operands that have a role."""
         self.absorbed = absorbed
-        """Products that are added to the scores, which are the sum."""
+        """Products that are added to the scores; the scores here are the sum."""
         self.operands: list[int] = []
         self.sides: list[Operand | Positions] = []
         self._costs: dict[Hashable, float] = {}
@@ -105,27 +107,28 @@ class Carrier:
     # ------------------------------------------------------------------ operands
 
     def available(self, value: int) -> bool:
-        """Whether every body in which a part of the site will stand has a variable for this value, or is given one."""
+        """Returns whether every body in which a part of the site will stand has a variable for this value, or can be
+        given one."""
         return all(is_available(self.scope.graph, value, self.homes, body, self.across) for body in self.bodies)
 
     def further(self, value: int) -> None:
-        """One more operand, which no program reads but the original equations do."""
+        """Adds an operand that no program reads, only the original equations do."""
         if not self.available(value):
             raise Mismatch("an operand is computed in an enclosing body and not passed in", value, advice=IN_THE_BODY)
         self.operands.append(value)
 
     def role(self, ref: Ref, value: int | None = None, name: str = "") -> Operand:
-        """An operand of its own (queries, keys, values), even where its value is an operand already.
+        """Adds an operand with a role (queries, keys, values), even where its value is an operand already.
 
         Of the values that hold the same elements, ``value`` is taken; by default the furthest back that is at hand.
-        ``name`` says in a reason what it is.
+        ``name`` is how an error message calls the operand.
         """
         found = self._furthest(ref, value, f"the {name} are" if name else "an operand is")
         self.operands.append(found.value)
         return Operand(len(self.operands) - 1, found.view)
 
     def side_operand(self, ref: Ref) -> Operand:
-        """A use of a value as a side input."""
+        """Adds a use of a value as a side input, unless it is one already."""
         found = self._furthest(ref, self.pin(ref))
         if found.value not in self.operands[self.roles :]:
             self.operands.append(found.value)
@@ -135,10 +138,10 @@ class Carrier:
         return next((step.value for step in self.scope.space.chain(ref) if step.value in self.pinned), None)
 
     def _at_hand(self, ref: Ref) -> Ref | None:
-        """The furthest back of the values that hold the elements of a use and are at hand.
+        """Finds the furthest back of the values that hold the elements of a use and are at hand.
 
-        Where nothing is on the way from this use to where the elements come from, such as a mask before a loop, another
-        use of them may be what the body is handed.
+        If there is none between this use and the origin of the elements, such as a mask before a loop, the body may be
+        given the elements in another use.
         """
         space = self.scope.space
         found: Ref | None = None
@@ -171,14 +174,15 @@ class Carrier:
         return Ref(found.value, view)
 
     def source(self, ref: Ref) -> Operand | Positions:
-        """A side operand, or positions where the value is an iota."""
+        """Returns a side operand, or positions where the value is an iota."""
         canonical = self.scope.space.canonical(ref)
         if (dimension := self._iota(canonical)) is not None:
             return Positions(dimension, self.scope.graph.dtype(canonical.value))
         return self.side_operand(ref)
 
     def _iota(self, ref: Ref) -> Dimension | None:
-        """The positions that a value counts, if its dtype holds them all; one that does not is an array like others."""
+        """Returns the positions that a value counts, if its dtype holds them all; otherwise it is an array like any
+        other."""
         node = self.scope.node(ref)
         if node is None or node.name != "iota":
             return None
@@ -189,7 +193,7 @@ class Carrier:
         return offset, self.scope.space.resolve(atoms)
 
     def absorbs(self, ref: Ref) -> bool:
-        """Whether a value is a sum of nothing but products that the scores have in them already."""
+        """Returns whether a value is a sum of nothing but products that the scores include already."""
         space, scope = self.scope.space, self.scope
         todo, seen = [ref], 0
         while todo:
@@ -210,7 +214,8 @@ class Carrier:
 
     @contextmanager
     def optional(self) -> Iterator[None]:
-        """What is written within costs nothing where it cannot be had."""
+        """Suppresses a Mismatch that the block raises, and removes the operands and side inputs that the block
+        added."""
         operands, sides = len(self.operands), len(self.sides)
         try:
             yield
@@ -225,7 +230,7 @@ class Carrier:
     # ------------------------------------------------------------------ where to cut
 
     def leaf_cost(self, ref: Ref) -> float:
-        """Bytes of a value as a side input; infinite if it cannot be one."""
+        """Returns the bytes of a value as a side input; infinite if it cannot be one."""
         if self._iota(self.scope.space.canonical(ref)) is not None:
             return 0.0
         if self._at_hand(ref) is None:
@@ -235,7 +240,7 @@ class Carrier:
         return float(math.prod(space.sizes[a] for a in atoms) * graph.dtype(ref.value).itemsize)
 
     def cost(self, ref: Ref, depth: int = 0) -> float:
-        """The least bytes of side inputs with which a value can be had."""
+        """Returns the least bytes of side inputs from which a value can be computed."""
         if self.pin(ref) is not None or self.scope.number(ref) is not None:
             return 0.0
         key = self.scope.key(ref)
@@ -247,13 +252,13 @@ class Carrier:
         return self._costs[key]
 
     def parts(self, ref: Ref) -> list[Ref] | None:
-        """The operands of an elementwise value that a kernel could compute itself."""
+        """Returns the operands of an elementwise value that a kernel could compute itself."""
         ref = self.scope.space.canonical(ref)
         node = self.scope.node(ref)
         return None if node is None or node.equation.effects else self.scope.space.uses(ref)
 
     def cut_here(self, ref: Ref) -> bool:
-        """Whether a value that does not depend on the scores is best passed in as it is."""
+        """Returns whether a value that does not depend on the scores is best passed in as it is."""
         parts = self.parts(ref)
         if parts is None:
             return True
@@ -282,7 +287,7 @@ class ProgramBuilder:
         return self._program(result)
 
     def build_not(self, expression: Expression) -> ElementwiseProgram:
-        """The negation of a boolean expression."""
+        """Builds the negation of a boolean expression."""
         inner = self._register(expression)
         return self._program(self._emit(lax.not_p, (), (inner,), np.dtype(bool)))
 
@@ -292,7 +297,7 @@ class ProgramBuilder:
         return self._program(self._emit(lax.div_p, (), (one, self._register(expression)), dtype))
 
     def conjunction(self, terms: Sequence[tuple[Ref, bool]]) -> ElementwiseProgram:
-        """The conjunction of boolean values, each as it is (True) or negated (False)."""
+        """Builds the conjunction of boolean values, each as it is (True) or negated (False)."""
         boolean = np.dtype(bool)
         result: Register | None = None
         for ref, positive in terms:
@@ -400,7 +405,8 @@ class ProgramBuilder:
         return self._input(Side(self.carrier.side(self.carrier.source(expression)), dtype))
 
     def _without_absorbed(self, name: str, operands: Sequence[Expression]) -> Register | None:
-        """What a sum is of which one operand is in the scores already; None where it is another."""
+        """Writes what is left of a sum without an operand that the scores include already; None for any other
+        operation."""
         if name not in ("add", "add_any", "sub") or not self.carrier.absorbed:
             return None
         for operand, other in (operands[::-1], operands):
@@ -429,7 +435,7 @@ class ProgramBuilder:
                 "shift scores by values that do not depend on them.",
             )
         arguments = tuple(self._register(operand) for operand in operands)
-        if node.name == "dot_general":  # without contraction: a product
+        if node.name == "dot_general":  # a dot without contraction is a product
             arguments = tuple(
                 a if self.scope.graph.dtype(o.value) == dtype else self._convert(a, dtype)
                 for a, o in zip(arguments, operands, strict=True)
@@ -451,7 +457,7 @@ class ProgramBuilder:
         return bool(self.scope.space.atoms(ref) & set(self.scope.space.resolve(self.carrier.axes[1])))
 
     def _index(self, ref: Ref, dtype: Dtype) -> Index | None:
-        """A position along T or S, if the value is an iota along a factor of one of them."""
+        """Returns a position along T or S, if the value is an iota along a factor of one of them."""
         dimension = self.carrier._iota(ref)
         if dimension is None or not dimension[1]:
             return None

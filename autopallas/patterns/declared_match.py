@@ -1,4 +1,4 @@
-"""From the values of a declared operation's site to a match."""
+"""Builds a match from the values of a declared operation's site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def declared_match(
     dimensions: Sequence[Sequence[Atom]],
     sizes: Mapping[Atom, int],
 ) -> Match | None:
-    """The match of a place that computes a declared operation, forward; None where it reads something else too.
+    """Builds the forward match of a place that computes a declared operation; None where it reads other values too.
 
     Args:
       graph: the program.
@@ -35,8 +35,8 @@ def declared_match(
       result: the node that gives the result.
       operands: how each canonical operand is read, by its name; None for one that the site lacks.
       letters: the labels of each letter.
-      dimensions: those of each axis of the result.
-      sizes: of the labels.
+      dimensions: the labels of each axis of the result.
+      sizes: the sizes of the labels.
     """
     given = {name: ref for name, ref in operands.items() if ref is not None}
     values = list(dict.fromkeys(ref.value for ref in given.values()))

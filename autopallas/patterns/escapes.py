@@ -1,7 +1,7 @@
-"""Sites with values between operands and result that are needed elsewhere: by their backward, or by something else.
+"""Completes sites whose inner values are needed elsewhere, by their backward or by other computations.
 
-A site none of whose inner values is needed elsewhere is complete as it is.  Of another one the backward is looked for;
-where the program holds it, and nothing but it reads inner values, they are replaced together.
+A site none of whose inner values is needed elsewhere is complete as it is. For any other site, the backward is looked
+for. If the program holds it, and nothing else reads inner values, forward and backward are replaced together.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _APART = (
     "pattern that ends at the value."
 )
 _LONGEST = 32
-"""Additions among which the sum of a value's cotangents is looked for."""
+"""Longest chain of additions in which the sum of a value's cotangents is looked for."""
 
 
 def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Match], list[NearMiss]]:
-    """The sites of one pattern that can be replaced, with their backwards, and near misses for the others.
+    """Returns the sites of one pattern that can be replaced, with their backwards, and near misses for the others.
 
     Args:
       graph: the program.
-      sites: (the forward, the node that gives its result) of each.  A match's site says by ``uses`` which of its values
-        each operand is: there it is made to have one operand for each use.
+      sites: (the forward, the node that gives its result) of each. A match's site tells by ``uses`` which of its values
+        each operand is; where a backward is found, it gets one operand for each use.
     """
     alone, leaks = list(sites), []
-    while True:  # sites may share values in the middle, such as the mean of the same squares
+    while True:  # sites may share inner values, such as the mean of the same squares
         still = surviving(graph, {number for match, _ in alone for number in match.results})
         leaking = [pair for pair in alone if _inner(graph, pair[0]) & still]
         if not leaking:
@@ -76,7 +76,7 @@ def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
 
 
 def _inner(graph: Graph, match: Match) -> set[int]:
-    """The values between operands and result, but for those that are made of literals alone."""
+    """Returns the values between operands and result, except those that are made of literals alone."""
     constant: set[int] = set()
     for node in match.equations:
         if all(number in graph.literals or number in constant for number in node.inputs):
@@ -85,7 +85,7 @@ def _inner(graph: Graph, match: Match) -> set[int]:
 
 
 def _escape(graph: Graph, match: Match) -> str:
-    """Which of the values between is needed elsewhere, and where."""
+    """Describes which inner value is needed elsewhere, and where."""
     own = {id(node) for node in match.equations}
     for number in sorted(_inner(graph, match) & surviving(graph, match.results)):
         for user in graph.users[number]:
@@ -104,7 +104,7 @@ def _search(graph: Graph, match: Match) -> Search | None:
 
 
 def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
-    """The match with the backwards that were found, each use of an operand one operand."""
+    """Returns the match with the backwards that were found, and with one operand for each use."""
     forward = search.forward
     numbers = [use.number for use in forward.uses]
     still = surviving(graph, search.replaced())
@@ -139,11 +139,11 @@ def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None
 def _gradients(
     graph: Graph, backward: Backward, numbers: Sequence[int], still: frozenset[int]
 ) -> list[tuple[int, int]]:
-    """(use, number of its cotangent), each number once, and of the uses of one value first the one that is to have the
-    cotangent of them all; nothing where that cannot be.
+    """Returns pairs (use, number of its cotangent), each number once; an empty list where that cannot be.
 
-    The cotangents of the uses of one value have to do nothing but add up: then only their sum counts, wherever else it
-    goes.  ``still`` are the values that are computed beside the site.
+    Among the uses of one value, the first pair has the use that is to receive the cotangent of them all. The cotangents
+    of these uses must do nothing but add up: then only their sum counts, wherever else it goes. ``still`` are the
+    values that are computed beside the site.
     """
     of_value: dict[int, list[tuple[int, int]]] = {}
     for use, levels in backward.levels.items():
@@ -163,12 +163,12 @@ def _gradients(
 
 
 def _readers(graph: Graph, number: int, still: frozenset[int]) -> list[Node]:
-    """What reads a value beside the site."""
+    """Returns the nodes that read a value beside the site."""
     return [node for node in graph.users[number] if node.equation.effects or not still.isdisjoint(node.outputs)]
 
 
 def _meet(graph: Graph, number: int, others: set[int], still: frozenset[int]) -> bool:
-    """Whether values go into one sum, and into nothing else before, and ``number`` does so once."""
+    """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
     chain = [number]
     while len(chain) < _LONGEST and len(users := _readers(graph, chain[-1], still)) == 1:
         if users[0].name != "add_any":
@@ -181,7 +181,7 @@ def _meet(graph: Graph, number: int, others: set[int], still: frozenset[int]) ->
 
 
 def _times(graph: Graph, number: int, total: int, still: frozenset[int]) -> int:
-    """How many times a value is added into ``total``; 0 where it, or a sum with it, goes anywhere else."""
+    """Counts how often a value is added into ``total``; 0 where the value, or a sum with it, goes anywhere else."""
     if number == total:
         return 1
     if number > total or number in graph.returned:

@@ -1,4 +1,4 @@
-"""Expressions over one site's values: the program's own values, and a few that only the pattern forms."""
+"""Defines expressions over one site's values: the program's own values, and a few that only the pattern forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopallas.sites.elementwise import Axis, Constant, custom_p
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """An elementwise equation applied to other operands than the program's: what is left after taking terms out."""
+    """An elementwise equation applied to operands other than the program's, as left after terms were taken out."""
 
     primitive: Primitive
     params: Params
@@ -41,7 +41,8 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """A number per row that a kernel takes of the tile values ``argument``; ``label`` is the position of a pick."""
+    """A number per row that a kernel computes from the tile values ``argument``; ``label`` is the position of a
+    pick."""
 
     kind: str
     argument: Expression
@@ -50,19 +51,19 @@ class Computed:
 
 
 _DEEPEST = 64
-"""Operations on one path of a scalar that is folded."""
+"""Most operations on one path of a scalar that is folded."""
 
 Expression: TypeAlias = Ref | Apply | Constant | Position | Computed
 
 
 class Scope:
-    """The values of one site, and small questions about them.
+    """Holds the values of one site and answers small questions about them.
 
     Attributes:
       graph, space: the program, and the site's axis labels.
       score: the number of the value that holds the scores, once known.
       further: numbers of values that count as scores too: other products that are read together with them.
-      follows: says whether a value is computed from the scores, if that is known already; None if not.
+      follows: tells whether a value is computed from the scores, if that is known already; None if not.
     """
 
     def __init__(self, graph: Graph, through: bool = False, space: Space | None = None):
@@ -77,21 +78,21 @@ class Scope:
         self._numbers: dict[int, float | int | None] = {}
 
     def go_on(self, graph: Graph) -> None:
-        """Asks the graph itself from now on, where it was one that notes what is asked."""
+        """Asks ``graph`` from now on, instead of a graph that notes what is asked."""
         self.graph = self.space.graph = graph
 
     def node(self, ref: Ref) -> Node | None:
         return self.graph.definitions.get(ref.value)
 
     def name(self, ref: Ref) -> str | None:
-        """The primitive that computes a value; a dot without contraction counts as the product that it is."""
+        """Returns the primitive that computes a value; a dot without contraction counts as a product."""
         node = self.node(ref)
         if node is None:
             return None
         return "mul" if is_product(node) else node.name
 
     def depends(self, value: int) -> bool:
-        """Whether a value is computed from the scores."""
+        """Returns whether a value is computed from the scores."""
         if self.score is None:
             return False
         scores = (self.score, *self.further)
@@ -104,7 +105,7 @@ class Scope:
         return computed_from(self.graph, value, self._depends, first)
 
     def is_score(self, value: int) -> bool:
-        """Whether a value holds scores themselves."""
+        """Returns whether a value holds scores themselves."""
         return value == self.score or value in self.further
 
     def mentions_score(self, expression: Expression) -> bool:
@@ -114,7 +115,10 @@ class Scope:
         )
 
     def reads_score(self, expression: Expression) -> bool:
-        """The same, said of the elements that are read: of scores side by side with others, the others are none."""
+        """Returns whether the elements that an expression reads come from scores.
+
+        In a value that holds scores side by side with other elements, the others do not count.
+        """
         return any(
             isinstance(part, Computed) or isinstance(part, Ref) and self._element_depends(part)
             for part in parts_of(expression)
@@ -136,7 +140,7 @@ class Scope:
         return False
 
     def key(self, expression: Expression) -> Hashable:
-        """Equal for expressions that compute the same.  Valid until a label is refined."""
+        """Returns a key that is equal for expressions that compute the same; it is valid until a label is refined."""
         match expression:
             case Ref():
                 ref = self.space.canonical(expression)
@@ -150,7 +154,7 @@ class Scope:
                 return expression
 
     def _form(self, expression: Apply) -> Hashable:
-        """A number for each form of an equation applied to something: what is shared in it is looked at once."""
+        """Numbers the forms of applied equations, so that a shared part is looked at only once."""
         known = self._keys.get(id(expression))
         if known is None or known[1] != self.space.refinements:
             params = repr(sorted(expression.params.items(), key=lambda item: item[0])) if expression.params else ""
@@ -164,7 +168,7 @@ class Scope:
         return self.graph.dtype(expression.value) if isinstance(expression, Ref) else expression.dtype
 
     def exponential(self, ref: Ref) -> tuple[Ref, float] | None:
-        """(x, c) if a value is ``exp(c x)`` with a positive constant c."""
+        """Returns (x, c) if a value is ``exp(c x)`` with a positive constant c."""
         name = self.name(ref)
         operands = self.space.operands(ref) if name in ("exp", "exp2", "pow") else None
         if operands is None:
@@ -175,9 +179,9 @@ class Scope:
         return operands[0], 1.0 if name == "exp" else math.log(2)
 
     def number(self, ref: Ref) -> float | int | None:
-        """The value of a scalar that is known when tracing (arithmetic on literals included), or None.
+        """Returns the value of a scalar that is known when tracing (arithmetic on literals included), or None.
 
-        Whole numbers of integer types are integers: those of 64 bits are none that a float holds.
+        Numbers of integer types are returned as integers, since a float does not hold all those of 64 bits.
         """
         return self._fold(self.space.canonical(ref).value, depth=0)
 
@@ -210,7 +214,7 @@ class Scope:
 
 
 def parts_of(expression: Expression) -> Iterator[Expression]:
-    """An expression and all that it is applied to, each once; what a statistic is taken of is not looked into."""
+    """Yields an expression and everything it is applied to, each once; does not enter the argument of a statistic."""
     seen: set[int] = set()
     todo = [expression]
     while todo:
@@ -224,9 +228,10 @@ def parts_of(expression: Expression) -> Iterator[Expression]:
 
 
 def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) -> bool:
-    """Whether a value is computed from some others, which ``known`` says of these; none is before ``first``.
+    """Returns whether a value is computed from values that ``known`` maps to True; none of those comes before
+    ``first``.
 
-    What is found out is added to ``known``, so that each value of a program is looked at once.
+    Adds each answer to ``known``, so that each value of a program is looked at once.
     """
     todo = [value]
     while todo:
@@ -246,10 +251,10 @@ def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) 
 
 
 def operation(node: Node) -> tuple[Primitive, Params]:
-    """What an elementwise computation is in a program: primitive and parameters.
+    """Returns the primitive and the parameters of an elementwise computation.
 
     Raises:
-      Mismatch: it calls a function of which the derivative is not elementwise.
+      Mismatch: it calls a function whose derivative is not elementwise.
     """
     if not is_elementwise_call(node.equation):
         return node.equation.primitive, node.params
@@ -260,7 +265,7 @@ def operation(node: Node) -> tuple[Primitive, Params]:
 
 
 def _cast(value: np.ndarray, dtype: Dtype) -> float | int | None:
-    """A scalar in another dtype; None where platforms differ, as for a float that an integer type does not hold."""
+    """Casts a scalar; None where platforms differ, as for a float that an integer type does not hold."""
     if dtype.kind in "iu" and value.dtype.kind not in "iub":
         if not jnp.iinfo(dtype).min <= float(value) <= jnp.iinfo(dtype).max:
             return None
@@ -268,7 +273,7 @@ def _cast(value: np.ndarray, dtype: Dtype) -> float | int | None:
 
 
 def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A quotient; of whole numbers the one towards 0, exactly."""
+    """Divides two scalars; whole numbers exactly, rounded towards 0."""
     if a.dtype.kind not in "iu":
         return np.asarray(a / b)
     quotient, rest = np.divmod(a, b)
@@ -304,12 +309,12 @@ _FOLDS: dict[str, Callable[..., np.ndarray]] = {
     "integer_pow": lambda params, a: a ** params["y"] if a.dtype.kind in "iu" else a.astype(np.float64) ** params["y"],
     "convert_element_type": lambda _, a: a,
 }
-"""Scalar arithmetic in numpy: while JAX is tracing, its own would be traced."""
+"""Scalar arithmetic in numpy: while JAX is tracing, operations of JAX would be traced."""
 assert _FOLDS.keys() <= ELEMENTWISE
 
 
 def precision_of(graph: Graph, node: Node) -> str | None:
-    """The precision asked of a contraction, or None for the default."""
+    """Returns the precision that a contraction asks for, or None for the default."""
     if node.name != "dot_general":
         return None
     precision = node.params["precision"]
@@ -327,4 +332,4 @@ def precision_of(graph: Graph, node: Node) -> str | None:
 
 
 _ACCUMULATES_IN_FLOAT32 = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
-"""Algorithms that are what kernels do with operands of that dtype."""
+"""Algorithms that are what kernels do with operands of the given dtype."""

@@ -1,4 +1,4 @@
-"""Gathers that pick one element of an axis, and the scatters that put one back, read as index notation."""
+"""Reads gathers that pick one element of an axis, and scatters that put one back, as index notation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopallas.sites.elementwise import Axis
 __all__ = ["Pick", "picked", "placed"]
 
 _LONGEST = 2**24
-"""Constants of more elements are not looked into."""
+"""Most elements of a constant that is looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class Pick:
 
     Attributes:
       label: its position along the axis, an integer per row.
-      view: of the gather's result, or of the scatter's updates: which row each of their elements belongs to.
+      view: tells which row each element belongs to, of the gather's result or of the scatter's updates.
       along: "key", or "query" where it is one element per column.
-      mode: what becomes of a label out of range: "fill" (it gives the fill value, or is dropped), "clip" or "promise"
-        (there is none; if there is all the same, a gather clips it and a scatter drops it, so JAX documents).
+      mode: what becomes of a label out of range: "fill" (a gather gives the fill value, a scatter drops it), "clip" or
+        "promise" (labels are promised to be in range; as JAX documents, a gather clips one that is not, and a scatter
+        drops it).
     """
 
     label: Ref
@@ -41,7 +42,7 @@ class Pick:
 
 
 def picked(scope: Scope, operand: Ref, gather: Node, axis: Sequence[Atom]) -> Pick:
-    """A gather node whose operand is seen as ``operand``, read as a pick along ``axis``.
+    """Reads a gather node whose operand is seen as ``operand`` as a pick along ``axis``.
 
     Raises:
       Mismatch: it is not one.
@@ -68,7 +69,7 @@ def picked(scope: Scope, operand: Ref, gather: Node, axis: Sequence[Atom]) -> Pi
 
 
 def placed(scope: Scope, result: Ref, scatter: Node, axis: Sequence[Atom]) -> Pick:
-    """A scatter-add node into zeros whose result is seen as ``result``: each row has one element along ``axis``.
+    """Reads a scatter-add node into zeros, whose result is seen as ``result``, as one element per row along ``axis``.
 
     Raises:
       Mismatch: it is not so.
@@ -108,8 +109,11 @@ def _pick(
     axis: Sequence[Atom],
     mode: str,
 ) -> Pick:
-    """``components``, ``batching``: dimension of the operand -> component of the index, dimension of the indices.
-    ``window``: dimension of the result -> dimension of the operand."""
+    """Builds a pick.
+
+    ``components`` and ``batching`` map a dimension of the operand to a component of the index and to a dimension of the
+    indices. ``window`` maps a dimension of the result to a dimension of the operand.
+    """
     space, graph = scope.space, scope.graph
     shape = graph.shape(indices)
     last = len(shape) - 1
@@ -158,7 +162,7 @@ def _mode(mode: object) -> str:
 
 
 def _counted(scope: Scope, indices: int, component: int) -> int | None:
-    """The dimension of the indices of which a component is the position, if it is one."""
+    """Returns the dimension of the indices along which a component counts positions, if there is one."""
     space, shape = scope.space, scope.graph.shape(indices)
     for i, n in enumerate(shape[:-1]):
         atoms = space.fresh(n)
@@ -171,7 +175,7 @@ def _counted(scope: Scope, indices: int, component: int) -> int | None:
 
 
 def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
-    """Whether a value is 0, 1, 2, ... along an axis, also where negative indices would count from the end."""
+    """Returns whether a value is 0, 1, 2, ... along an axis, also where negative indices would count from the end."""
     space = scope.space
     ref = space.canonical(ref)
     node = scope.node(ref)
@@ -206,7 +210,7 @@ def is_position(scope: Scope, ref: Ref, atoms: Sequence[Atom]) -> bool:
 
 
 def _constant(scope: Scope, ref: Ref) -> np.ndarray | None:
-    """The elements of a captured array, if they can be looked at."""
+    """Returns the elements of a captured array, if they can be looked at."""
     constant = scope.graph.constants.get(ref.value)
     if constant is None or compat.is_tracer(constant) or np.size(constant) > _LONGEST:
         return None

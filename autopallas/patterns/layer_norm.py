@@ -1,4 +1,4 @@
-"""LayerNorm: rows that are centred and divided by their standard deviation, in any spelling (:mod:`row_moments`)."""
+"""Finds LayerNorm, centred rows divided by their standard deviation, in any spelling (:mod:`row_moments`)."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["find"]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Every LayerNorm in a graph, and what nearly was one."""
+    """Finds every LayerNorm in a graph, and the near misses."""
     return found_normalisations(graph, OPERATION.name, LayerNormSpec, centred=True)

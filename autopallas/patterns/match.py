@@ -1,4 +1,4 @@
-"""The outcome of recognition, as data."""
+"""Holds the outcome of recognition as data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BackwardMatch", "Match", "Mismatch", "NearMiss", "bounded", "describ
 
 
 class Mismatch(Exception):
-    """Raised inside a pattern where a guard fails; caught in one place, which makes a NearMiss of it.
+    """Raised inside a pattern where a guard fails, and turned into a NearMiss in one place.
 
     Attributes:
       reason: what failed, in words that hold at every place of the same form.
@@ -32,7 +32,7 @@ class Mismatch(Exception):
 
 
 def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
-    """A reason that names the value that it is about: type, primitive and line."""
+    """Completes a reason with the type, primitive and line of the value that it is about."""
     if operand is None:
         return reason
     node = graph.definitions.get(operand)
@@ -44,10 +44,10 @@ def describe_reason(graph: Graph, reason: str, operand: int | None) -> str:
 
 @contextmanager
 def bounded(graph: Graph) -> Iterator[None]:
-    """One try to find something in a graph, which has a limited number of steps.
+    """Limits the steps of one attempt to find something in a graph.
 
     Raises:
-      Mismatch: these did not do.
+      Mismatch: the attempt needed more steps.
     """
     try:
         with graph.steps.one_try():
@@ -82,9 +82,9 @@ class Match:
       site: its description: what the operation's implementations compute, and from which operands.
       direction: "forward", or "forward+backward" where the program holds the site's backward too.
       operands: numbers of the values that the site reads, in the order of the site's operands.
-      results: numbers of the values that it gives.
+      results: numbers of the values that the site computes.
       equations: the nodes that compute results from operands, in order.
-      original: the same as a closed jaxpr.
+      original: the same computation as a closed jaxpr.
       body: the body in which the site was found.
       location: "file:line (function)" of the user's code.
       backwards: the backwards that the program holds; with any, each operand is one use of a value.
@@ -101,13 +101,13 @@ class Match:
     location: str
     backwards: tuple[BackwardMatch, ...] = ()
     homes: tuple[Body, ...] = ()
-    """The bodies that have all operands, of which others with a part of the site may lack some; by default ``body``."""
+    """Bodies that have all operands, while other bodies with a part of the site may lack some; by default ``body``."""
     then: tuple[Match, ...] = ()
     """Further passes of the same site, such as its backward where that is a computation of its own."""
     obstacle: str = ""
-    """Why it must not be replaced where it is, or an empty string."""
+    """Reason why the site must not be replaced where it is, or an empty string."""
     assumptions: tuple[str, ...] = ()
-    """What the proof takes for granted of the program's numbers, in words."""
+    """Assumptions of the proof about the program's numbers, in words."""
 
     @property
     def passes(self) -> tuple[Match, ...]:
@@ -119,13 +119,13 @@ class Match:
 
     @property
     def replaced(self) -> tuple[int, ...]:
-        """Numbers of all values that a kernel gives in place of the program."""
+        """Numbers of all values that a kernel computes in place of the program."""
         gradients = (number for b in self.backwards for _, number in b.gradients)
         return (*self.results, *gradients, *(number for p in self.then for number in p.replaced))
 
     @property
     def reads(self) -> dict[int, tuple[int, ...]]:
-        """From which values a kernel computes each of those."""
+        """For each replaced value, the values from which a kernel computes it."""
         found = dict.fromkeys(self.results, self.operands)
         for backward in self.backwards:
             read = (*self.operands, *self.results, backward.cotangent)
@@ -142,10 +142,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class NearMiss:
-    """A place that got past the anchors of a pattern and failed, and why.
+    """A place that got past the anchors of a pattern and then failed, with the reason.
 
-    ``value`` is the number of what it is about: the miss goes where a site computes that value in the program's place.
-    ``advice`` says what to write instead.
+    ``value`` is the number of the value that the miss is about: the miss is dropped where a site computes that value in
+    the program's place. ``advice`` says what to write instead.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""Sites that wait for each other: each is right by itself, but no order of the program computes them all."""
+"""Drops sites that wait for each other: each is right by itself, but no order of the program computes them all."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ITSELF = (
 
 
 def in_some_order(graph: Graph, matches: Sequence[Match]) -> tuple[list[Match], list[NearMiss]]:
-    """The matches without those that wait for each other, and what is said of these.
+    """Returns the matches without those that wait for each other, and near misses for the dropped ones.
 
-    A kernel reads all of its operands before it gives the first of its results.  Two results of a program, of which one
-    reads what the other does not, may so come to stand in a circle with those of another kernel.  Of the matches in a
-    circle the one that reads the least is left out.
+    A kernel reads all of its operands before it gives the first of its results. If only one of two results of a program
+    reads a certain value, they may so end up in a circle with the results of another kernel. In each circle, the match
+    that reads the fewest elements is dropped.
     """
     kept, left_out = list(matches), []
     while kept and (around := circle(graph, kept)):
@@ -42,7 +42,7 @@ def _size(graph: Graph, numbers: Iterable[int]) -> int:
 
 
 def circle(graph: Graph, matches: Sequence[Match]) -> list[Match]:
-    """The matches in one circle, if there is any."""
+    """Returns the matches in one circle, if there is any."""
     reads = {number: read for match in matches for number, read in match.reads.items()}
     done: set[int] = set()
     path: dict[int, None] = {}  # in order

@@ -1,4 +1,4 @@
-"""RMSNorm: rows that are divided by the root of their mean square, in any spelling (:mod:`row_moments`)."""
+"""Finds RMSNorm, rows divided by the root of their mean square, in any spelling (:mod:`row_moments`)."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["find"]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Every RMSNorm in a graph, and what nearly was one."""
+    """Finds every RMSNorm in a graph, and the near misses."""
     return found_normalisations(graph, OPERATION.name, RmsNormSpec, centred=False)

@@ -1,4 +1,4 @@
-"""Scores by which tokens choose experts: they look like those of an attention, or like logits, and are neither."""
+"""Drops findings about the scores of routers, which resemble those of an attention, or logits, and are neither."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _THROUGH = ELEMENTWISE | frozenset(
     custom_jvp_call stop_gradient copy name""".split()
 )
 _MOST = 2000
-"""Values that are looked at for all sites."""
+"""Most values that are looked at for all sites."""
 
 
 def without_routers(
     graph: Graph, matches: Sequence[Match], misses: Sequence[NearMiss]
 ) -> tuple[list[Match], list[NearMiss]]:
-    """The matches and the near misses that are not about the scores of routers.
+    """Returns the matches and the near misses that are not about the scores of routers.
 
-    Those are routers of mixtures that are sites; and where a mixture is a near miss, no attention is one at its line.
+    The routers meant are those of mixtures that are sites. If a mixture is a near miss, attention near misses at the
+    same line are dropped too.
     """
     own = {miss.location for miss in misses if miss.op == "grouped_matmul"}
     others = any(miss.op != "grouped_matmul" for miss in misses) or any(m.op == "cross_entropy" for m in matches)
@@ -41,13 +42,13 @@ def without_routers(
 
 
 def _is_router(match: Match, routers: set[int]) -> bool:
-    """Whether what was found is the softmax of a router, of which the largest weight and its place are taken."""
+    """Returns whether a match is the softmax of a router, from which the largest weight and its position are taken."""
     logits = (number for node in match.equations if node.name == "dot_general" for number in node.outputs)
     return match.op == "cross_entropy" and not routers.isdisjoint(logits)
 
 
 def _routers(graph: Graph, matches: Sequence[Match]) -> set[int]:
-    """The products from which the numbers of experts come that sites read, by operations that are no products."""
+    """Finds the products behind the expert numbers that sites read, as far as no other product lies between."""
     read = [n for match in matches if match.op == "grouped_matmul" for n in match.operands]
     todo = [n for n in read if not _is_floating(graph, n)]
     seen: set[int] = set()

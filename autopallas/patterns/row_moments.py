@@ -1,8 +1,8 @@
-"""Normalisations of rows, whatever the spelling: a value as a polynomial of a tile and of the moments of its rows.
+"""Recognises normalisations of rows, whatever their spelling, as polynomials of a tile and of the moments of its rows.
 
-A value is read as ``P * q**e * scale + shift``.  ``P`` is a polynomial of x, of the row's mean of x, of its mean of
-x * x, and of a root of one of those; ``q`` is such a polynomial without x, and scale and shift do not vary with the
-rows.  A sum over the columns takes each power of x to a moment.  So ``E[(x - m)**2]`` and ``E[x**2] - m**2`` are one
+A value is read as ``P * q**e * scale + shift``. ``P`` is a polynomial of x, of the row's mean of x, of its mean of
+``x * x``, and of a root of one of those. ``q`` is such a polynomial without x; scale and shift do not vary with the
+rows. A sum over the columns takes each power of x to a moment. So ``E[(x - m)**2]`` and ``E[x**2] - m**2`` are one
 polynomial, and so are a scale before and after the product with the reciprocal root.
 """
 
@@ -33,20 +33,20 @@ from autopallas.sites.spec import Spec
 __all__ = ["Normalisation", "found_normalisations", "normalisations"]
 
 _DEEPEST = 48
-"""Operations on one path that are read."""
+"""Most operations on one path that are read."""
 _MOST_TERMS = 24
 _MOST_TILES = 12
-"""Values out of which x is looked for."""
+"""Most values among which x is looked for."""
 _MOST_USERS = 24
-"""Values behind a root among which the normalisation is looked for."""
+"""Most values after a root among which the normalisation is looked for."""
 _WAYS = 6
-"""How often shorter ways to take a normalisation are tried."""
+"""Most rounds in which shorter ways to take a normalisation are tried."""
 _CLOSE = 2e-7
-"""Relative difference of factors that are equal: constants such as 1 / N are rounded to float32."""
+"""Largest relative difference of factors that count as equal: constants such as 1 / N are rounded to float32."""
 _ABOUT_ONE = 1e-6
-"""The same of a factor of the whole result."""
+"""Largest relative difference from 1 of a factor of the whole result."""
 _NEARLY_ONE = 0.6, 1.7
-"""A factor that is worth telling, as of a variance over N - 1."""
+"""Bounds of a factor that is worth reporting, as of a variance over N - 1."""
 
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow"})
 _MADE_OF_ROWS = frozenset({"convert_element_type", "mul", "div", "sub", "add", "square", "integer_pow", "pow"})
@@ -73,7 +73,7 @@ _ROOT: Monomial = (0, 0, 0, 1)
 
 
 class _Unlike(Exception):
-    """A value is none that a normalisation is made of; the message says why, for whoever debugs."""
+    """Raised where a value is no part of a normalisation; the message says why, for debugging."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class Normalisation:
 
     Attributes:
       result: the node that gives it.
-      centred: whether the mean is subtracted, and the moment is the variance; else the mean of squares.
+      centred: whether the mean is subtracted, and the moment is the variance; else it is the mean of squares.
       epsilon: what is added to the moment, or to the root if ``outside``.
       x, scale, shift: uses of values; the latter two do not vary with the rows.
       dimensions: the labels of each axis of the result.
-      columns: those along which it is normalised.
-      sizes: of all labels.
-      earlier: scale and shift before layout operations, which a body may have that lacks the others.
+      columns: the labels along which it is normalised.
+      sizes: the sizes of all labels.
+      earlier: scale and shift before layout operations, for a body that has these values and lacks the later ones.
     """
 
     result: Node
@@ -104,7 +104,7 @@ class Normalisation:
     earlier: tuple[Ref | None, Ref | None]
 
     def at(self, graph: Graph, image: Mapping[int, int]) -> Normalisation:
-        """The same, said of corresponding values."""
+        """Returns the same normalisation of corresponding values."""
         x, scale, shift = (
             None if ref is None else Ref(image[ref.value], ref.view) for ref in (self.x, self.scale, self.shift)
         )
@@ -114,11 +114,12 @@ class Normalisation:
 
 
 def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[int, tuple[bool, str, str]]]:
-    """The normalisations of a graph, and by the number of a root whether what it is part of is centred, why it is
-    none, and the advice.  Found once.
+    """Finds the normalisations of a graph, and why near misses are none; keeps both in the graph.
 
-    Each is given with what it is scaled by and what is added, and then with less: a scale of which the program computes
-    another gradient than the sum over all rows, as for each example by itself, stays outside.
+    Each normalisation comes in several ways: with everything it is scaled by and everything added, then with less. A
+    scale stays outside if the program computes another gradient of it than the sum over all rows, such as one per
+    example. The reasons for near misses are keyed by the number of a root; each is (whether what the root is part of is
+    centred, the reason, the advice).
     """
     if "normalisations" not in graph.notes:
         found: dict[int, tuple[Normalisation, ...]] = {}
@@ -145,15 +146,15 @@ def normalisations(graph: Graph) -> tuple[list[tuple[Normalisation, ...]], dict[
 
 
 class _Outcome(NamedTuple):
-    """Of a search: the ways to take a normalisation, or whether what nearly is one is centred, why it is none, and the
-    advice."""
+    """Outcome of a search: the ways to take a normalisation; or, for a near miss, whether it is centred, the reason and
+    the advice."""
 
     ways: tuple[Normalisation, ...]
     reason: tuple[bool, str, str] | None = None
 
 
 def _outcome(search: _Search, others: ProofCache[_Outcome]) -> _Outcome:
-    """The outcome of a search, which is that at another root of the same form where there is one."""
+    """Returns the outcome of a search; takes it over from another root of the same form where there is one."""
     graph = search.graph
     for outcome, image in others.like(search.root, None):
         return outcome._replace(ways=tuple(one.at(graph, image) for one in outcome.ways))
@@ -171,7 +172,7 @@ def _outcome(search: _Search, others: ProofCache[_Outcome]) -> _Outcome:
 def found_normalisations(
     graph: Graph, op: str, spec: Callable[..., Spec], centred: bool
 ) -> tuple[list[Match], list[NearMiss]]:
-    """Those of one operation, with their backwards.
+    """Finds the normalisations of one operation, with their backwards.
 
     Args:
       graph: the program.
@@ -204,7 +205,7 @@ def found_normalisations(
 def _match(graph: Graph, op: str, spec: Callable[..., Spec], one: Normalisation) -> Match | None:
     operands = {"x": one.x, "scale": one.scale, "shift": one.shift}
     dtypes = {f"{name}_dtype": None if ref is None else graph.dtype(ref.value) for name, ref in operands.items()}
-    sizes = {"batch": 0, "rows": 0, "columns": 0}  # the site has them
+    sizes = {"batch": 0, "rows": 0, "columns": 0}  # filled in from the site
     dtypes["result_dtype"] = graph.dtype(one.result.outputs[0])
     form = spec(**sizes, **dtypes, epsilon=one.epsilon, outside=one.outside)
     every = [atom for own in one.dimensions for atom in own]
@@ -240,7 +241,7 @@ def _sum(a: Polynomial, b: Polynomial, sign: float = 1.0) -> Polynomial:
 
 
 def _tidy(polynomial: Polynomial) -> Polynomial:
-    """Without terms that cancelled but for rounding."""
+    """Drops terms that cancelled up to rounding."""
     largest = max(map(abs, polynomial.values()), default=0.0)
     return {m: c for m, c in polynomial.items() if abs(c) > 1e-7 * largest or m == _ONE and c}
 
@@ -256,7 +257,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def _moment(polynomial: Polynomial) -> tuple[bool, float, float] | None:
-    """(centred, factor, added) if a polynomial is ``factor * moment + added`` with a positive factor."""
+    """Returns (centred, factor, added) if a polynomial is ``factor * moment + added`` with a positive factor."""
     rest = dict(polynomial)
     factor, mean, added = (rest.pop(m, 0.0) for m in (_SQUARE, _MEAN_OF_MEAN, _ONE))
     if rest or factor <= 0 or not (mean == 0 or _near(-mean, factor)):
@@ -266,7 +267,7 @@ def _moment(polynomial: Polynomial) -> tuple[bool, float, float] | None:
 
 @dataclass(frozen=True)
 class _Form:
-    """``numerator * base**exponent * scale + shift``."""
+    """Value of the form ``numerator * base**exponent * scale + shift``."""
 
     numerator: Polynomial
     base: tuple[tuple[Monomial, float], ...] = ()
@@ -284,9 +285,9 @@ class _Reader:
     """Reads values of one site as forms.
 
     Attributes:
-      x: the number of the tile that is normalised, below casts.
+      x: the number of the tile that is normalised, before casts.
       columns, rows: the labels of both.
-      reads: the values as which equations read it, with their views.
+      reads: the uses by which equations read x, by number of the value that they read.
     """
 
     def __init__(self, scope: Scope, x: int, columns: Sequence[Atom], rows: Sequence[Atom]):
@@ -298,10 +299,10 @@ class _Reader:
         self._known: dict[object, _Form] = {}
 
     def form(self, ref: Ref, depth: int = 0) -> _Form:
-        """A use of a value as a form.
+        """Reads a use of a value as a form.
 
         Raises:
-          _Unlike: it is none.
+          _Unlike: the value has no such form.
         """
         if depth > _DEEPEST:
             raise _Unlike(f"more than {_DEEPEST} operations make the normalisation")
@@ -327,12 +328,12 @@ class _Reader:
         return self._known[key]
 
     def _is_shared(self, at: Ref) -> bool:
-        """Whether several rows have a value in common: all of them, or those of one sequence, say."""
+        """Returns whether several rows share a value: all of them, or those of one sequence, say."""
         return not self.rows or not self.rows <= self.space.atoms(at)
 
     def _source(self, ref: Ref) -> Ref:
-        """The same elements before they were repeated for each row: there a program has the cotangent, for whatever
-        comes before may stand outside of a loop or a checkpoint."""
+        """Returns the same elements before they were repeated for each row. A program has the cotangent there, for
+        whatever comes before may stand outside of a loop or a checkpoint."""
         fewest = len(self.space.atoms(self.space.canonical(ref)))
         return next(at for at in self.space.chain(ref) if len(self.space.atoms(at)) == fewest)
 
@@ -351,7 +352,7 @@ class _Reader:
         return self._combined(at, name or "", operands, [self.form(operand, depth + 1) for operand in operands])
 
     def _is_moment(self, at: Ref) -> bool:
-        """Whether a value without labels of rows is computed from the only row there is."""
+        """Returns whether a value without row labels is computed from the only row there is."""
         return not self.rows and at.value > self.x
 
     def _combined(self, at: Ref, name: str, operands: Sequence[Ref], forms: list[_Form]) -> _Form:
@@ -395,7 +396,8 @@ class _Reader:
         raise _Unlike(f"the rows pass through {name}")
 
     def _squared(self, at: Ref, form: _Form) -> _Form:
-        """The form; in float16 squares, of x or of its mean, and means of squares are none."""
+        """Returns the form; raises Mismatch if it holds squares, of x or of its mean, or means of squares in
+        float16."""
         squared = any(m[0] == 2 or m[1] == 2 or m[2] for m in form.numerator)
         if squared and self.graph.dtype(at.value) == np.float16:
             raise Mismatch(_FLOAT16, advice=_WIDE)
@@ -406,7 +408,7 @@ class _Reader:
             if b.shift is not None and sign < 0:
                 raise _Unlike("something that does not vary with the rows is subtracted")
             return replace(a, numerator=_sum(a.numerator, b.numerator, sign), shift=a.shift or b.shift)
-        for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column beside what varies with the rows
+        for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column is added to what varies with the rows
             alone = not other.exponent and other.shift is None and other.numerator == {_ONE: 1.0}
             if alone and other.scale is not None and one.shift is None and one.exponent:
                 if other is b and sign < 0:
@@ -425,7 +427,7 @@ class _Reader:
         return _Form(_product(a.numerator, b.numerator), base if exponent else (), exponent, a.scale or b.scale)
 
     def _power(self, form: _Form, exponent: float) -> _Form:
-        """A number of a row, or a known number, to a power out of 1/2, -1/2 and -1."""
+        """Raises a row number, or a known number, to the power 1/2, -1/2 or -1."""
         if exponent not in (0.5, -0.5, -1.0) or form.scale is not None or form.shift is not None:
             raise _Unlike("something else than a root or a reciprocal is taken")
         number = _number(form.numerator)
@@ -450,7 +452,7 @@ class _Reader:
         return _Form({_ONE: 1.0}, tuple(sorted(form.numerator.items())), exponent)
 
     def _summed(self, at: Ref, depth: int) -> _Form:
-        """A sum over the columns, of one value or of the product of two."""
+        """Reads a sum over the columns, of one value or of the product of two."""
         node = self.graph.definitions[at.value]
         dimensions = [(0, (atom,)) for atom in self.columns]
         if node.name == "reduce_sum":
@@ -478,7 +480,7 @@ class _Reader:
         return _Form(_tidy(result))
 
     def conclusion(self, form: _Form) -> tuple[bool, float, bool, float]:
-        """(centred, epsilon, outside, gain) of a form that normalises x.
+        """Returns (centred, epsilon, outside, gain) of a form that normalises x.
 
         Raises:
           _Unlike: it does something else.
@@ -508,7 +510,7 @@ class _Reader:
         return centred, epsilon, outside, gain
 
 
-# ---------------------------------------------------------------------- where they are
+# ---------------------------------------------------------------------- where normalisations are
 
 
 @dataclass
@@ -519,18 +521,18 @@ class _Search:
     root: Node
     alive: frozenset[int]
     given: Set[int]
-    """The results of the program."""
+    """Numbers of the program's results."""
     centred: bool = False
-    """Whether what nearly is one subtracts its mean."""
+    """Whether the near miss subtracts its mean."""
     _subtracts: bool = False
     _reason: Mismatch | None = None
 
     def found(self) -> tuple[Normalisation, ...]:
-        """The normalisation with all that is scaled and added behind it, then with less; none where nothing looks like
-        one.
+        """Returns the normalisation with everything scaled and added after it, then with less; nothing where nothing
+        resembles a normalisation.
 
         Raises:
-          Mismatch: something nearly is one, and why it is not.
+          Mismatch: something resembles one, with the reason why it is none.
         """
         if not self._is_root():
             return ()
@@ -549,7 +551,8 @@ class _Search:
         return exponent is not None and abs(float(exponent)) == 0.5
 
     def _candidates(self) -> Iterator[tuple[int, frozenset[int]]]:
-        """(value, its summed dimensions) of tiles of which the root's operand may hold moments, the innermost first."""
+        """Yields (value, its summed dimensions) of tiles whose moments the root's operand may hold, the innermost
+        first."""
         scope = Scope(self.graph)
         space = scope.space
         todo, seen = [space.full(self.root.inputs[0])], 0
@@ -577,7 +580,7 @@ class _Search:
             operands = space.uses(at) or []
             carrying = [o for o in operands if space.atoms(o) & columns]
             alike = carrying and all(space.same(carrying[0], other) for other in carrying)
-            if scope.name(at) in ("mul", "div"):  # rows times a number of each, as of an earlier norm, are x themselves
+            if scope.name(at) in ("mul", "div"):  # rows times one number each, as after another norm, are x themselves
                 others = [o for o in operands if not space.atoms(o) & columns]
                 alike = alike and all(scope.number(o) is not None for o in others)
             at = carrying[0] if alike and scope.name(at) in _MADE_OF_ROWS else None
@@ -588,9 +591,9 @@ class _Search:
                 yield at.value, axes
 
     def _behind(self, x: int, axes: frozenset[int]) -> Iterator[tuple[int, Normalisation]]:
-        """(number, what it is) of the values behind the root that are normalisations of x, in order.
+        """Yields (number, normalisation) for the values after the root that are normalisations of x, in order.
 
-        What is made of a value that is none of x is not looked at: in a deep program, that would be all of it.
+        Values that turn out otherwise are not followed: in a deep program, that would lead through all of it.
         """
         waiting = {n: user for user in self.graph.users[self.root.outputs[0]] for n in user.outputs[:1]}
         seen: set[int] = set()
@@ -613,10 +616,11 @@ class _Search:
             waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in seen})
 
     def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
-        """What a node gives as a normalisation of x; None where it lacks its columns.
+        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where x is
+        not used.
 
         Raises:
-          _Unlike: it is none.
+          _Unlike: the value is no normalisation of x.
         """
         graph, shape = self.graph, self.graph.shape(node.outputs[0])
         if node.name in LAYOUT or math.prod(shape) != math.prod(graph.shape(x)) or 0 in shape:
@@ -658,10 +662,10 @@ class _Search:
         )
 
     def _whole(self, read: dict[int, Normalisation]) -> tuple[Normalisation, ...]:
-        """The first one with the only thing that is made of it, as long as that is a normalisation too; last comes the
-        first one alone.
+        """Follows a chain of normalisations, each the only thing computed from the one before; returns them from the
+        last to the first.
 
-        A cast to a wider dtype at the end is what comes next reads it through.
+        A cast to a wider dtype at the end is left out, since whatever comes next reads through it.
         """
         number = min(read)
         ways = [read[number]]
@@ -682,7 +686,7 @@ class _Search:
         return tuple(found)
 
     def _next(self, number: int) -> set[int]:
-        """What is made of a value, layout aside."""
+        """Returns what is computed from a value, looking through layout operations."""
         found: set[int] = set()
         todo = [number]
         while todo and len(found) < _MOST_USERS:
@@ -695,7 +699,7 @@ class _Search:
 
 
 def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
-    """The use of a value from which a result is computed element by element."""
+    """Finds the use of a value from which a result is computed element by element."""
     space = scope.space
     todo, seen = [result], 0
     while todo and seen < 2 * _MOST_USERS:
@@ -709,7 +713,7 @@ def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
 
 
 def _seen(space: Space, ref: Ref, value: int) -> Ref:
-    """The same elements before layout operations, but no further than in a certain value."""
+    """Returns the same elements before layout operations, but goes back no further than a certain value."""
     for at in space.chain(ref):
         if at.value == value:
             return at

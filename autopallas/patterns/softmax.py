@@ -1,10 +1,10 @@
-"""The proof that weights are a softmax, whatever the spelling.
+"""Proves that weights are a softmax, whatever its spelling.
 
-The weights' side of a contraction over S is pulled back to ``exp(argument) * weights * exp(rows)``, where ``rows`` is
-a formal sum of terms without S, with ``log(sum over S of exp(x))`` as one kind of term. The weights are a softmax of
-x exactly when that sum is ``-1 * logsumexp(x)`` and nothing else that depends on the scores: a subtracted maximum
-cancels, however often it was subtracted, and division before or after the contraction, reciprocals, log_softmax and
-logsumexp come out the same.
+The proof pulls the weights' side of a contraction over S back to ``exp(argument) * weights * exp(rows)``. Here ``rows``
+is a formal sum of terms without S, and ``log(sum over S of exp(x))`` is one kind of term. The weights are a softmax of
+x exactly when that sum is ``-1 * logsumexp(x)`` and nothing else in it depends on the scores. A subtracted maximum
+cancels, however often it was subtracted. Division before or after the contraction, reciprocals, log_softmax and
+logsumexp all give the same form.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ Kind = Literal["constant", "value", "log", "logsumexp"]
 T = TypeVar("T")
 
 _DEEPEST = 64
-"""Operations on one path that a proof looks through: no spelling of a softmax has so many, and a program may have any
-number."""
+"""Most operations on one path that a proof looks through. No spelling of a softmax has so many, but a program may have
+any number."""
 _MOST_TERMS = 32
-"""Terms of one sum of logarithms; a longer sum is a term of its own."""
+"""Most terms of one sum of logarithms; a longer sum is a term of its own."""
 _DROWNS_IN = 1e10
-"""A number to which float64 adds the logarithm of a count with an error beyond any tolerance of float32: in a row of
-nothing else, ``exp(s - logsumexp(s))`` is 1 everywhere."""
+"""Magnitude to which float64 adds the logarithm of a count with an error beyond any tolerance of float32. In a row of
+nothing but numbers of this size, ``exp(s - logsumexp(s))`` is 1 everywhere."""
 _HELD = 2**15
-"""A number that every floating dtype holds, and twice as much."""
+"""Largest number of keys for which every floating dtype holds a sum of exponentials that are at most 1 each."""
 _BLURS_BY = 1e3
-"""A number to which float32 adds a score with an error beyond its tolerance."""
+"""Magnitude to which float32 adds a score with an error beyond its tolerance."""
 _KEEPS_DIGITS = frozenset({"convert_element_type", "max", "min", "neg", "select_n"})
 """Operations whose results have no more digits than their operands."""
 
 UNSHIFTED = "no maximum is subtracted before the exponential, which neither overflows nor vanishes in a whole row"
-"""What is assumed of scores that enter an exponential as they are, or less a maximum that a cast may make infinite:
-where it overflows, the program gives NaN."""
+"""Assumption about scores that enter an exponential without a shift, or less a maximum that a cast may make infinite:
+where the exponential overflows, the program gives NaN."""
 HIDDEN = "keys are hidden after the maximum is subtracted, none of which is so great that a whole row vanishes"
-"""What is assumed of scores whose exponentials are masked, and not they: where all that is left vanishes, the program
-gives NaN."""
+"""Assumption about scores that are not masked themselves while their exponentials are: where all remaining exponentials
+vanish, the program gives NaN."""
 
 
 ROUNDED = "the maximum is rounded before it is subtracted, by less than makes an exponential overflow"
-"""What is assumed of scores less a maximum in a narrower dtype.  A maximum of 45,000 loses up to 88 in bfloat16: the
+"""Assumption about scores less a maximum in a narrower dtype. A maximum of 45,000 loses up to 88 in bfloat16: the
 exponential of so much overflows, and the program gives NaN."""
 
 
 class SeveralBlocks(Mismatch):
-    """One softmax runs over several blocks of scores, which could not be put together."""
+    """Reports that one softmax runs over several blocks of scores that could not be merged."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -94,7 +94,7 @@ class SeveralBlocks(Mismatch):
 
 
 class NoNormaliser(Mismatch):
-    """There is an exponential, but nothing over S divides it: the division may come after the contraction."""
+    """Reports an exponential that nothing over S divides: the division may come after the contraction."""
 
 
 class Term(NamedTuple):
@@ -106,7 +106,7 @@ class Term(NamedTuple):
 
     @property
     def value(self) -> Ref:
-        """What it is the value or the logarithm of."""
+        """Value that the term stands for or takes the logarithm of."""
         assert isinstance(self.expression, Ref)
         return self.expression
 
@@ -121,12 +121,13 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A factor that carries S.  ``where`` / ``unless``: zero where the mask is false / true; else multiply / divide."""
+    """A factor that carries S. Kind ``where`` / ``unless``: zero where the mask is false / true. Other kinds multiply /
+    divide."""
 
     kind: Literal["where", "unless", "multiply", "divide"]
     source: Ref
     after_normalisation: bool
-    """Whether it was applied to a quotient: then a mask also turns the 0 / 0 of an empty row into 0."""
+    """Whether the factor was applied to a quotient: then a mask also turns the 0 / 0 of an empty row into 0."""
 
 
 @dataclass(slots=True)
@@ -137,9 +138,9 @@ class Exponential:
     weights: list[Factor] = field(default_factory=list)
     rows: list[Term] = field(default_factory=list)
     guarded: bool = False
-    """Whether what is not a number, as in a row without any key, is replaced by 0."""
+    """Whether NaN, as in a row without any key, is replaced by 0."""
     under_mask: list[Term] = field(default_factory=list)
-    """Of the rows those over which a mask stood: where it hides all keys, they do not matter."""
+    """Subset of ``rows`` over which a mask stood: in a row whose keys it hides all, they do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,10 @@ class LogSumExp:
 
 
 class _Stripped(NamedTuple):
-    """The argument of an exponential, taken apart: ``x`` plus ``rows``.
+    """Argument of an exponential, split into ``x`` plus ``rows``.
 
-    ``shifted``: whether ``x`` less its own maximum over the keys is what the program takes the exponential of, or
-    something smaller.  ``under_mask``: of the rows those over which a mask stands.
+    ``shifted`` says whether the program takes the exponential of ``x`` less its own maximum over the keys, or of
+    something smaller. ``under_mask`` is the subset of ``rows`` over which a mask stands.
     """
 
     x: Expression
@@ -165,24 +166,24 @@ class _Stripped(NamedTuple):
 
 
 class Softmax:
-    """The algebra over one site.  ``axis`` holds the labels of S."""
+    """Implements the algebra over one site. ``axis`` holds the labels of S."""
 
     def __init__(self, scope: Scope, axis: tuple[Atom, ...], offset: int):
         self.scope, self.space = scope, scope.space
         self.axis = axis
-        self.offset = offset  # of the keys within a longer axis, as beside a sink column
-        self.note: Mismatch | None = None  # what stood in the way of reading a denominator
-        self.unshifted = False  # whether an exponential was read from which no maximum is subtracted
-        self.rounded = False  # whether one is relative to a maximum in a narrower dtype
-        self.added_behind = False  # whether something is added to scores less their maximum, which may be a fill
+        self.offset = offset  # where the keys start in a longer axis, as beside a sink column
+        self.note: Mismatch | None = None  # why a denominator could not be read
+        self.unshifted = False  # whether some exponential was read without a subtracted maximum
+        self.rounded = False  # whether some exponential is relative to a maximum in a narrower dtype
+        self.added_behind = False  # whether something, possibly a fill, is added to scores less their maximum
         self.scaled_behind = False  # whether exact scores are scaled after their maximum was subtracted
-        self.overflows = False  # whether a number of the row was taken out that a cast may make infinite
-        self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, what that gives
+        self.overflows = False  # whether a row value was taken out that a cast may make infinite
+        self._memory: dict[Hashable, tuple[int, Any]] = {}  # per question, (label refinements at that time, answer)
 
     def _remembered(self, what: str, ref: Ref, compute: Callable[[], T], further: Hashable = None) -> T:
-        """The outcome of ``compute``, which is asked once for each use of a value.
+        """Returns the outcome of ``compute``, which is called once for each use of a value.
 
-        Labels may be refined later, which lets more be read: then it is asked again.
+        Calls it again after labels were refined, since more can be read then.
         """
         key = (what, ref.value, self.space.view(ref.view), self.space.resolve(self.axis), further)
         known = self._memory.get(key)
@@ -254,14 +255,15 @@ class Softmax:
                     found = self.exponential(cases[1 - position], depth + 1)
                     found.weights.append(Factor("unless" if position else "where", mask, _normalised(found)))
                     return found
-            if self._is_infinite(mask):  # which no probability is
+            if self._is_infinite(mask):  # no probability is infinite
                 return self._guarded(cases[0], depth)
         if name == "stop_gradient":
             raise Mismatch("the gradient is stopped inside the softmax", advice=STOP_EARLIER)
         raise Mismatch(f"the probabilities pass through {name}", advice=BETWEEN_PRODUCTS)
 
     def _guarded(self, ref: Ref, depth: int) -> Exponential:
-        """Probabilities of which those that are not numbers are replaced: whole rows, if nothing weighs them."""
+        """Pulls back probabilities whose NaNs are replaced. That concerns whole rows, if nothing weighs the
+        probabilities."""
         found = self.exponential(ref, depth + 1)
         if found.weights:
             raise Mismatch(
@@ -273,7 +275,7 @@ class Softmax:
         return found
 
     def _is_nan(self, mask: Ref, ref: Ref) -> bool:
-        """Whether a mask says where a value is not a number."""
+        """Returns whether a mask is true exactly where a value is NaN."""
         operands = self.space.operands(mask) if self.scope.name(mask) == "ne" else None
         return bool(operands) and all(self.space.same(o, self.space.canonical(ref)) for o in operands or ())
 
@@ -282,19 +284,19 @@ class Softmax:
         return bool(operands) and any(self.scope.number(o) in (math.inf, -math.inf) for o in operands or ())
 
     def _rounds(self, result: Ref, operand: Ref) -> bool:
-        """Whether a cast of a factor is read through."""
+        """Returns whether the proof reads through a cast of a factor."""
         return rounds(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
 
     def _widens(self, result: Ref, operand: Ref) -> bool:
-        """Whether a cast keeps every value."""
+        """Returns whether a cast keeps every value."""
         return widens(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
 
     def _keeps_range(self, result: Ref, operand: Ref) -> bool:
-        """Whether a cast makes no number infinite."""
+        """Returns whether a cast makes no finite number infinite, apart from rounding."""
         return keeps_range(self.scope.graph.dtype(operand.value), self.scope.graph.dtype(result.value))
 
     def _has_exponential(self, ref: Ref) -> bool:
-        """Whether an exponential lies behind elementwise operations."""
+        """Returns whether a value is computed from an exponential of the scores by elementwise operations."""
 
         def operands(at: Ref) -> Sequence[Ref]:
             return self.space.operands(at) or [] if self._carries_scores(at) else []
@@ -305,7 +307,7 @@ class Softmax:
         return self.scope.depends(ref.value) and self.carries_axis(ref)
 
     def _behind(self, ref: Ref, operands: Callable[[Ref], Iterable[Ref]], most: float = math.inf) -> Iterator[Ref]:
-        """The values of which one is computed, as far as ``operands`` tells them; it comes first."""
+        """Yields a value, then the values from which it is computed, as far as ``operands`` lists them."""
         seen: set[int] = set()
         todo = [ref]
         while todo and len(seen) <= most:
@@ -318,11 +320,12 @@ class Softmax:
     # ------------------------------------------------------------------ the exponential's argument
 
     def strip(self, ref: Ref) -> _Stripped:
-        """The argument of an exponential as x + rows, where the rows depend on the scores but lack S."""
+        """Splits the argument of an exponential into x + rows, where the rows depend on the scores but lack S."""
         return self._stripped(ref)
 
     def _stripped(self, ref: Ref, nothing: float = -math.inf, depth: int = 0) -> _Stripped:
-        """The same; a fill below ``nothing`` has an exponential of exactly 0 where this is the whole exponent."""
+        """Does what ``strip`` does; a fill below ``nothing`` has an exponential of exactly 0 if ``ref`` is the whole
+        exponent."""
         ref = self.space.canonical(ref)
         if not self.scope.depends(ref.value) or depth > _DEEPEST:
             return _Stripped(ref, [])
@@ -348,7 +351,7 @@ class Softmax:
                     row = [Term(float(sign), "value", self.space.canonical(b))]
                     bounds = False
                 elif not bounds and self._blurs(a, b):
-                    return _Stripped(ref, [])  # as large as a fill, it takes the scores' last digits
+                    return _Stripped(ref, [])  # a row value as large as a fill takes the scores' last digits
                 self.overflows |= self._overflows(b)
                 rows = rows + row
                 shifted = bounds or shifted and all(t.coefficient < 0 for t in row)
@@ -363,7 +366,7 @@ class Softmax:
                 if not self.space.same(self.space.canonical(a), self.space.canonical(b)):
                     if any(side.rows and self._is_offset(o) for side, o in ((left, a), (right, b))):
                         self.added_behind = True
-                        return _Stripped(ref, [])  # less what all keys have, the digits of what is added are kept
+                        return _Stripped(ref, [])  # the program subtracts first, so the addend keeps its digits
                 x = self._on_wide(node, left.x, right.x)
                 rows = [*left.rows, *(t.scaled(sign) for t in right.rows)]
                 under = [*left.under_mask, *(t.scaled(sign) for t in right.under_mask)]
@@ -407,17 +410,17 @@ class Softmax:
         return _Stripped(x, rows, shifted, under) if len(rows) <= _MOST_TERMS else _Stripped(ref, [])
 
     def _note_scale(self, stripped: _Stripped, factor: float) -> None:
-        """Notes a factor behind a number of the row that was taken out of scores with few digits.
+        """Notes a factor that is applied after a row value was subtracted from scores with few digits.
 
-        The program multiplies a difference, which is exact.  Kernels multiply the scores, and round that, unless by a
-        power of two; where scores have all digits of their dtype, the program rounded them as much.
+        The program multiplies an exact difference. Kernels multiply the scores, and round the product unless the factor
+        is a power of two. Where scores have all digits of their dtype, the program rounded them as much.
         """
         if math.frexp(factor)[0] not in (0.5, -0.5) and any(self.depends(term) for term in stripped.rows):
             all_digits = jnp.finfo(np.float64 if self._double else np.float32).nmant
             self.scaled_behind |= self._digits(stripped.x) < all_digits
 
     def _digits(self, x: Expression, depth: int = 0) -> int:
-        """How many binary digits the scores in an expression have at most, as far as dtypes say."""
+        """Returns how many binary digits the scores in an expression have at most, as far as dtypes tell."""
         if isinstance(x, Ref):
             x = self.space.canonical(x)
             if x.value == self.scope.score:
@@ -450,7 +453,7 @@ class Softmax:
         return min(found, _digits_of(graph.dtype(score.value)))
 
     def _added(self, ref: Ref, depth: int = 0) -> float:
-        """How far the numbers that are added to values, after a number of the row was, carry these from 0 at most."""
+        """Bounds how far from 0 the known numbers that the program adds after a row value carry the sums."""
         ref = self.space.canonical(ref)
         if not self.scope.depends(ref.value) or depth > _DEEPEST:
             return 0.0
@@ -471,15 +474,15 @@ class Softmax:
         return found
 
     def _on_wide(self, node: Node, *arguments: Expression) -> Apply:
-        """An equation applied to other operands, in the widest of their dtypes: one of which a cast was left out is
-        wider than the program has it."""
+        """Applies an equation to other operands, in the widest of their dtypes: an operand whose cast was left out is
+        wider than in the program."""
         floats = [d for d in map(self.scope.dtype, arguments) if rounds(d, d)]
         wide = max(floats, key=lambda d: d.itemsize)
         converted = (self.convert(a, wide) if rounds(self.scope.dtype(a), wide) else a for a in arguments)
         return Apply(node.equation.primitive, node.params, tuple(converted), wide)
 
     def convert(self, expression: Expression, dtype: Dtype) -> Expression:
-        """An expression in another dtype."""
+        """Casts an expression to another dtype."""
         if self.scope.dtype(expression) == dtype:
             return expression
         if isinstance(expression, Constant):
@@ -493,8 +496,8 @@ class Softmax:
         return score is not None and self.scope.graph.dtype(score) == np.float64
 
     def _bounds(self, row: Sequence[Term], values: Ref) -> bool:
-        """Whether what is added to some values takes from them their maximum along the row, but for rounding, or the
-        logarithm of the sum of their exponentials."""
+        """Returns whether a row that is added to some values subtracts their maximum, up to rounding, or the logarithm
+        of the sum of their exponentials."""
         for term in row:
             if term.kind == "logsumexp" and term.coefficient < 0:
                 return True
@@ -504,14 +507,15 @@ class Softmax:
         return False
 
     def _one_of(self, at: Ref) -> Sequence[Ref]:
-        """The values of which a number of the row is one, but for rounding."""
+        """Returns the operands of which a row value is always one, up to rounding."""
         name, operands = self.scope.name(at), self.space.operands(at) or []
         if name == "select_n":
             return operands[1:]
         return operands if name in ("max", "stop_gradient", "convert_element_type") else []
 
     def _overflows(self, number: Ref) -> bool:
-        """Whether a number of the row may be a fill that a cast makes infinite: less itself it is not 0."""
+        """Returns whether a row value may be a fill that a cast makes infinite: an infinite number less itself is not
+        0."""
         for at in self._behind(number, self._one_of, _DEEPEST):
             dtype = self.scope.dtype(at)
             if self.scope.name(at) == "convert_element_type" and rounds(dtype, dtype):
@@ -520,8 +524,8 @@ class Softmax:
         return False
 
     def _blurs(self, scores: Ref, number: Ref) -> bool:
-        """Whether a number of the row, which is not a maximum, may be as large as a fill among the scores, or infinite
-        as one is."""
+        """Returns whether a row value, other than a maximum, may be as large as a fill among the scores, or infinite
+        like one."""
         one_of = self._one_of
         ends = [at for at in self._behind(number, one_of, _DEEPEST) if not one_of(at) and self.scope.depends(at.value)]
         numbers = [at for at in ends if self.scope.name(at) != "reduce_max"]
@@ -529,16 +533,18 @@ class Softmax:
         return filled or any(map(self._is_filled_with_infinities, numbers))
 
     def _drowns(self, row: Sequence[Term]) -> bool:
-        """Whether the logarithm of a sum was added to the row's maximum before both are taken away."""
+        """Returns whether the program adds the logarithm of the sum to the row's maximum before it subtracts both."""
         return [t.kind for t in row if t.kind != "constant"] == ["logsumexp"]
 
     def is_filled(self, ref: Ref, beyond: float) -> bool:
-        """Whether some of the scores, of which a value is computed, are replaced by a finite number beyond a size."""
+        """Returns whether a value is computed from scores, some of which are replaced by a finite number larger than
+        ``beyond``."""
         numbers = map(self.scope.number, self._behind(ref, self._across_keys, _MOST_TERMS))
         return any(number is not None and beyond < abs(number) < math.inf for number in numbers)
 
     def _is_offset(self, ref: Ref) -> bool:
-        """Whether all scores of a row may be as large as a fill, or as what the program adds to them."""
+        """Returns whether all scores of a row may be as large as a fill, or as an array that the program adds to
+        them."""
 
         def operands(at: Ref) -> Sequence[Ref]:
             name, found = self.scope.name(at), self.space.operands(at) or []
@@ -551,7 +557,7 @@ class Softmax:
         return self.is_filled(ref, _BLURS_BY) or any(self.scope.number(at) is None for at in given)
 
     def _is_filled_with_infinities(self, ref: Ref) -> bool:
-        """Whether some of the scores of which a value is computed, other than by exponentials, are infinite."""
+        """Returns whether a value is computed from infinite scores, other than through exponentials and maxima."""
 
         def operands(at: Ref) -> Sequence[Ref]:
             return [] if self.scope.name(at) in ("exp", "exp2", "reduce_max") else self._across_keys(at)
@@ -560,7 +566,7 @@ class Softmax:
         return any(number in (math.inf, -math.inf) for number in numbers)
 
     def _across_keys(self, ref: Ref) -> Sequence[Ref]:
-        """The operands of a value, of a reduction over the keys too."""
+        """Returns the operands of a value; for a reduction over the keys, what it reduces."""
         if self.scope.number(ref) is not None:
             return []
         if self.scope.name(ref) in ("reduce_max", "reduce_min", "reduce_sum"):
@@ -570,7 +576,7 @@ class Softmax:
         return self.space.operands(ref) or []
 
     def assumed(self, argument: Expression, weights: Iterable[Factor]) -> tuple[str, ...]:
-        """What is assumed of exponentials of some scores, masked by ``weights``, that are summed."""
+        """Returns what the proof assumes about summed exponentials of some scores, masked by ``weights``."""
         if self.unshifted:
             return (UNSHIFTED,)
         shown = self._shown(argument)
@@ -578,14 +584,14 @@ class Softmax:
         return ((ROUNDED,) if self.rounded else ()) + ((HIDDEN,) if hides else ())
 
     def may_be_nothing_but_fills(self, inner: LogSumExp) -> bool:
-        """Whether a row of exponentials may hold nothing but a mask's fill, beside which a greater score was hidden
-        after it had been subtracted: in the program they are all 0."""
+        """Returns whether a row of exponentials may hold nothing but a mask's fill, because a greater score was hidden
+        after it was subtracted: in the program they are then all 0."""
         refs = [part for part in parts_of(inner.argument) if isinstance(part, Ref)]
         filled = any(self.is_filled(ref, _BLURS_BY) for ref in refs)
         return filled and not {UNSHIFTED, HIDDEN}.isdisjoint(self.assumed(inner.argument, inner.weights))
 
     def _shown(self, argument: Expression) -> set[tuple[str, Hashable]]:
-        """The masks that make scores -inf."""
+        """Returns the masks that set scores to -inf."""
         found: set[tuple[str, Hashable]] = set()
         for _ in range(_DEEPEST):
             name: str | None = None
@@ -618,7 +624,7 @@ class Softmax:
     # ------------------------------------------------------------------ row terms
 
     def linear(self, ref: Ref, depth: int = 0) -> list[Term]:
-        """A row value as a sum of terms."""
+        """Returns a row value as a sum of terms."""
         ref = self.space.canonical(ref)
         number = self.scope.number(ref)
         if number is not None:
@@ -630,7 +636,7 @@ class Softmax:
         return itself if terms is None else list(terms)
 
     def _summands(self, ref: Ref, depth: int) -> list[Term] | None:
-        """The terms whose sum a row value is, or None where it is a term of its own."""
+        """Returns the terms that a row value is the sum of, or None where it is a term of its own."""
         name, operands = self.scope.name(ref), self.space.operands(ref)
         if operands is None:
             return None
@@ -658,7 +664,7 @@ class Softmax:
         return None
 
     def log(self, ref: Ref, depth: int = 0) -> list[Term]:
-        """The logarithm of a row factor as a sum of terms."""
+        """Returns the logarithm of a row factor as a sum of terms."""
         ref = self.space.canonical(ref)
         number = self.scope.number(ref)
         if number is not None and number > 0:
@@ -680,7 +686,7 @@ class Softmax:
                     advice="Subtract the maximum of the scores before the exponential, or leave the denominator in the "
                     "dtype in which it is summed.",
                 )
-            if name == "abs":  # jax.scipy.special.logsumexp takes it of a sum that is positive anyway
+            if name == "abs":  # jax.scipy.special.logsumexp takes abs of a sum that is positive anyway
                 inner = self.log(operands[0], depth)
                 return inner if all(map(_positive, inner)) else itself
             if name == "exp":
@@ -693,7 +699,7 @@ class Softmax:
             if name == "integer_pow":
                 return [t.scaled(node.params["y"]) for t in self.log(operands[0], depth)]
             if name in ("add", "add_any") and any(self.scope.number(operand) == 0 for operand in operands):
-                (other,) = [o for o in operands if self.scope.number(o) != 0]  # both would be a number
+                (other,) = [o for o in operands if self.scope.number(o) != 0]  # two zeros would sum to a known number
                 return self.log(other, depth)
             if name in ("add", "add_any", "max"):
                 if (found := self._unchanged(name, operands, depth)) is not None:
@@ -716,10 +722,10 @@ class Softmax:
         return itself
 
     def _unchanged(self, name: str, operands: Sequence[Ref], depth: int) -> list[Term] | None:
-        """The logarithm of a sum of exponentials beside a number that is too small to make a difference.
+        """Returns the logarithm of a sum of exponentials combined with a number too small to matter; None otherwise.
 
-        One of the exponentials is 1 where the maximum is subtracted.  Then less than half a unit in the last place of 1
-        is added without effect, and a floor below 1 has none.
+        One of the exponentials is 1 where the maximum is subtracted. Adding less than half a unit in the last place of
+        1 then has no effect, nor has a floor below 1.
         """
         for ref, other in (operands, operands[::-1]):
             number = self.scope.number(other)
@@ -735,7 +741,8 @@ class Softmax:
         return None
 
     def _sums_in(self, result: Ref, total: Ref) -> bool:
-        """Whether a cast is that of a sum in a narrow dtype, whose summands JAX widens: then they overflow too."""
+        """Returns whether a cast returns a sum to the narrow dtype of its summands, which JAX widens to add them. In
+        that dtype the summands overflow too."""
         if self.scope.name(total) != "reduce_sum":
             return False
         summands = self.space.canonical(self.reduced(total))
@@ -743,14 +750,14 @@ class Softmax:
         return any(self.scope.dtype(x) == self.scope.dtype(result) for x in (summands, *inner))
 
     def _is_bounded(self, terms: Sequence[Term]) -> bool:
-        """Whether what these are the logarithm of is a sum of exponentials that are 1 at most, and not too many."""
+        """Returns whether terms are the logarithm of a sum of exponentials that are at most 1, and not too many."""
         sums = [t.inner for t in terms if t.kind == "logsumexp"]
         weighted = any(x.extras or any(w.kind in ("multiply", "divide") for w in x.weights) for x in sums)
         return not (self.unshifted or weighted or self.space.extent(self.axis) > _HELD)
 
     def _is_maximum(self, row: Ref, argument: Expression, about: bool = False) -> bool:
-        """Whether a value of the row is the greatest of some values over the keys; ``about``: but for rounding, and
-        for rows where that is infinite and 0 is taken instead."""
+        """Returns whether a row value is the maximum of some values over the keys. With ``about``, rounding is allowed,
+        and so is 0 instead of an infinite maximum."""
         keeps = self._rounds if about else self._widens
         row = self.space.canonical(row)
         rounded = False
@@ -776,7 +783,7 @@ class Softmax:
         return found
 
     def _equal(self, a: Expression, b: Expression) -> bool:
-        """Whether two values are the same, or the same mask of the same with equal numbers as fills."""
+        """Returns whether two values are the same, or the same mask of the same values with equal numbers as fills."""
         if self.scope.key(a) == self.scope.key(b):
             return True
         if not isinstance(a, Ref) or not isinstance(b, Ref):
@@ -791,13 +798,14 @@ class Softmax:
         )
 
     def _log_of_sum(self, summands: Sequence[list[Term]]) -> list[Term]:
-        """log(a + b) where one summand is a normaliser and the others do not depend on the scores relative to it."""
+        """Returns log(a + b) where one summand is a normaliser and the others, relative to it, do not depend on the
+        scores."""
         normalisers = [
             i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" and self._depends(t) for t in terms)
         ]
         if len(normalisers) > 1:
             raise SeveralBlocks
-        if not normalisers:  # those of other blocks of keys
+        if not normalisers:  # take the normaliser of another block of keys
             normalisers = [i for i, terms in enumerate(summands) if any(t.kind == "logsumexp" for t in terms)][:1]
         if not normalisers:
             raise Mismatch("a sum in the denominator lacks a normaliser", advice=SAME_SUM)
@@ -823,7 +831,11 @@ class Softmax:
         return [*shift, Term(1.0, "logsumexp", merged)]
 
     def reduced(self, ref: Ref) -> Ref:
-        """What a reduction over exactly the keys reduces."""
+        """Returns the operand of a reduction over exactly the keys.
+
+        Raises:
+          Mismatch: it reduces more or less than the keys.
+        """
         node = self.scope.node(ref)
         assert node is not None
         axes, source = node.params["axes"], node.inputs[0]
@@ -840,7 +852,7 @@ class Softmax:
         return Ref(source, tuple(axis[d] if d in axis else next(kept) for d in range(len(shape))))
 
     def _log_of_reduction(self, ref: Ref) -> list[Term]:
-        """log of a sum over the keys, or over the keys and sink columns beside them."""
+        """Returns the log of a sum over the keys, or over the keys and sink columns beside them."""
         node = self.scope.node(ref)
         assert node is not None
         axes, source = tuple(node.params["axes"]), node.inputs[0]
@@ -890,7 +902,8 @@ class Softmax:
         return summands[0] if len(summands) == 1 else self._log_of_sum(summands)
 
     def _another_block(self, ref: Ref, axis: Sequence[Atom]) -> list[Term] | None:
-        """The logarithm of a sum over an axis, of exponentials of other scores; None where it is another sum."""
+        """Returns the logarithm of a sum of exponentials of other scores over an axis; None where the sum is another
+        one."""
         outer, self.axis = self.axis, tuple(axis)
         try:
             found = self.exponential(ref)
@@ -903,7 +916,7 @@ class Softmax:
         return [*found.rows, Term(1.0, "logsumexp", LogSumExp(found.argument, tuple(found.weights)))]
 
     def _column(self, ref: Ref) -> list[Term]:
-        """The logarithm of a single column beside the keys (a sink): an exponential without S."""
+        """Returns the logarithm of a single column beside the keys (a sink), which is an exponential without S."""
         ref = self.space.canonical(ref)
         operands = self.space.operands(ref)
         while self.scope.name(ref) == "convert_element_type" and operands and self._rounds(ref, operands[0]):
@@ -925,7 +938,7 @@ class Softmax:
         return [*rows, *self.linear(at)]
 
     def segments(self, value: int, axis: int) -> list[int] | None:
-        """Sizes of the pieces if the axis of a value comes from a concatenation."""
+        """Returns the sizes of the pieces if the axis of a value comes from a concatenation."""
         graph = self.scope.graph
         size = graph.shape(value)[axis]
         todo, seen = [value], set[int]()
@@ -947,7 +960,7 @@ class Softmax:
         return None
 
     def _log_of_dot(self, ref: Ref) -> list[Term] | None:
-        """log of a sum over the keys that is spelled as a dot with a constant vector."""
+        """Returns the log of a sum over the keys that is spelled as a dot with a constant vector."""
         node = self.scope.node(ref)
         assert node is not None
         (contracting, _), _ = node.params["dimension_numbers"]
@@ -1001,19 +1014,20 @@ class Softmax:
         return self.scope.reads_score(expression.argument if isinstance(expression, LogSumExp) else expression)
 
     def depends(self, term: Term) -> bool:
-        """Whether a term is computed from the scores."""
+        """Returns whether a term is computed from the scores."""
         return self._depends(term)
 
 
 def _positive(term: Term) -> bool:
-    """Whether a term is the logarithm of something that is known to be positive."""
+    """Returns whether a term is the logarithm of a value that is known to be positive."""
     if term.kind != "logsumexp":
         return term.kind == "value" or term.kind == "constant"
     return all(w.kind in ("where", "unless") for w in term.inner.weights)
 
 
 def _digits_of(dtype: Dtype) -> int:
-    """Binary digits behind the first; all of float64 for what is no floating type."""
+    """Returns the number of binary digits after the leading one; that of float64 for types other than floats of 16 bits
+    or more."""
     return int(jnp.finfo(dtype if rounds(dtype, dtype) else np.float64).nmant)
 
 

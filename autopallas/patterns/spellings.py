@@ -1,8 +1,9 @@
-"""Own patterns: where a program computes a user's reference function.
+"""Finds where a program computes the reference function of a pattern that the user declared.
 
-Two steps.  The reference's value-numbered graph is laid over the program's by the names of primitives alone, which
-tells the operands and the values of scalars.  Then the reference is traced for exactly these operands and scalars, and
-its equations are looked up, with all their parameters.  Nothing is compared loosely but to find out what to compare.
+The search takes two steps. First, the reference's value-numbered graph is laid over the program's by the names of
+primitives alone, which tells the operands and the values of scalars. Then the reference is traced for exactly these
+operands and scalars, and its equations are looked up with all their parameters. The loose first comparison only finds
+out what to compare exactly.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ __all__ = ["check", "find"]
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
 _MARK = 0.618033
-"""Scalars are given values near this to be told from other numbers, each its own."""
+"""Value near which each scalar gets a number of its own, to be told from other numbers."""
 
 
 class Reference:
     """A reference function, traced and numbered for operands of certain types.
 
-    ``dissolved``: custom rules, such as that of ``jax.nn.relu``, are replaced by what they compute, as JAX does when it
-    differentiates.
+    With ``dissolved``, custom rules such as that of ``jax.nn.relu`` are replaced by what they compute, as JAX does when
+    it differentiates.
     """
 
     def __init__(self, pattern: Pattern, types: Sequence[Shaped], scalars: dict[str, float], dissolved: bool = False):
@@ -79,10 +80,10 @@ def _dissolved(program: JaxprLike, operands: Sequence[ArrayLike]) -> list[ArrayL
 
 
 def check(pattern: Pattern) -> None:
-    """Whether a reference can be looked for.
+    """Checks that a reference can be looked for.
 
     Raises:
-      OptionError: it cannot, and why.
+      OptionError: it cannot, with the reason.
     """
 
     def wrong(why: str) -> OptionError:
@@ -117,7 +118,7 @@ def check(pattern: Pattern) -> None:
 
 
 def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[NearMiss]]:
-    """Every use of own patterns in a graph, and uses that cannot be replaced."""
+    """Finds every use of declared patterns in a graph, and uses that cannot be replaced."""
     matches: list[Match] = []
     misses: list[NearMiss] = []
     alive = surviving(graph) if patterns else frozenset()
@@ -152,7 +153,7 @@ class _Finder:
         self._exact: dict[Hashable, Reference] = {}
 
     def sites(self) -> Iterator[tuple[Match, Node]]:
-        """(forward, the node that gives its result) of each place; those inside one that was found are left out."""
+        """Yields (forward, the node that gives its result) for each place, except those inside a place found before."""
         name = self.shape.graph.definitions[self.shape.result].name
         covered: set[int] = set()
         for node in reversed(self.graph.nodes):
@@ -181,7 +182,7 @@ class _Finder:
     # ------------------------------------------------------------------ by the names of primitives
 
     def _laid(self, ours: int, theirs: int, bound: dict[int, int]) -> Iterator[dict[int, int]]:
-        """Ways to lay a value of the reference over one of the program."""
+        """Yields the ways to lay a value of the reference over one of the program."""
         if ours in bound:
             if bound[ours] == theirs:
                 yield bound
@@ -213,7 +214,7 @@ class _Finder:
             yield from self._all_laid(pairs[1:], wider)
 
     def _scalars(self, bound: dict[int, int]) -> dict[str, float]:
-        """The program's values of the scalars: of the literals that lie under theirs."""
+        """Returns the program's values of the scalars, from the literals that lie under theirs."""
         scalars: dict[str, float] = {}
         for number, value in self.shape.graph.literals.items():
             if number in bound and np.ndim(value) == 0 and np.issubdtype(self.shape.graph.dtype(number), np.inexact):
@@ -225,7 +226,7 @@ class _Finder:
     # ------------------------------------------------------------------ with all their parameters
 
     def _exactly(self, node: Node, operands: Sequence[int], scalars: dict[str, float]) -> Match | None:
-        """The match, if the program computes exactly what the reference does from these operands."""
+        """Returns the match, if the program computes exactly what the reference does from these operands."""
         graph, pattern = self.graph, self.pattern
         if set(scalars) != set(pattern.scalars):
             return None
@@ -234,7 +235,7 @@ class _Finder:
         if key not in self._exact:
             try:
                 self._exact[key] = Reference(pattern, [graph.avals[n] for n in operands], scalars, self.dissolved)
-            except Exception:  # these shapes are none of the reference's
+            except Exception:  # the reference does not accept these shapes
                 return None
         reference = self._exact[key]
         if not isinstance(reference.results[0], int):
@@ -262,7 +263,7 @@ class _Finder:
 def _looked_up(
     graph: Graph, reference: Reference, operands: Sequence[int], frame: tuple[int, ...]
 ) -> dict[int, int] | None:
-    """The program's number of each of the reference's values, or None where the program does not compute it."""
+    """Returns the program's number of each of the reference's values, or None where the program does not compute it."""
     known = dict(zip(reference.inputs, operands, strict=True))
     if len(known) != len(operands):
         return None
@@ -288,7 +289,7 @@ def _looked_up(
 
 
 def _call(graph: Graph, node: Node, inputs: Sequence[int]) -> Sequence[int] | None:
-    """The results of a call of a custom rule with the same primal, which no key can tell."""
+    """Returns the results of a call of a custom rule with the same primal, which keys cannot tell."""
     wanted = [str(body) for _, _, body in jaxprs.bodies(node.equation)]
     for user in graph.users.get(inputs[0], ()) if inputs else ():
         if user.name == node.name and list(user.inputs) == list(inputs):

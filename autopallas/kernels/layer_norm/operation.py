@@ -1,4 +1,4 @@
-"""LayerNorm: the declaration of the operation (Ba, Kiros and Hinton, 2016, arXiv:1607.06450)."""
+"""Declares the operation LayerNorm (Ba, Kiros and Hinton, 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerNormSpec(Spec):
 def reference(
     spec: LayerNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
 ) -> jax.Array:
-    """The formula of :class:`LayerNormSpec`, in its accumulation dtype.  The result is [B, M, N]."""
+    """Computes the formula of :class:`LayerNormSpec` in its accumulation dtype; the result is [B, M, N]."""
     wide = x.astype(spec.accumulation_dtype)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: a part of the grouped matmul, by which they compute their products."""
+"""Implements mixtures of experts as a part of the grouped matmul, which computes their products."""

@@ -1,7 +1,7 @@
-"""A mixture of experts as people write it, at the sizes of the tuned table: variants of the grouped matmul's cases.
+"""Writes a mixture of experts as people do, at the sizes of the tuned table: variants of the grouped matmul's cases.
 
-Letters: T tokens, K their size, N columns, G experts.  Every expert computes every token, of which two count for each:
-M = 2 T is the rows that have to be computed.
+Letters: T tokens, K their size, N columns, G experts. Every expert computes every token, and two experts count for each
+token: M = 2 T is the number of rows that have to be computed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autopallas.workbench.cases import Case, Direction
 __all__ = ["DENSE", "ORIGINALS", "case_of", "direct", "in_direction", "mixture", "table_grid", "types"]
 
 DENSE = "dense"
-"""The cases in which every expert computes every token."""
+"""Variant in which every expert computes every token."""
 
 
 def mixture(x: jax.Array, up: jax.Array, down: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    """A mixture that leaves out no expert: x [T, K], up [G, K, N], down [G, N, K], the others [T, 2]."""
+    """Computes a mixture that leaves out no expert: x [T, K], up [G, K, N], down [G, N, K], the others [T, 2]."""
     chosen = jax.nn.one_hot(experts, up.shape[0], dtype=weights.dtype)
     combine = jnp.sum(chosen * weights[..., None], axis=1)
     hidden = jax.nn.silu(jnp.einsum("tk,gkn->tgn", x, up))
@@ -31,11 +31,11 @@ def mixture(x: jax.Array, up: jax.Array, down: jax.Array, weights: jax.Array, ex
 
 
 ORIGINALS: dict[str, Callable[..., jax.Array]] = {DENSE: mixture}
-"""A mixture without groups."""
+"""The mixture as written, without groups."""
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Those of :func:`mixture`; and last the cotangent where there is a backward pass."""
+    """Returns the types of the arguments of :func:`mixture`, and last of the cotangent if there is a backward pass."""
     rows, inner, columns, groups = (case.size(letter) for letter in "MKNG")
     tokens = rows // 2
     shapes = ((tokens, inner), (groups, inner, columns), (groups, columns, inner), (tokens, 2))
@@ -47,7 +47,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def case_of(given: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-    """The case of the arguments of :func:`mixture`."""
+    """Returns the case of the arguments of :func:`mixture`."""
     shapes = [tuple(getattr(t, "shape", (0,) * 9)) for t in given]
     if list(map(len, shapes)) != [2, 3, 3, 2, 2]:
         raise ValueError("a dense mixture takes x [T, K], up [G, K, N], down [G, N, K], weights [T, 2], experts [T, 2]")
@@ -60,12 +60,12 @@ def case_of(given: Sequence[Shaped], variant: str, direction: Direction) -> Case
 
 
 def direct(case: Case) -> ArrayFunction | None:
-    """None: there is no function that computes a mixture."""
+    """Returns None, since no function computes a mixture directly."""
     return None
 
 
 def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
-    """A case for each row of the tuned table; none of TPUs."""
+    """Returns a case for each row of the tuned table; none for TPUs."""
     if platform == "tpu":
         return ()
     return cases_of_rows(DENSE, dict.fromkeys((4, 16, 64, 256), (4, 8, 16, 32)))

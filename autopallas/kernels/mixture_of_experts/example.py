@@ -1,4 +1,4 @@
-"""Inputs to measure a mixture of experts on."""
+"""Makes inputs to measure a mixture of experts on."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ Array: TypeAlias = np.ndarray
 
 
 def operands(site: ExpertsSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
-    """An array per operand, of the given shapes and dtypes: numbers of experts for integers, and floats of the size of
-    weights, for larger ones would grow from product to product."""
+    """Returns an array per operand, of the given shapes and dtypes.
+
+    Integers are numbers of experts. Floats have the size of weights, since larger ones would grow from product to
+    product.
+    """
     filled, random = harmless(np.random.default_rng(key), types), np.random.default_rng(key)
     experts = math.prod(site.sizes[label] for label in site.expert_labels)
     scale = 1 / math.sqrt(max(1, site.spec.contracting))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the declaration of a part of the grouped matmul."""
+"""Declares mixtures of experts as a part of the grouped matmul."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["OPERATION"]
 
 @dataclass(frozen=True, slots=True)
 class _Mixtures(Operation):
-    """A part of the grouped matmul, with an implementation for each of that."""
+    """Part of the grouped matmul, with one implementation for each implementation of that."""
 
     def module(self, name: str) -> object | None:
-        """A module of the folder; of implementations, the one that computes products by the grouped matmul's."""
+        """Returns a module of the folder; for an implementation, one that computes products by the grouped matmul's."""
         if name not in IMPLEMENTATIONS:
             return Operation.module(self, name)
         if GROUPED_MATMUL.implementation(name) is None:

@@ -1,7 +1,7 @@
-"""A mixture in which every expert computes every token, done only for the experts that a token is given to.
+"""Describes mixtures in which every expert computes every token, to compute only the experts that a token is given to.
 
-The program says ``out[t] = sum over e of y[t, e]``, where ``y[t, e]`` is zero but for the few experts that token t
-chooses.  How the others are left out is in :mod:`autopallas.kernels.mixture_of_experts.sorted_rows`.
+The program computes ``out[t] = sum over e of y[t, e]``, where ``y[t, e]`` is zero except for the few experts that token
+t chooses. :mod:`autopallas.kernels.mixture_of_experts.sorted_rows` leaves out the others.
 
 Letters: T tokens, G experts.
 """
@@ -36,8 +36,8 @@ class ExpertsSite:
 
     Attributes:
       sizes: size of each label.
-      token_labels, expert_labels: those of T and G.
-      prelude: gives the arrays that ``choices`` and ``steps`` read.
+      token_labels, expert_labels: labels of T and G.
+      prelude: computes the arrays that ``choices`` and ``steps`` read.
       choices: arrays of the experts that a token chooses, each with further labels where it holds several; a number
         that is no expert's counts for nothing, and an expert that is named twice counts once.
       steps: what is computed for each row; the last one is its term of the token's sum.
@@ -45,11 +45,11 @@ class ExpertsSite:
       types: dtypes of the arrays.
       batch_labels: of the token labels, those of examples that have experts of their own.
       summed_labels: of the token labels, the last ones, those of a token's rows: results are added up over them.
-      slots: how many each expert has in the original; 0 where every expert computes every token.
-      scattered: whether tokens are brought to these and back by scatters and gathers, not by products.
+      slots: number of slots of each expert in the original; 0 where every expert computes every token.
+      scattered: whether tokens are brought to the slots and back by scatters and gathers, not by products.
       products: where it can be told, the view of each product in the original, which the prelude's witness gives.
-      across: of one device's part, the mesh axes over which the experts are divided.
-      everywhere: how many experts all devices have; 0: those here.
+      across: for one device's part, the mesh axes over which the experts are divided.
+      everywhere: number of experts on all devices together; 0 if all of them are here.
     """
 
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ class ExpertsSite:
 
     @cached_property
     def spec(self) -> ExpertsSpec:
-        """The canonical description, which implementations and tables know."""
+        """Canonical description, which implementations and tables know."""
         products = [step for step in self.steps if isinstance(step, Product)]
         largest = max(products, key=lambda p: self._extent(p.inner) * self._extent(p.labels))
         return ExpertsSpec(
@@ -104,11 +104,11 @@ class ExpertsSite:
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[Array]
     ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """(the program's result, no residuals)."""
+        """Returns (the program's result,) and no residuals."""
         return (kernel.forward(self, block_sizes, operands),), ()
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """None: the backward computes the rows again."""
+        """Returns no types: the backward computes the rows again."""
         return ()
 
     def backward(
@@ -121,15 +121,18 @@ class ExpertsSite:
         cotangents: Sequence[Array],
         active: Sequence[int],
     ) -> tuple[Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
+        """Returns the cotangents of the operands at the positions ``active``."""
         gradients: tuple[Array, ...] = kernel.backward(self, block_sizes, operands, cotangents[0], active)
         return gradients
 
     # ------------------------------------------------------------------ on several devices
 
     def shardable_axes(self) -> ShardableAxes:
-        """Tokens may be divided; where it is known how the original divides the products, so may the experts, columns,
-        and what is summed over last of all.  Where tokens have slots, devices would have to exchange them."""
+        """Returns the labels along which devices may divide the site.
+
+        Tokens may be divided. Where it is known how the original divides the products, so may the experts, the columns,
+        and labels over which the last products sum. Where tokens have slots, devices would have to exchange them.
+        """
         labels = set(self.token_labels) - set(self.summed_labels)
         if self.products:
             labels |= {*self.expert_labels[:1], *self._summed_last()}
@@ -141,7 +144,8 @@ class ExpertsSite:
         return ShardableAxes(tuple(uses), (self.result,), (), frozenset(labels), combined, self.products, tokens, whole)
 
     def _summed_last(self) -> set[Label]:
-        """Labels over which products sum that are then only scaled: parts of such a sum add up to the result."""
+        """Returns labels over which products sum whose results are then only scaled: parts of such a sum add up to the
+        result."""
         found: dict[Label, bool] = {}
         for position, step in enumerate(self.steps):
             if isinstance(step, Product):
@@ -160,12 +164,12 @@ class ExpertsSite:
         return len(self.steps) - 1 in scaled
 
     def per_device(self, division: Division) -> tuple[ExpertsSite, tuple[PositionOperand, ...]]:
-        """What each device computes, of the arrays that the prelude gives."""
+        """Returns what each device computes from the arrays that the prelude gives."""
         across = tuple(axis for label in self.expert_labels for axis in division.of(label))
         return replace(self.standalone(division), across=across), ()
 
     def standalone(self, division: Division) -> ExpertsSite:
-        """The same with rows of other devices' experts among its own."""
+        """Returns one device's part of the site, which may have rows of other devices' experts among its own."""
         return replace(
             self,
             sizes=division.local(self.sizes),
@@ -176,7 +180,8 @@ class ExpertsSite:
     # ------------------------------------------------------------------ transformations
 
     def batched(self, axes: Sequence[int | None], size: int) -> ExpertsSite:
-        """The site under vmap: more tokens, and where the experts differ between examples, more experts too."""
+        """Returns the site under vmap: with more tokens, and if the experts differ between examples, more experts
+        too."""
         label: Labels = (len(self.sizes),)
         inner = self.prelude.axes(axes)
         sources = [s.weights for s in self.steps if isinstance(s, Product)]

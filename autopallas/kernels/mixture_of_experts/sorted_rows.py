@@ -1,7 +1,7 @@
-"""A mixture of experts by rows that are sorted by expert: what all of its implementations do.
+"""Computes a mixture of experts by rows that are sorted by expert, as all of its implementations do.
 
-Here each pair of a token and one of its choices is a row.  What the program computes for all pairs of tokens and
-experts is computed for these rows, its products with the experts' matrices by a grouped matmul.
+Each pair of a token and one of its choices is a row here. What the program computes for all pairs of tokens and experts
+is computed for these rows only, with a grouped matmul for the products with the experts' matrices.
 
 Letters: T tokens, k choices of each token, R = T k rows, G experts.
 """
@@ -39,10 +39,10 @@ Array: TypeAlias = jax.Array
 
 @dataclass(frozen=True, slots=True)
 class SortedRows:
-    """An implementation of mixtures: rows sorted by expert, and for their products one of the grouped matmul.
+    """An implementation of mixtures: rows sorted by expert, with an implementation of the grouped matmul for products.
 
     Attributes:
-      product: the name of that, which is this one's name too.
+      product: the name of the grouped matmul's implementation, which is this one's name too.
     """
 
     product: str
@@ -54,18 +54,18 @@ class SortedRows:
         return found
 
     def supports(self, spec: ExpertsSpec, device: Device) -> Supported | Unsupported:
-        """What computes the largest product computes the others."""
+        """Tells whether the largest product is supported: what computes it computes the others too."""
         return self._of_products.supports(spec.largest_product, device)
 
     def candidates(self, spec: ExpertsSpec, device: Device) -> Sequence[BlockSizes]:
-        """What a search should try, best guess first: what it should for the largest product."""
+        """Returns what a search should try, best guess first: the candidates for the largest product."""
         own: Callable[..., Sequence[BlockSizes]] | None = GROUPED_MATMUL.hook(self.product, "candidates")
         if own is None:
             return GROUPED_MATMUL.part("block_sizes").BlockSizes.candidates(spec.largest_product)
         return own(spec.largest_product, device)
 
     def forward(self, site: ExpertsSite, block_sizes: BlockSizes | None, operands: Sequence[Array]) -> Array:
-        """What the program computes, from the operands of the site."""
+        """Computes what the program does, from the operands of the site."""
         return _Rows(site, self.product, block_sizes, site.prelude(operands)).result()
 
     def backward(
@@ -76,7 +76,7 @@ class SortedRows:
         cotangent: Array,
         active: Sequence[int],
     ) -> tuple[Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
+        """Returns the cotangents of the operands at the positions ``active``."""
 
         def function(*chosen: Array) -> Array:
             filled = list(operands)
@@ -89,15 +89,15 @@ class SortedRows:
 
 
 class _Routing(NamedTuple):
-    """Where each token goes, rows in the order of tokens: [T, k]; and the order of the rows by expert: [R].
+    """Destinations of tokens, with rows in the order of tokens, [T, k], and the order of the rows by expert, [R].
 
     Attributes:
-      expert: the expert of each row; any where it has none.
+      expert: the expert of each row; any expert where it has none.
       counts: whether the row is a term of the token's sum.
       order: the rows by expert.
       place: where each row is in that order.
       group_sizes: [G].
-      here: [R], of the rows in that order, those whose experts this device has; None where it has all.
+      here: [R], whether this device has the expert of each row in that order; None where it has all experts.
     """
 
     expert: Array
@@ -109,7 +109,7 @@ class _Routing(NamedTuple):
 
 
 class _Rows:
-    """One evaluation of a site: values of steps are [R, ...], or [1, ...] where all rows have the same."""
+    """One evaluation of a site: values of steps are [R, ...], or [1, ...] where all rows have the same value."""
 
     def __init__(self, site: ExpertsSite, product: str, block_sizes: BlockSizes | None, arrays: Sequence[Array]):
         self.site, self.spec, self.arrays = site, site.spec, arrays
@@ -139,7 +139,7 @@ class _Rows:
         if examples > 1:
             example = jnp.arange(spec.tokens, dtype=jnp.int32) // (spec.tokens // examples)
             expert = expert + self.experts * example[:, None]
-        # But for those of other devices, which are behind all groups.
+        # Rows of other devices are the exception: they come after all groups.
         group = jnp.where(valid, expert, spec.groups) if site.everywhere else expert
         order = jnp.argsort(group.reshape(-1), stable=True).astype(jnp.int32)
         place = jnp.zeros_like(order).at[order].set(jnp.arange(spec.rows, dtype=jnp.int32), unique_indices=True)
@@ -148,7 +148,7 @@ class _Rows:
         return _Routing(expert, valid & ~again, order, place, group_sizes, here)
 
     def result(self) -> Array:
-        """What the program computes."""
+        """Computes what the program does."""
         site, spec = self.site, self.spec
         values: list[Array] = []
         for step in site.steps:
@@ -178,7 +178,8 @@ class _Rows:
                 return self._product(step, values[step.rows])
 
     def _here(self, rows: Array, other: Array | int) -> Array:
-        """``other`` in the rows of other devices' experts: what is computed for them may have no finite derivative."""
+        """Puts ``other`` in the rows of other devices' experts, since what is computed for them may lack a finite
+        derivative."""
         here = self.routing.here
         if here is None:
             return rows
@@ -203,13 +204,14 @@ class _Rows:
         return self._sorted(whole[token, self.routing.expert % self.experts])
 
     def _sorted(self, whole: Array) -> Array:
-        """From [T, k | 1, ...] to rows in the order of experts."""
+        """Turns [T, k | 1, ...] into rows in the order of experts."""
         shape = (self.spec.tokens, self.spec.choices, *whole.shape[2:])
         rows = jnp.broadcast_to(whole, shape).reshape(self.spec.rows, *whole.shape[2:])
         return _permuted(rows, self.routing.order, self.routing.place)
 
     def _spread(self, step: int, value: Array, labels: Labels) -> Array:
-        """With an axis for each of ``labels`` after that of the rows; of size 1 where the value does not have it."""
+        """Gives a value an axis for each of ``labels`` after that of the rows, of size 1 where the value lacks the
+        label."""
         given = self.site.steps[step]
         if isinstance(given, Constant):
             return value
@@ -247,7 +249,7 @@ class _Rows:
 
 @jax.custom_vjp
 def _permuted(rows: Array, order: Array, place: Array) -> Array:
-    """``rows[order]``; ``place`` is the inverse of ``order``, so that the derivative is a gather too."""
+    """Returns ``rows[order]``; ``place`` is the inverse of ``order``, so that the derivative is a gather too."""
     return jnp.take(rows, order, axis=0, unique_indices=True, mode="clip")
 
 

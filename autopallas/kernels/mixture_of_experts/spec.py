@@ -1,4 +1,4 @@
-"""What one mixture of experts is, as far as implementations and tables know."""
+"""Describes a mixture of experts as far as implementations and tables know it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["ExpertsSpec"]
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """What implementations and tables know of such a mixture: its largest product, and how few experts a token has.
+    """Description of a mixture for implementations and tables: its largest product, and how few experts a token has.
 
-    ``slots`` of each expert in the original; 0 where there every expert computes every token.  Tokens are brought to
-    slots by products, or where they are ``scattered``, by scatters and gathers, which cost less.
+    ``slots`` is the number of slots of each expert in the original; 0 where every expert computes every token there.
+    Products bring tokens to slots, or where they are ``scattered``, scatters and gathers, which cost less.
     """
 
     tokens: int
@@ -53,12 +53,12 @@ class ExpertsSpec:
 
     @property
     def rows(self) -> int:
-        """Of all grouped matmuls."""
+        """Number of rows of all grouped matmuls."""
         return self.tokens * self.choices
 
     @property
     def rows_per_group(self) -> int:
-        """The mean, at least 1."""
+        """Mean number of rows per group, at least 1."""
         return max(1, self.rows // self.groups)
 
     @property
@@ -72,16 +72,16 @@ class ExpertsSpec:
 
     @property
     def original_form(self) -> str:
-        """Whether the original has every expert compute every token, or how it brings tokens to slots."""
+        """How the original computes: densely (every expert computes every token), or how it brings tokens to slots."""
         return "scattered slots" if self.scattered else "slots" if self.slots else "dense"
 
     @property
     def original_times_rows(self) -> int:
-        """Of a dense original."""
+        """How many times as many rows a dense original computes."""
         return self.groups // self.choices
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns what has to hold for the result to be the original's, in words."""
         if self.scattered:
             return ("what experts compute for slots of which nothing is read is finite (assume_finite)",)
         if self.slots:
@@ -89,7 +89,7 @@ class ExpertsSpec:
         return ("what experts compute for tokens that they are not given is finite (assume_finite)",)
 
     def programs(self) -> str:
-        """Nothing: what is carried is in the site."""
+        """Returns nothing, since the site holds the programs."""
         return ""
 
     def __str__(self) -> str:
@@ -101,5 +101,5 @@ class ExpertsSpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
+        """Returns the fields as plain data: numbers and strings."""
         return plain_fields(self)

@@ -1,4 +1,4 @@
-"""What is computed for each row of a mixture of experts, step by step, and what comes before."""
+"""Defines the steps that compute each row of a mixture of experts, and the program before them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Pointwise:
 
     @property
     def is_scaling(self) -> bool:
-        """Whether it gives a multiple of each argument, as long as the others stay."""
+        """Whether the step multiplies each argument by a factor, as long as the others stay the same."""
         instructions = self.program.instructions
         return len(instructions) == 1 and instructions[0].primitive.name in ("mul", "neg", "convert_element_type")
 
@@ -59,12 +59,12 @@ class Product:
 
 Step: TypeAlias = Gathered | Pointwise | Product | Constant
 Reads = (Gathered, Product)
-"""The steps that read an array."""
+"""Steps that read an array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """From the operands of a site to the arrays that its steps read: the routing, as the program has it.
+    """Computes the arrays that a site's steps read from its operands: the routing, unchanged from the program.
 
     Attributes:
       key: equal for equal programs, which jaxprs are not.
@@ -83,7 +83,7 @@ class Prelude:
 
     @classmethod
     def nothing(cls, count: int) -> Prelude:
-        """That of a site whose operands are the arrays themselves."""
+        """Returns the prelude of a site whose operands are the arrays themselves."""
         return cls(("nothing", count), None, tuple(frozenset((i,)) for i in range(count)))
 
     def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -95,5 +95,5 @@ class Prelude:
         return list(function(*operands))
 
     def axes(self, axes: Sequence[int | None]) -> tuple[int | None, ...]:
-        """Which results have the axis of a vmap in front."""
+        """Returns, per result, 0 if it has the axis of a vmap in front, else None."""
         return tuple(0 if any(axes[i] is not None for i in reads) else None for reads in self.reads)

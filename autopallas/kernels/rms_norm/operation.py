@@ -1,4 +1,4 @@
-"""RMSNorm: the declaration of the operation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
+"""Declares the operation RMSNorm (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RmsNormSpec(Spec):
 def reference(
     spec: RmsNormSpec, x: jax.Array, scale: jax.Array | None = None, shift: jax.Array | None = None
 ) -> jax.Array:
-    """The formula of :class:`RmsNormSpec`, in its accumulation dtype.  The result is [B, M, N]."""
+    """Computes the formula of :class:`RmsNormSpec` in its accumulation dtype; the result is [B, M, N]."""
     wide = x.astype(spec.accumulation_dtype)
     square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     root = jnp.sqrt(square) + spec.epsilon if spec.outside else jnp.sqrt(square + spec.epsilon)

@@ -1,4 +1,4 @@
-"""Softmax attention: products of queries and keys, a proof that what follows is a softmax, products with values."""
+"""Recognises softmax attention: products of queries and keys, a proof that a softmax follows, products with values."""
 
 from autopallas.patterns.attention.recognise import find
 

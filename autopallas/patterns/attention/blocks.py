@@ -1,6 +1,7 @@
-"""One softmax over several blocks of keys: scores side by side in one array, or blocks that share maximum and sum.
+"""Reads one softmax over several blocks of keys: scores side by side in one array, or blocks that share maximum and
+sum.
 
-Each block's product with its values is an attention whose normaliser sums over the other blocks too.  Where the blocks
+Each block's product with its values is an attention whose normaliser sums over the other blocks too. Where the blocks
 agree on that, they are one attention over concatenated keys and values.
 """
 
@@ -35,9 +36,9 @@ from autopallas.sites.index_notation import Operand, Positions
 __all__ = ["Block", "BlockDraft", "blocks", "sum_with"]
 
 _MOST = 16
-"""Blocks of one softmax."""
+"""Most blocks of one softmax."""
 _FURTHEST = 64
-"""Equations between a product with values and the sum of all of them."""
+"""Most equations between a product with values and the sum of all such products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class Block:
 
 
 def sum_with(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> int:
-    """The last sum of products of probabilities and values that a product is a part of; by default itself."""
+    """Returns the last sum of products of probabilities and values that includes a product; by default the product
+    itself."""
     found = value
     for _ in range(_FURTHEST):
         users = graph.users[value]
@@ -79,7 +81,7 @@ def sum_with(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> in
 
 
 def _of_products(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -> bool:
-    """Whether a value is a product of probabilities and values, or the sum of one and something else."""
+    """Returns whether a value is a product of probabilities and values, or the sum of one and something else."""
     for _ in range(_FURTHEST):
         node = graph.definitions.get(value)
         if node is None:
@@ -93,10 +95,10 @@ def _of_products(graph: Graph, reach: Sequence[tuple[bool, bool]], value: int) -
 
 
 def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[Block]:
-    """The products of which a value is the sum.
+    """Returns the products whose sum a value is.
 
     Raises:
-      Mismatch: it is something else.
+      Mismatch: the value is something else.
     """
     space, graph = scope.space, scope.graph
     found: list[Block] = []
@@ -116,7 +118,7 @@ def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[B
             raise SeveralBlocks
         if name in ("add", "add_any"):
             for operand in operands:
-                if scope.number(operand) != 0:  # with which a sum in Python begins
+                if scope.number(operand) != 0:  # Python's sum begins with 0
                     add(operand, outside, depth + 1)
         elif name == "convert_element_type" and rounds(graph.dtype(operands[0].value), graph.dtype(ref.value)):
             add(operands[0], outside, depth + 1)
@@ -135,7 +137,7 @@ def blocks(scope: Scope, reach: Sequence[tuple[bool, bool]], top: Ref) -> list[B
 def _parts(
     scope: Scope, ref: Ref, contraction: tuple[Ref, Ref, list[Dimension]], side: int
 ) -> Iterator[tuple[Ref, Ref, list[Dimension]]]:
-    """A contraction, or one for each piece of which its probabilities are concatenated along the contracted axis."""
+    """Yields a contraction, or one contraction for each piece that its probabilities are concatenated from."""
     space = scope.space
     dimensions = contraction[2]
     if len(dimensions) == 1 and len(key := space.resolve(dimensions[0][1])) == 1:
@@ -159,14 +161,14 @@ def _parts(
 
 
 class BlockDraft(AttentionDraft):
-    """Attentions over blocks of keys, each with a normaliser that sums over the others, as one."""
+    """Treats attentions over blocks of keys, each with a normaliser that sums over the others, as one."""
 
     parts: list[AttentionDraft]
     _places: list[int]
 
     @classmethod
     def of(cls, parts: Sequence[AttentionDraft]) -> BlockDraft:
-        """The draft of all blocks; it has the first one's place."""
+        """Makes the draft of all blocks; it stands at the place of the first one."""
         draft = cls(**{field.name: getattr(parts[0], field.name) for field in fields(AttentionDraft)})
         draft.parts = list(parts)
         return draft
@@ -199,10 +201,10 @@ class BlockDraft(AttentionDraft):
     # ------------------------------------------------------------------ the proof
 
     def _agree(self) -> tuple[tuple[Term, ...], ...]:
-        """The sinks of all blocks, once it is shown that each one's normaliser sums over all of them.
+        """Returns the sinks of all blocks, after checking that each one's normaliser sums over all of them.
 
         Raises:
-          Mismatch: it does not.
+          Mismatch: one does not.
         """
         first = self.parts[0]
         precision = precision_of(self.graph, self.graph.definitions[first.score.value])
@@ -245,7 +247,8 @@ class BlockDraft(AttentionDraft):
         return sinks[0]
 
     def _shifted(self) -> bool:
-        """Whether each block's exponentials are taken of scores less something that is as great as those of all."""
+        """Returns whether each block's exponentials are relative to a number as large as the maximum over all
+        blocks."""
         own = {repr(_named(part, part.found.argument)) for part in self.parts}
         for part in self.parts:
             shifts = [t.value for t in part.found.rows if t.kind == "value" and t.coefficient == -1]
@@ -254,7 +257,7 @@ class BlockDraft(AttentionDraft):
         return True
 
     def _bounded(self, ref: Ref, depth: int = 0) -> set[str]:
-        """Of what a number of the row is the maximum, but for rounding."""
+        """Returns the names of the blocks of scores whose common maximum a row value is, up to rounding."""
         space, part = self.space, self.parts[0]
         ref = space.canonical(ref)
         name, operands = part.scope.name(ref), space.operands(ref) or []
@@ -284,7 +287,7 @@ class BlockDraft(AttentionDraft):
         return set().union(*bounds) if all(bounds) else set()  # something else may be greater than all scores
 
     def _add_terms(self) -> None:
-        """Blocks have one product each."""
+        """Adds nothing, since blocks have one product each."""
 
     def assemble(
         self,
@@ -319,7 +322,7 @@ class BlockDraft(AttentionDraft):
             pinned = pinned_roles.get(role)
             found = carriers[0].role(ref, pinned, name)
             earlier = [i for i in range(role) if pinned is not None and pinned_roles.get(i) == pinned]
-            if earlier:  # its cotangent is that of what all of them read
+            if earlier:  # its cotangent is that of the operand that all of them read
                 operands.pop()
                 found = Operand(self._places[earlier[0]], found.view)
             self._places.append(found.position)
@@ -403,7 +406,7 @@ class BlockDraft(AttentionDraft):
         return ()
 
     def _uses(self, forward: Forward) -> tuple[int, ...] | None:
-        """The positions of queries, keys and values, block by block."""
+        """Returns the positions of queries, keys and values, block by block."""
         found = [AttentionDraft._uses(part, forward) for part in self.parts]
         return None if None in found else tuple(use for uses in found if uses is not None for use in uses)
 
@@ -416,7 +419,7 @@ class BlockDraft(AttentionDraft):
 
 
 def _queries(part: AttentionDraft) -> Hashable:
-    """The queries of a block, to be compared, whatever the labels of the axis are called that is contracted."""
+    """Returns a key to compare the queries of blocks by, whatever the labels of the contracted axis are called."""
     space = part.space
     heads = {a: ("head", i, space.sizes[a]) for i, a in enumerate(space.resolve(part.head_axis))}
     ref = space.canonical(part.query)
@@ -424,12 +427,13 @@ def _queries(part: AttentionDraft) -> Hashable:
 
 
 def _keys(part: AttentionDraft, terms: Sequence[Term]) -> list[tuple[float, str, str]]:
-    """Terms, to be compared."""
+    """Returns a key to compare terms by."""
     return sorted(((t.coefficient, t.kind, repr(part.softmax.term_key(t))) for t in terms), key=repr)
 
 
 def _named(part: AttentionDraft, expression: Expression) -> Hashable:
-    """Equal for expressions that compute the same, whatever the labels are called that the result does not have."""
+    """Returns a key that is equal for expressions that compute the same, whatever labels the result lacks are
+    called."""
     scope, space = part.scope, part.space
     rows = {a for _, atoms in part.top.view for a in space.resolve(atoms)}
     names: dict[Atom, tuple[str, int, int]] = {}
@@ -470,7 +474,7 @@ def _combined(
     keys: Sequence[Sequence[Atom]],
     lengths: Sequence[int],
 ) -> tuple[ElementwiseProgram, list[Operand | Positions | Joined]]:
-    """A program of positions in the concatenated keys, and its side inputs."""
+    """Builds one program over positions in the concatenated keys, and its side inputs."""
     count = len(programs)
     joined: list[list[Operand | Positions | None]] = []
     plain: list[Operand | Positions] = []
@@ -510,7 +514,7 @@ def _combined(
 
 
 def _moved(given: Input, numbers: Sequence[int], start: int) -> Input:
-    """An input of a block's program as one of the program of all blocks."""
+    """Turns an input of a block's program into an input of the program of all blocks."""
     if isinstance(given, Side):
         return Side(numbers[given.position], given.dtype)
     if isinstance(given, Index) and given.axis == "key" and start:
@@ -521,7 +525,7 @@ def _moved(given: Input, numbers: Sequence[int], start: int) -> Input:
 
 
 def _selected(programs: Sequence[ElementwiseProgram], lengths: Sequence[int]) -> ElementwiseProgram:
-    """The program of the block in which a key is."""
+    """Selects, for each key, the program of the block that it is in."""
     if all(program == programs[0] for program in programs):
         return programs[0]
     inputs: dict[Input, int] = {}

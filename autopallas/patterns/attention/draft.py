@@ -1,4 +1,4 @@
-"""A proved attention becomes a match: alone, or with the backwards that the program holds for it."""
+"""Turns a proved attention into a match: alone, or with the backwards that the program holds for it."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _ROW_STATISTICS = (
 
 
 class Escape(Mismatch):
-    """An intermediate value of a proved site is used outside it."""
+    """Reports that an intermediate value of a proved site is used outside it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proved:
-    """What a proof says of an attention, whatever surrounds it.
+    """Result of a proof about an attention, whatever surrounds it.
 
     Attributes:
-      site: its description, but for the types of its operands.
+      site: its description, without the types of its operands.
       operands: numbers of the values that the site reads.
       root: the number of its result.
       score: the number of its scores.
-      further: the numbers of those of further blocks of keys.
-      keys: how many there are.
-      assumptions: what the proof takes for granted of the scores.
+      further: the numbers of the scores of further blocks of keys.
+      keys: the number of keys.
+      assumptions: what the proof assumes about the scores.
     """
 
     site: AttentionSite
@@ -64,14 +64,14 @@ class Proved:
     further: tuple[int, ...] = ()
 
     def at(self, image: Mapping[int, int]) -> Proved:
-        """The same, said of corresponding values."""
+        """Returns the same result with corresponding values."""
         operands = tuple(image[number] for number in self.operands)
         further = tuple(image[number] for number in self.further)
         return replace(self, operands=operands, root=image[self.root], score=image[self.score], further=further)
 
 
 def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Match:
-    """The site in its forward direction; ``second`` is the contraction of probabilities and values.
+    """Builds the site in its forward direction; ``second`` is the contraction of probabilities and values.
 
     Raises:
       Escape: an intermediate value is used elsewhere.
@@ -82,7 +82,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
     nodes, free = nodes_between(graph, proved.operands, [root])
     _refuse_escapes(graph, proved, nodes, alive)
     known = graph.positions[body]
-    for number in free:  # what cancels in the proof, but not in the original equations
+    for number in free:  # values that cancel in the proof, but not in the original equations
         if number not in known:
             raise Mismatch("an operand is computed in an enclosing body and not passed in", number, advice=IN_THE_BODY)
     operands = (*proved.operands, *free)
@@ -108,7 +108,7 @@ def match_of(graph: Graph, proved: Proved, second: Node, alive: Set[int]) -> Mat
 
 
 def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: Set[int]) -> None:
-    """Refuses a site of which an intermediate value is used elsewhere."""
+    """Refuses a site with an intermediate value that is used elsewhere."""
     inside = {id(n) for n in nodes}
     rows = math.prod(graph.shape(proved.score)) // proved.keys
     scores = dict.fromkeys((proved.score, *proved.further), True)
@@ -131,7 +131,7 @@ def _refuse_escapes(graph: Graph, proved: Proved, nodes: Sequence[Node], alive: 
 
 
 class AttentionDraft(ProvedAttention):
-    """A proved attention whose surroundings are yet to be looked at."""
+    """A proved attention whose surroundings are still to be examined."""
 
     @property
     def proved(self) -> Proved:
@@ -140,29 +140,29 @@ class AttentionDraft(ProvedAttention):
         return Proved(site, tuple(carrier.operands), self.root, self.score.value, keys, self.assumptions)
 
     def go_on(self, graph: Graph) -> None:
-        """Asks the graph itself from now on, where it was one that notes what is asked."""
+        """Asks ``graph`` from now on, instead of a graph that notes what is asked."""
         self.scope.go_on(graph)
 
     def place(self, role: int) -> int:
-        """The position among the operands of that of a role."""
+        """Returns the position of a role's operand among the operands."""
         return role
 
     # ------------------------------------------------------------------ the backward
 
     def search(self) -> Search | None:
-        """What to look for in the program as this site's backward; None if the site spans several bodies."""
+        """Returns what to look for as this site's backward; None if the site spans several bodies."""
         search = self._search(())
         if self.terms and search is not None:
             search = self._search(self.terms, search) or search
         return search
 
     def _search(self, terms: tuple[Product, ...], instead: Search | None = None) -> Search | None:
-        """The same with some of the further products as parts of the scores."""
+        """Does what :meth:`search` does, with some of the further products as parts of the scores."""
         products = self._products(terms)
         added = {term.ref.value: True for term in terms}
 
         def within(number: int) -> bool:
-            """Whether a value is computed from the products whose sum the scores are, or one of them."""
+            """Returns whether a value is one of the products whose sum the scores are, or is computed from them."""
             if added and computed_from(self.graph, number, added, min(added)):
                 return True
             return self.scope.depends(number) or number in products
@@ -175,7 +175,7 @@ class AttentionDraft(ProvedAttention):
             return None
         wide = self._computed_sides(plain, roles)
         forwards = [plain]
-        if wide:  # better: they are computed tile by tile, and so are the gradients of what they are computed from
+        if wide:  # better: these, and gradients of what they are computed from, are computed tile by tile
             forwards.insert(0, Forward(self.graph, self.body, self.root, lambda n: within(n) or n in wide))
         search = instead
         for forward in reversed(forwards):
@@ -188,13 +188,16 @@ class AttentionDraft(ProvedAttention):
         return search
 
     def _computed_sides(self, forward: Forward, roles: Sequence[int]) -> set[int]:
-        """The side inputs as large as a tile of all scores that are computed elementwise from smaller numbers, and the
-        values on the way."""
+        """Finds side inputs as large as a tile of all scores that are computed elementwise from smaller values.
+
+        Returns:
+          These values, and the values on the way from the smaller ones.
+        """
         graph, body = self.graph, self.body
         tile = math.prod(graph.shape(self.score.value)[-2:])
 
         def values(variable: Var) -> set[int] | None:
-            """The values from smaller ones to this; None if it comes from one as large."""
+            """Returns the values from smaller ones to this one; None if it comes from one as large."""
             aval = variable.aval
             if math.prod(aval.shape) < tile or not jnp.issubdtype(aval.dtype, jnp.floating):
                 return set()
@@ -214,21 +217,22 @@ class AttentionDraft(ProvedAttention):
         return set().union(*(values(use.variable) or () for use in sides))
 
     def _products(self, terms: Sequence[Product]) -> set[int]:
-        """Where scores are written as a sum over a product: the values between the product and the sum."""
+        """Returns the values between product and sum, where scores are written as a sum over a product."""
         found: set[int] = set()
         for score in (self.score, *(term.ref for term in terms)):
             found.update(self._multiplied(score.value)[:-1])
         return found
 
     def _multiplied(self, score: int) -> list[int]:
-        """The value that multiplies queries and keys, and what follows it up to the scores, which are the last."""
+        """Returns the value that multiplies queries and keys, then those that follow it, up to the scores."""
         found = [score]
         while self.graph.name(found[0]) in ("reduce_sum", "convert_element_type"):
             found.insert(0, self.graph.definitions[found[0]].inputs[0])
         return found
 
     def _uses(self, forward: Forward) -> tuple[int, ...] | None:
-        """The positions of queries, keys and values among the uses of the forward, and of further queries and keys."""
+        """Returns the positions of queries, keys and values among the uses of the forward, and of further queries and
+        keys."""
         graph = self.graph
         second = self.second.outputs[0]
         if self.second.name == "reduce_sum":
@@ -251,20 +255,20 @@ class AttentionDraft(ProvedAttention):
         return tuple(roles) if len(roles) == len(found) else None
 
     def _terms_of(self, forward: Forward) -> tuple[Product, ...]:
-        """The further products that are inside of a forward."""
+        """Returns the further products that are inside of a forward."""
         return self.terms if all(term.ref.value in forward.own for term in self.terms) else ()
 
     def match_with(self, search: Search) -> Match:
-        """The site together with the backwards that were found for it.
+        """Builds the site together with the backwards that were found for it.
 
         Raises:
-          Mismatch: what the site reads cannot be had where its backward stands.
+          Mismatch: values that the site reads are not available where its backward stands.
         """
         tile = math.prod(self.graph.shape(self.score.value)[-2:])
         return fewest_side_elements(self.graph, lambda across: self._joined(search, across), tile)
 
     def _joined(self, search: Search, across: bool) -> Match:
-        """The same; ``across``: operands may be brought from the forward's loop into the backward's."""
+        """Builds that match; with ``across``, operands may be brought from the forward's loop into the backward's."""
         graph, forward = self.graph, search.forward
         roles = self._role_uses(forward)
         every = [use for uses in roles for use in uses]
@@ -273,7 +277,7 @@ class AttentionDraft(ProvedAttention):
         for use in dict.fromkeys(use for backward in search.found for use in backward.levels):
             known = [(b.levels[use], body) for b, body in pairs if use in b.levels]
             depth = min(len(steps) for steps, _ in known)
-            for brought in (False, across):  # what both bodies have is preferred to what is further back
+            for brought in (False, across):  # values of both bodies are preferred to values further back
                 fitting = [i for i in range(depth) if all(self._fits(s[i], body, brought) for s, body in known)]
                 if fitting:
                     break
@@ -341,19 +345,20 @@ class AttentionDraft(ProvedAttention):
         )
 
     def _fits(self, level: Level, body: Body, across: bool) -> bool:
-        """Whether an operand is at hand in both directions, and its cotangent computed in the backward's body."""
+        """Returns whether an operand is at hand in both directions, and its cotangent is computed in the backward's
+        body."""
         computed = self.graph.positions[body].get(level.cotangent, (-1,))[0] >= 0
         read = level.operand in self.graph.positions[self.body]
         return computed and read and is_available(self.graph, level.operand, self.homes, body, across)
 
     def _role_uses(self, forward: Forward) -> list[list[int]]:
-        """Per role, the positions among the uses of the forward that read its operand."""
+        """Returns, per role, the positions among the uses of the forward that read its operand."""
         roles = self._uses(forward)
         assert roles is not None
         return [[use] for use in roles]
 
     def _original(self, forward: Forward, roles: Sequence[Sequence[int]], carrier: Carrier) -> ClosedJaxpr:
-        """The forward's equations from the site's operands, each of which is one input, to the result."""
+        """Builds the forward's program from the site's operands, each of which is one input, to the result."""
         graph, numbers = self.graph, self.graph.numbers[self.body]
         every = [use for uses in roles for use in uses]
         others = [use for i, use in enumerate(forward.uses) if i not in every]
@@ -386,7 +391,7 @@ class AttentionDraft(ProvedAttention):
 
 
 def _homes(graph: Graph, backward: Backward) -> list[Body]:
-    """The bodies that compute the cotangents: more than one where two branches do the same."""
+    """Returns the bodies that compute the cotangents: more than one where two branches do the same."""
     firsts = [levels[0].cotangent for levels in backward.levels.values()]
     homes = [
         body

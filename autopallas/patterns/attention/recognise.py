@@ -1,8 +1,9 @@
-"""Softmax attention, in any spelling: ``out[.., t, d] = sum_S softmax_S(x[.., t, S]) v[S, d]``, x a program of q k^T.
+"""Finds softmax attention in any spelling: ``out[.., t, d] = sum_S softmax_S(x[.., t, S]) v[S, d]``, x a program of q
+k^T.
 
-The anchors are the two contractions.  A contraction over S, one side of which comes from an exponential of another
-contraction, is pulled apart: the proof of the softmax is in :mod:`autopallas.patterns.softmax`, the elementwise program
-from the scores to x is carried as it is by :mod:`autopallas.patterns.carry`.
+The anchors are the two contractions. A contraction over S, one side of which comes from an exponential of another
+contraction, is pulled apart. :mod:`autopallas.patterns.softmax` proves the softmax, and
+:mod:`autopallas.patterns.carry` carries the elementwise program from the scores to x over unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LAYOUT = frozenset({"transpose", "reshape", "broadcast_in_dim", "squeeze", "cop
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Every attention in a graph, and what nearly was one: one outcome for each product of queries and keys."""
+    """Finds every attention in a graph, and the near misses: one outcome for each product of queries and keys."""
     reach = _reach(graph)
     alive = surviving(graph)
     matches: dict[int, Match] = {}
@@ -56,7 +57,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     sums: set[int] = set()
 
     def missed(score: int, node: Node, location: str, reason: str, advice: str) -> None:
-        """The first miss counts, but that of a contraction before that of a sum, which may be the normaliser's."""
+        """Records a miss, unless the score has one; a contraction's miss replaces that of a sum, which may be the
+        normaliser's."""
         if score not in misses or (score in sums and node.name != "reduce_sum"):
             misses[score] = NearMiss("attention", location, reason, score, advice)
             (sums.add if node.name == "reduce_sum" else sums.discard)(score)
@@ -93,14 +95,16 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 
 def _in_backward(node: Node) -> bool:
-    """Whether a contraction belongs to a derivative: of a loss or a router, it contracts a softmax's gradient."""
+    """Returns whether a contraction belongs to a derivative, where it may contract the gradient of a loss's or router's
+    softmax."""
     return node.body.transposed or compat.is_transposed(node.equation)
 
 
 def _with_backward(
     graph: Graph, drafts: dict[int, AttentionDraft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
-    """Settles the sites whose intermediate values are used elsewhere: by their own backward, or it is a near miss."""
+    """Settles the sites whose intermediate values are used elsewhere: by their own backward, or the site is a near
+    miss."""
     searches: dict[int, Search] = {}
     for score, draft in drafts.items():
         with contained(draft.second):
@@ -124,8 +128,10 @@ def _with_backward(
 
 
 def _reach(graph: Graph) -> list[tuple[bool, bool]]:
-    """Per value: whether it comes from a contraction, and whether from an exponential of such a value, through
-    elementwise operations, layout and reductions.  A contraction starts anew."""
+    """Returns, per value, whether it comes from a contraction, and whether from an exponential of such a value.
+
+    The way may lead through elementwise operations, layout and reductions. A contraction starts anew.
+    """
     reach = [(False, False)] * len(graph.avals)
     for node in graph.nodes:
         name = node.name
@@ -154,7 +160,7 @@ _THROUGH = ELEMENTWISE | _LAYOUT | _CUSTOM_RULES | {
 
 
 def _holds_softmax(node: Node) -> bool:
-    """Whether a custom rule's body could compute a softmax."""
+    """Returns whether a custom rule's body could compute a softmax."""
     if node.name not in _CUSTOM_RULES:
         return False
     names = {inner.primitive.name for body in jaxprs.bodies(node.equation) for inner in _equations(body[2])}
@@ -184,12 +190,13 @@ def _sums_product(graph: Graph, node: Node) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """Of a try to read a contraction as the second one of an attention: a proof, or the reason why there is none.
+    """Outcome of a try to read a contraction as the second one of an attention: a proof, or the reason why there is
+    none.
 
     Attributes:
       score: the number of what looks like scores, if anything does.
       operand: the number of the value that a reason is about, if it is about one.
-      draft: the proof itself, where it was not done at another place.
+      draft: the proof itself, where it was not taken over from another place.
       advice: what to write instead of what a reason is about.
     """
 
@@ -201,7 +208,7 @@ class _Outcome:
     advice: str = ""
 
     def at(self, image: Mapping[int, int]) -> _Outcome:
-        """The same, said of corresponding values."""
+        """Returns the same outcome with corresponding values."""
         score = None if self.score is None else image[self.score]
         operand = None if self.operand is None else image.get(self.operand)
         proved = None if self.proved is None else self.proved.at(image)
@@ -231,7 +238,7 @@ class _Proofs:
         return outcome
 
     def anew(self, graph: Graph, node: Node, side: int, settled: Set[int]) -> _Outcome:
-        """The outcome of a try that looks at no other place."""
+        """Returns the outcome of a try that takes nothing over from other places."""
         attempt = _Attempt(graph, self.reach, self.assume_finite, settled)
         try:
             with bounded(graph):
@@ -254,15 +261,15 @@ class _Attempt:
     ):
         self.graph, self.reach, self.assume_finite = graph, reach, assume_finite
         self.settled = settled
-        """Scores of which the outcome is known already: what else is computed from them is their backward."""
+        """Scores whose outcome is known already: anything else computed from them is their backward."""
         self.scope = Scope(graph)
         self.query_first = True
-        self._chosen: int | None = None  # of several contractions under the exponential, the one to be the scores
+        self._chosen: int | None = None  # among several contractions under the exponential, the one taken as scores
         self._others: list[int] = []
-        self._further: list[Product] = []  # the others, which may be added to the scores
+        self._further: list[Product] = []  # the other contractions, which may be added to the scores
 
     def draft(self, node: Node, side: int) -> AttentionDraft | None:
-        """A proved site, or None where there is not even a product of queries and keys.
+        """Returns a proved site, or None where there is not even a product of queries and keys.
 
         Raises:
           Mismatch: it looks like an attention and is not, or cannot be proved to be.
@@ -294,14 +301,15 @@ class _Attempt:
         return self._match(node, side, root, steps)
 
     def _division_after(self, value: int) -> tuple[int, list[tuple[int, int | None]]] | None:
-        """The division or product that first uses the second contraction: (its value, [(sign, operand)] down to it)."""
+        """Finds the division or product that first uses the second contraction: (its value, [(sign, operand)] down to
+        it)."""
         graph = self.graph
         steps: list[tuple[int, int | None]] = []
         for _ in range(12):
             users = graph.users[value]
             if not users:
                 return None
-            user = users[0]  # others, such as the backward, are escapes until they are explained
+            user = users[0]  # other users, such as the backward, are escapes until they are explained
             if user.name in _LAYOUT:
                 value = user.outputs[0]
             elif user.name == "convert_element_type" and rounds(graph.dtype(value), graph.dtype(user.outputs[0])):
@@ -316,7 +324,7 @@ class _Attempt:
         return None
 
     def _in_blocks(self, node: Node) -> AttentionDraft | None:
-        """One softmax over several blocks of keys, whose products with values are added up."""
+        """Reads one softmax over several blocks of keys, whose products with values are added up."""
         root = sum_with(self.graph, self.reach, node.outputs[0])
         divided = self._division_after(root)
         drafts: list[AttentionDraft] | None = None
@@ -384,15 +392,17 @@ class _Attempt:
         contraction: tuple[Ref, Ref, list[Dimension]],
         outside: Sequence[tuple[int, Ref]],
     ) -> AttentionDraft | None:
-        """The proof that one operand of a contraction is a softmax, given what else multiplies (1) or divides (-1) the
-        product; None where there are no scores."""
+        """Proves that one operand of a contraction is a softmax; returns None where there are no scores.
+
+        ``outside`` are the values that multiply (1) or divide (-1) the product.
+        """
         scope, space, graph = self.scope, self.scope.space, self.graph
         weights, value = contraction[:2] if side == 0 else contraction[1::-1]
         weights = space.canonical(weights)
         contracted = space.resolve([a for _, atoms in contraction[2] for a in atoms])
         if not contracted:
             return None
-        # In the order in which the weights have them: a sum over merged axes goes over them in that order.
+        # Keep the axes in the weights' order, since a sum over merged axes runs in that order.
         layout = [a for _, atoms in space.view(weights.view) for a in atoms]
         key_axis = tuple(sorted(contracted, key=lambda a: layout.index(a) if a in layout else len(layout)))
         offset = next((o for o, atoms in weights.view if set(space.resolve(atoms)) & set(space.resolve(key_axis))), 0)
@@ -445,15 +455,15 @@ class _Attempt:
         )
 
     def _only_keys(self, softmax: Softmax, contracted: Sequence[Dimension], score: Ref) -> bool:
-        """Whether every contracted dimension is an axis of the scores."""
+        """Returns whether every contracted dimension is an axis of the scores."""
         atoms = self.scope.space.atoms(score)
         return all(set(self.scope.space.resolve(a)) <= atoms for _, a in contracted)
 
     def _score_contraction(self, softmax: Softmax, weights: Ref) -> tuple[Ref, Ref, Ref, list[Dimension]] | None:
-        """The contraction that gives the scores: (scores, queries, keys, contracted).
+        """Finds the contraction that gives the scores: (scores, queries, keys, contracted).
 
-        It lies under the exponential (a product of probabilities with something else is a backward's); of several, the
-        one that sums over most is tried first.
+        It lies under the exponential, since a product of probabilities with something else belongs to a backward. Among
+        several, the one that sums over the most elements is tried first.
         """
         space = self.scope.space
         axis = set(space.resolve(softmax.axis))
@@ -512,11 +522,12 @@ class _Attempt:
         return space.canonical(ref), query, keys, contracted
 
     def _joins_products(self, node: Node) -> bool:
-        """Whether scores of several blocks of keys become one array."""
+        """Returns whether scores of several blocks of keys become one array."""
         return sum(self.reach[number][0] for number in node.inputs) > 1
 
     def _prove(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term], RowFactor | None]:
-        """The normaliser, the terms beside it, none of which depends on the scores, and what else multiplies a row."""
+        """Returns the normaliser, the terms beside it, none of which depends on the scores, and a further factor of the
+        rows."""
         if softmax.added_behind:
             raise Mismatch(
                 "something is added to the scores after their maximum is subtracted, which may be that of a mask",
@@ -549,7 +560,7 @@ class _Attempt:
         return factor.normaliser, [], factor
 
     def _prove_exact(self, softmax: Softmax, found: Exponential) -> tuple[LogSumExp, list[Term]]:
-        """The normaliser, and the terms beside it, of weights that are a softmax and nothing else."""
+        """Returns the normaliser, and the terms beside it, of weights that are a softmax and nothing else."""
         terms = softmax.combine(found.rows)
         normalisers = [t for t in terms if t.kind == "logsumexp" and softmax.depends(t)]
         if not normalisers:

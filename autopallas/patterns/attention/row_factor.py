@@ -1,8 +1,8 @@
-"""What multiplies the rows of an attention where that is not one over their sums alone, such as with an epsilon.
+"""Reads the factor of an attention's rows where it is not just one over their sums, such as with an epsilon.
 
-The weights are ``exp(x)`` times a factor of the row.  Where this factor is an elementwise function of sums and maxima
-over the keys, and of values that do not depend on the scores, a kernel can give the sums and maxima, and the factor is
-computed of them outside.
+The weights are ``exp(x)`` times a factor of the row. If this factor is an elementwise function of sums and maxima over
+the keys, and of values that do not depend on the scores, a kernel gives the sums and maxima, and the factor is computed
+from them outside the kernel.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class RowFactor:
-    """``out = (exp(x - shift) of the normaliser's argument x) times values, times the expression``."""
+    """Factor ``expression`` of the rows: the result is ``exp(x - shift)`` times the values, times the factor.
+
+    The normaliser's argument is x.
+    """
 
     normaliser: LogSumExp
     expression: Expression
     further: tuple[tuple[Factor, ...], ...] = ()
-    """Per sum besides the normaliser: the weights that only it has."""
+    """Per sum besides the normaliser, the weights that only this sum has."""
 
     def program(self, carrier: Carrier, weight: Callable[[Factor], Weight]) -> RowProgram:
-        """The program, with what it reads."""
+        """Builds the program of the factor, with what it reads."""
         sums = [tuple(map(weight, factors)) for factors in self.further]
         builder = _RowBuilder(carrier, sums)
         program = builder.build(self.expression)
@@ -52,10 +55,10 @@ class RowFactor:
 
 
 def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
-    """The factor of the rows of proved exponentials; None where no sum of them takes part.
+    """Returns the factor of the rows of proved exponentials; None where it involves no sum of them.
 
     Raises:
-      Mismatch: the factor is something else than a function of sums, maxima and independent values.
+      Mismatch: the factor is not a function of sums, maxima and independent values.
     """
     reader = _Reader(softmax, found)
     terms = softmax.combine(found.rows)
@@ -73,7 +76,7 @@ def row_factor(softmax: Softmax, found: Exponential) -> RowFactor | None:
 
 
 class _Reader:
-    """Terms and values of a row as expressions of what a kernel gives."""
+    """Reads terms and values of a row as expressions of what a kernel gives."""
 
     def __init__(self, softmax: Softmax, found: Exponential):
         self.softmax, self.scope, self.space = softmax, softmax.scope, softmax.space
@@ -87,7 +90,7 @@ class _Reader:
         self.wide: Dtype = np.dtype(np.float64 if double else np.float32)
 
     def product(self, terms: Sequence[Term], shifts: float = 0.0) -> Expression:
-        """The exponential of a sum of terms, and of the kernel's shift as often as ``shifts`` says."""
+        """Returns the exponential of a sum of terms, and of ``shifts`` times the kernel's shift."""
         exponents: list[Expression] = []
         over_mask: list[Expression] = []
         factors: list[tuple[Expression, float]] = []
@@ -114,11 +117,11 @@ class _Reader:
         return result
 
     def _exponent(self, exponents: Sequence[Expression], over_mask: Sequence[Expression], shifts: float) -> Expression:
-        """The sum of exponents and shifts.
+        """Returns the sum of exponents and shifts.
 
-        A row without any key has a shift of -inf, and nothing but zeros to multiply: then any number will do.  Where
-        the program's own exponent is none, its exponentials are not either, but for a mask over them: what stands
-        ``over_mask`` counts alone.
+        A row without any key has a shift of -inf and multiplies nothing but zeros, so that any number will do. If the
+        program's own exponent is not a number, neither are its exponentials, unless a mask stands over them: only the
+        exponents ``over_mask`` count then.
         """
         zero: Expression = Constant(0.0, self.wide)
         total = self._total(exponents)
@@ -140,7 +143,7 @@ class _Reader:
         return total
 
     def _sum(self, inner: LogSumExp) -> Computed:
-        """A sum of the exponentials, relative to the kernel's shift."""
+        """Returns a sum of the exponentials, relative to the kernel's shift."""
         if self.scope.key(inner.argument) != self.scope.key(self.argument):
             raise Mismatch("the normaliser sums something else than the numerator", advice=SAME_SUM)
         keys = [self.softmax.term_key(Term(1.0, "logsumexp", x)) for x in (*self.sums, inner)]
@@ -150,7 +153,7 @@ class _Reader:
         return Computed(f"sum {position}", self.argument, self.wide)
 
     def told_apart(self) -> tuple[LogSumExp, tuple[tuple[Factor, ...], ...]]:
-        """The first sum, and the weights that each of the others has besides that one's."""
+        """Returns the first sum, and the weights that each of the other sums has besides the first one's."""
         first, *others = self.sums
         if others and any(x.extras for x in self.sums):
             raise Mismatch("the factor of the row holds several sums, and a sink", advice=NORMALISE)
@@ -166,7 +169,7 @@ class _Reader:
         return first, tuple(further)
 
     def _row(self, ref: Ref) -> Expression:
-        """A value of the row."""
+        """Reads a value of the row."""
         ref = self.space.canonical(ref)
         node, name = self.scope.node(ref), self.scope.name(ref)
         if node is None or not self.scope.depends(ref.value):
@@ -199,12 +202,12 @@ class _Reader:
                     advice=OWN_DTYPE,
                 )
         arguments = tuple(self._row(operand) for operand in operands)
-        if node.name == "dot_general":  # without contraction: a product
+        if node.name == "dot_general":  # a dot without contraction is a product
             return self._multiply(*(self._convert(a, dtype) for a in arguments))
         return Apply(*operation(node), arguments, dtype)
 
     def _greatest(self, ref: Ref) -> Expression:
-        """A maximum over the keys, without what is the same for all of them.  A rounding inside stands outside as well:
+        """Reads a maximum over the keys, without terms that all keys share. A rounding inside is moved outside, since
         it is monotone."""
         casts: list[Dtype] = []
         inner = self.space.canonical(self.softmax.reduced(ref))
@@ -232,9 +235,9 @@ class _Reader:
         return found
 
     def _unmasked(self, expression: Expression) -> Hashable:
-        """What identifies some scores, but for masks over them and what all of them are multiplied with.
+        """Returns a key of some scores without the masks over them and without their factors.
 
-        Where ``b`` is added after the maximum, ``exp((s - max(s)) + b)`` rounds as finely as ``b`` is small, and a
+        Where ``b`` is added after the maximum, ``exp((s - max(s)) + b)`` rounds as finely as ``b`` is small, but a
         kernel's ``exp(s + b)`` as coarsely as the scores are large.
         """
         for _ in range(_LONGEST):
@@ -272,14 +275,16 @@ class _Reader:
         return self._rounded(self._multiply(Constant(coefficient, self.wide), expression))
 
     def _rounded(self, product: Expression) -> Expression:
-        """A product that no compiler leaves unrounded, as it may where it adds something in the same instruction: of
-        huge numbers that cancel, all that is left would be this rounding."""
+        """Keeps compilers from leaving a product unrounded, as they may where one instruction multiplies and adds.
+
+        Where huge numbers cancel, the rounding error would be all that is left.
+        """
         same = Apply(lax.eq_p, {}, (product, product), np.dtype(bool))
         return Apply(lax.select_n_p, {}, (same, Constant(math.nan, self.wide), product), self.wide)
 
 
 class _RowBuilder(ProgramBuilder):
-    """Programs of numbers per row: the side inputs are statistics, and values that do not depend on the scores."""
+    """Builds programs of row numbers from statistics, and from values that do not depend on the scores."""
 
     def __init__(self, carrier: Carrier, sums: Sequence[tuple[Weight, ...]]):
         super().__init__(carrier)
@@ -313,7 +318,7 @@ class _RowBuilder(ProgramBuilder):
 
 
 def _follows_maximum(expression: Expression) -> bool:
-    """Whether a derivative could run through a maximum over the keys."""
+    """Returns whether a derivative could run through a maximum over the keys."""
     match expression:
         case Computed():
             return expression.kind == "greatest"

@@ -1,6 +1,6 @@
-"""Scores that are a sum of products, such as one of contents and one of rotated positions: which of them are one.
+"""Finds products that a program adds to the scores, such as one of contents and one of rotated positions.
 
-A sum of products of queries and keys is one product of concatenated queries and keys.  So a further product that the
+A sum of products of queries and keys is one product of concatenated queries and keys. So a further product that the
 program adds to the scores belongs to the site as its operands, and not as an array of all scores.
 """
 
@@ -19,9 +19,10 @@ from autopallas.sites.elementwise import Constant
 __all__ = ["Product", "added"]
 
 _FURTHEST = 256.0
-"""How much more often a product may be added than the scores are: queries that it multiplies stay in range."""
+"""Largest factor by which a product may enter the sum more or less often than the scores: scaled queries stay in
+range."""
 _DEEPEST = 64
-"""Operations on one path between a product and the exponential."""
+"""Most operations on one path between a product and the exponential."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Product:
       query, key: the operands, with their layout operations still to undo.
       query_first: whether the queries are the first operand.
       head_axis: the labels that are contracted.
-      scale: how often it is added for each time that the scores are: a power of two, or the negative of one.
+      scale: how often it is added for each time that the scores are added: plus or minus a power of two.
     """
 
     ref: Ref
@@ -45,8 +46,7 @@ class Product:
 
 
 def added(scope: Scope, argument: Expression, score: Ref, products: Sequence[Product]) -> dict[int, float]:
-    """Which of some products are added to the scores wherever these enter the argument of the exponential, and how
-    often: by position."""
+    """Returns, by position, which products are added to the scores wherever these enter the argument, and how often."""
     sums = _Sums(scope, score, products)
     whole = sums.of(argument)
     tops = [whole, *sums.tops]
@@ -64,14 +64,14 @@ def added(scope: Scope, argument: Expression, score: Ref, products: Sequence[Pro
 
 
 _SCORE, _ELSEWHERE = -1, -2
-"""Among the positions of products: the scores themselves, and any of them in another layout."""
+"""Stand for the scores, and for any of the values in another layout, among the positions of products."""
 
 
 class _Sums:
-    """How often scores and products are added in values that are linear in them.
+    """Counts how often scores and products are added in values that are linear in them.
 
     Attributes:
-      tops: those of values that something else than a sum reads.
+      tops: the counts of values that anything other than a sum reads.
     """
 
     def __init__(self, scope: Scope, score: Ref, products: Sequence[Product]):

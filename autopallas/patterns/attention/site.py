@@ -1,4 +1,4 @@
-"""From a proved softmax to the description of an attention: roles of labels, programs, operands."""
+"""Turns a proved softmax into the description of an attention: roles of labels, programs, operands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from autopallas.sites.index_notation import Operand, Positions, View
 __all__ = ["ProvedAttention"]
 
 _DEEPEST = 64
-"""Selections, one within the other, that are looked at as masks."""
+"""Most selections, one within the other, that are looked at as masks."""
 _RANDOM = frozenset({"random_bits", "threefry2x32", "random_unwrap", "rng_bit_generator", "rng_uniform"})
 
 
@@ -51,20 +51,20 @@ class ProvedAttention:
 
     softmax: Softmax
     second: Node
-    """The contraction of probabilities and values."""
+    """Contraction of probabilities and values."""
     side: int
     """Which operand of the second contraction the probabilities are."""
     query_first: bool
     """Whether the queries are the first operand of the first contraction."""
     root: int
-    """The value that is the site's result: of the second contraction, or of a division that follows it."""
+    """Value that is the site's result: of the second contraction, or of a division that follows it."""
     top: Ref
     score: Ref
     query: Ref
     key: Ref
     value: Ref
     weights_dtype: Dtype
-    """Of the probabilities as the second contraction reads them."""
+    """Dtype of the probabilities as the second contraction reads them."""
     key_axis: tuple[Atom, ...]
     head_axis: list[Atom]
     candidates: Sequence[Product]
@@ -72,12 +72,12 @@ class ProvedAttention:
     found: Exponential
     normaliser: LogSumExp
     rest: list[Term]
-    """The terms beside the normaliser, none of which depends on the scores."""
+    """Terms beside the normaliser, none of which depends on the scores."""
     row: RowFactor | None
-    """What the result is multiplied by, if by a function of the scores of the row."""
+    """Factor of the result, if that is a function of the row's scores."""
     assume_finite: bool
     terms: tuple[Product, ...] = ()
-    """Those of the candidates that are added to the scores, and belong to the site as its operands."""
+    """Candidates that are added to the scores, and belong to the site as its operands."""
 
     @property
     def scope(self) -> Scope:
@@ -93,12 +93,12 @@ class ProvedAttention:
 
     @property
     def body(self) -> Body:
-        """The body in which the result is first computed."""
+        """Body in which the result is first computed."""
         return self.graph.definitions[self.root].body
 
     @property
     def homes(self) -> tuple[Body, ...]:
-        """All bodies in which it is computed."""
+        """All bodies in which the result is computed."""
         return tuple(dict.fromkeys(body for body, _ in self.graph.occurrences(self.root)))
 
     @property
@@ -110,7 +110,7 @@ class ProvedAttention:
         return self.softmax.assumed(self.normaliser.argument, self.normaliser.weights)
 
     def settle(self) -> None:
-        """Visits everything until no label is refined any more.
+        """Assembles the site until no label is refined any more.
 
         Raises:
           Mismatch: the site cannot be described, or something is assumed that must not be.
@@ -126,7 +126,8 @@ class ProvedAttention:
         self._add_terms()
 
     def _add_terms(self) -> None:
-        """Makes further products that are added to the scores operands of the site, where that describes it too."""
+        """Makes further products that are added to the scores operands of the site, if the site can be described with
+        them."""
         terms = self._added()
         while terms:
             self.terms, before = terms, -1
@@ -158,22 +159,22 @@ class ProvedAttention:
                     for a, b in ((term.ref, self.score), (term.query, self.query), (term.key, self.key))
                 )
                 read = self.scope.depends(term.query.value) or self.scope.depends(term.key.value)
-                alike &= abs(scale) == 1 or graph.dtype(term.query.value) != np.float16  # which overflows early
+                alike &= abs(scale) == 1 or graph.dtype(term.query.value) != np.float16  # float16 overflows early
                 if alike and not read and rows <= query and keys <= key and not (rows & key or keys & query):
                     terms.append(replace(term, scale=scale))
         return tuple(terms)
 
     @property
     def products(self) -> tuple[tuple[Ref, bool, Ref, Ref], ...]:
-        """The products whose sum the scores are: (product, whether its first operand are queries, queries, keys)."""
+        """Products whose sum the scores are: (product, whether its first operand is the queries, queries, keys)."""
         own = (self.score, self.query_first, self.query, self.key)
         return (own, *((term.ref, term.query_first, term.query, term.key) for term in self.terms))
 
     def _roles(self) -> tuple[tuple[Atom, ...], tuple[Atom, ...]]:
-        """(labels of T, labels of Dv), after checking that every label has a role."""
+        """Returns (labels of T, labels of Dv), after checking that every label has a role."""
         space = self.space
         before = -1
-        while space.refinements != before:  # undoing the layout of one may divide an axis that another has too
+        while space.refinements != before:  # undoing one operand's layout may divide an axis of another
             before = space.refinements
             value = space.atoms(space.canonical(self.value))
             query, key = set[Atom](), set[Atom]()
@@ -214,7 +215,7 @@ class ProvedAttention:
                         f"an axis of the {name}, of size {size}, is missing from the result", at.value, advice=EINSUM
                     )
             raise Mismatch("an axis of the operands is missing from the result", advice=EINSUM)
-        # Of the axes that only the queries have, one is T and the others are groups of heads.  Parts of one axis (the
+        # One of the axes that only the queries have is T, and the others are groups of heads. Parts of one axis (the
         # height and width of an image) stay together.
         rows = [a for a in result if a in query and a not in key and a not in value]
         by_origin: dict[Atom, list[Atom]] = {}
@@ -224,7 +225,7 @@ class ProvedAttention:
         return tuple(longest), value_axis
 
     def _of_queries(self, shared: Set[Atom], query: Set[Atom], key: Set[Atom], value: Set[Atom]) -> bool:
-        """Whether what values share with queries, and keys do not have, is more than groups of heads.
+        """Returns whether the labels that values share with queries, and that keys lack, are more than groups of heads.
 
         Groups are a part of the axis of heads, or one beside a longer axis of queries.
         """
@@ -243,9 +244,12 @@ class ProvedAttention:
         further: tuple[Body, ...] = (),
         across: bool = False,
     ) -> tuple[AttentionSite, Carrier]:
-        """The site and what it reads; ``pinned``: the values to take as queries, keys, values (and further queries and
-        keys) and side inputs;
-        ``further``: bodies, besides its own, in which the operands must be at hand, or be brought ``across`` loops."""
+        """Describes the site, and collects what it reads.
+
+        ``pinned_roles`` and ``pinned_sides`` are the values to take as queries, keys, values (then further queries and
+        keys) and as side inputs. ``further`` are bodies, besides the site's own, in which the operands must be at hand,
+        or be brought ``across`` loops.
+        """
         graph, space = self.graph, self.space
         query_axis, value_axis = self._roles()
         key_axis = space.resolve(self.key_axis)
@@ -324,15 +328,15 @@ class ProvedAttention:
         return replace(site, sizes=labels.sizes()), carrier
 
     def _reads_terms(self, operands: Sequence[int]) -> bool:
-        """Whether a side input is computed from a product that is a part of the scores."""
+        """Returns whether a side input is computed from a product that is a part of the scores."""
         known = {term.ref.value: True for term in self.terms}
         return bool(known) and any(computed_from(self.graph, n, known, min(known)) for n in operands)
 
     def _masks(self) -> tuple[Expression, list[Factor], list[Factor]]:
-        """The argument with the masks of the normaliser folded in as -inf; factors after it; factors within it.
+        """Returns the argument with the normaliser's masks as -inf, the factors after it, and the factors within it.
 
-        A mask on numerator and normaliser alike is a score of -inf.  One put on after the division too only acts on
-        rows without any live key, where it turns 0 / 0 into 0.
+        A mask on numerator and normaliser alike is a score of -inf. If it is applied after the division too, it only
+        acts there on rows without any live key, where it turns 0 / 0 into 0.
         """
         inner = list(self.normaliser.weights)
         keys = [self.softmax.factor_key(w) for w in inner]
@@ -383,7 +387,8 @@ class ProvedAttention:
         return tuple(found)
 
     def _live(self, expression: Expression, depth: int = 0) -> list[tuple[Ref, bool]]:
-        """Masks that must all hold for a key to have weight: those of selections directly under the exponential."""
+        """Returns masks that must all hold for a key to have weight: those of selections directly under the
+        exponential."""
         if depth > _DEEPEST:
             return []
         name: str | None
@@ -403,7 +408,7 @@ class ProvedAttention:
             return []
         if name == "convert_element_type":
             return self._live(arguments[0], depth + 1) if rounds(self._dtype(arguments[0]), dtype) else []
-        if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # exp2's log 2
+        if name == "mul" and isinstance(arguments[1], Constant) and arguments[1].value >= 0.5:  # the log 2 of exp2
             return self._live(arguments[0], depth + 1)
         if name == "select_n" and len(arguments) == 3 and isinstance(mask := arguments[0], Ref):
             _, if_false, if_true = arguments
@@ -415,7 +420,8 @@ class ProvedAttention:
         return []
 
     def _dead(self, fill: Expression, dtype: Dtype) -> bool:
-        """Whether the exponential of this score is exactly 0 beside any real score: -inf, or near the dtype's least."""
+        """Returns whether the exponential of this score is exactly 0 beside any real score: -inf, or near the dtype's
+        least."""
         if isinstance(fill, Constant):
             number: float | None = float(fill.value)
         else:
@@ -426,9 +432,11 @@ class ProvedAttention:
         return number == -math.inf or (dtype.name != "float16" and number <= 0.3 * least)
 
     def _no_dropout(self, carrier: Carrier, weights: Sequence[Weight]) -> None:
-        """Random weights of the probabilities, drawn where these are, are dropout, which would have to be carried as a
-        T x S array: refused, with its name.  A random mask of the scores is a side input like any other, and so is what
-        a loop is handed."""
+        """Refuses dropout: random weights of the probabilities that are drawn where the probabilities are.
+
+        They would have to be carried as a T x S array. A random mask of the scores is a side input like any other, and
+        so is one that a loop is handed.
+        """
         keys = set(self.space.resolve(self.key_axis))
         for position in dict.fromkeys(position for weight in weights for position in weight.program.sides):
             source = carrier.sides[position]
@@ -441,7 +449,7 @@ class ProvedAttention:
                     )
 
     def _drawn_here(self, value: int) -> bool:
-        """Whether a value is computed from random numbers that are drawn in the body of the site."""
+        """Returns whether a value is computed from random numbers that are drawn in the body of the site."""
         seen: set[int] = set()
         todo = [value]
         for _ in range(200):
@@ -474,7 +482,7 @@ class Labels:
         return tuple((offset, self.atoms(atoms)) for offset, atoms in view)
 
     def apart(self, view: View, without: Set[Atom] | Sequence[Atom]) -> View:
-        """One dimension for each of a view's atoms but some."""
+        """Returns one dimension for each atom of a view, except some."""
         atoms = (a for _, own in view for a in self._space.resolve(own) if a not in without)
         return tuple((0, self.atoms((a,))) for a in atoms)
 

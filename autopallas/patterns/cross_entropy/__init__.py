@@ -1,4 +1,5 @@
-"""What losses take from logits, without the logits: sums of exponentials, labels picked, maxima."""
+"""Recognises what losses compute from logits, so that the logits need not be stored: sums of exponentials, picked
+labels, maxima."""
 
 from autopallas.patterns.cross_entropy.recognise import find
 

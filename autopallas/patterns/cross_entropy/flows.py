@@ -1,4 +1,4 @@
-"""From which ends of some logits' flow a value is computed: found out of many logits in one pass over a program."""
+"""Tells from which ends of some logits' flow a value is computed, for many logits in one pass over a program."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from autopallas.graph import Graph, Node
 __all__ = ["Flow", "Flows"]
 
 _TOGETHER = 256
-"""Flows that are followed in one pass.  Each has a few bits in an integer per value."""
+"""Number of flows that are followed in one pass. Each has a few bits in an integer per value."""
 
 
 class Flows:
-    """The flows of a program.  Those that were added one after the other are followed together.
+    """Holds the flows of a program. Flows that were added one after the other are followed together.
 
-    A value carries bits: for each flow, one that says that it is computed from the logits, one that it is computed from
-    a value inside, and one for each end that it is computed from.  What follows an end does not count as computed from
-    what is inside.
+    A value carries bits. For each flow, one bit says that the value is computed from the logits, one that it is
+    computed from a value inside, and one per end that it is computed from that end. What follows an end does not count
+    as computed from values inside.
     """
 
     def __init__(self, graph: Graph):
@@ -33,18 +33,19 @@ class Flows:
         """Per flow, the bit of the logits."""
 
     def add(self, logits: Sequence[int], inside: Collection[int], ends: Sequence[Node]) -> Flow:
-        """The flow of some ``logits``, of one head or several, through the values ``inside``, which ``ends`` read."""
+        """Adds the flow of some ``logits``, of one head or several, through the values ``inside``, which ``ends``
+        read."""
         results = [end.outputs[0] for end in ends if end.outputs]
         self._flows.append(Flow(self, len(self._flows), logits, inside, results))
         return self._flows[-1]
 
     def follows(self, position: int, value: int) -> bool:
-        """As :meth:`Flow.follows`."""
+        """Answers :meth:`Flow.follows`."""
         self._ask(position)
         return bool(self._bits[value] & self._logits[position])
 
     def sources(self, position: int, value: int) -> list[int | None]:
-        """As :meth:`Flow.sources`."""
+        """Answers :meth:`Flow.sources`."""
         self._ask(position)
         bits, found = self._bits[value] & self._own[position], []
         while bits:
@@ -89,7 +90,7 @@ class Flows:
                 found = read
                 for position, bit in ended.get(output, ()):
                     found = found & ~self._own[position] | bit
-                # The result of a custom rule's call is that of its body, where this follows an end.
+                # The result of a custom rule's call is that of its body, if the body's result follows an end.
                 inner = bits[graph.inner[output]] if output in graph.inner else 0
                 for flow in flows if inner else ():
                     if inner & self._own[flow.position] and output not in flow.inside:
@@ -114,9 +115,10 @@ class Flow:
         self._flows, self.position, self.logits, self.inside, self.ends = flows, position, logits, inside, ends
 
     def follows(self, value: int) -> bool:
-        """Whether a value is computed from the logits."""
+        """Returns whether a value is computed from the logits."""
         return self._flows.follows(self.position, value)
 
     def sources(self, value: int) -> list[int | None]:
-        """The ends' results from which a value is computed, and None where it is computed from one inside otherwise."""
+        """Returns the results of ends from which a value is computed, and None if it is computed from values inside
+        otherwise."""
         return self._flows.sources(self.position, value)

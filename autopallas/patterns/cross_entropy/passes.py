@@ -1,4 +1,4 @@
-"""From what was read around some logits to descriptions of passes over them: operands, programs, results."""
+"""Turns what was read around some logits into descriptions of passes over them: operands, programs, results."""
 
 from __future__ import annotations
 
@@ -39,18 +39,16 @@ __all__ = ["passes"]
 
 _HEADS = 2**19
 _FROM_HERE = 2**20
-"""Until the number of side inputs is known, the logits of further head h are side input ``_HEADS + h``, and statistic k
-(in a product: finished number k) is side input ``_FROM_HERE + k``."""
+"""First placeholder positions of side inputs. Until the number of side inputs is known, the logits of further head h
+are side input ``_HEADS + h``, and statistic k (in a product: finished number k) is side input ``_FROM_HERE + k``."""
 
 
 def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
-    """The passes over the logits, in order; the first one takes the statistics of the forward.
+    """Returns the passes over the logits, in order; the first one takes the statistics of the forward.
 
-    What is computed from a scatter alone that several logits share, and given by the site of another (``given``), is
-    left to that.
-
-    Where everything between statistics and products is computed row by row, one pass does it all, but for regions that
-    are ``parted`` by other sites.
+    Where everything between statistics and products is computed row by row, one pass does it all, except in regions
+    that are ``parted`` by other sites. Results in ``given`` that another site computes, from nothing but a scatter that
+    several logits share, are left to that site.
 
     Raises:
       Mismatch: an operand is not at hand where a pass would stand.
@@ -75,7 +73,7 @@ def passes(region: Region, given: Set[int] = frozenset()) -> list[Match]:
 
 
 def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
-    """The passes of regions over the same logits, one for each level and body of their ends."""
+    """Builds the passes of regions over the same logits, one for each level and body of their ends."""
     ends = [(t.level, _place(region, t), i, t) for i, region in enumerate(regions) for t in region.terminals]
     ends = [end for end in ends if end[-1].result not in given]
     groups = groupby(sorted(ends, key=lambda end: end[:3]), key=lambda end: end[:3])
@@ -83,25 +81,26 @@ def _in_order(regions: Sequence[Region], given: Set[int]) -> list[Match]:
 
 
 def _pass(region: Region, terminals: Sequence[Terminal]) -> Match:
-    """One of several passes: from what its body has, or else also from what that of the logits can give it."""
+    """Builds one of several passes, from values of its body or also from values that the body of the logits can hand
+    over."""
     size = math.prod(region.graph.shape(region.logits))
     return fewest_side_elements(region.graph, lambda across: _Pass(region, terminals, across=across).match(), size)
 
 
 def _in_one(region: Region) -> bool:
-    """Whether statistics and products are computed in the same body, once."""
+    """Returns whether statistics and products are computed in the same body, once."""
     held = {body for t in region.terminals for body, _ in region.graph.occurrences(t.result)}
     before = all(t.level == 1 for other in region.regions[1:] for t in other.terminals)
     return len(held) == 1 and bool(region.products) and before and not region.parted
 
 
 def _place(region: Region, terminal: Terminal) -> int:
-    """The body of a terminal, as a number."""
+    """Numbers the body of a terminal."""
     return list(region.graph.numbers).index(terminal.node.body)
 
 
 class _Pass:
-    """One pass: the terminals of one level, in one body; or all there are (``one``)."""
+    """Builds one pass from the terminals of one level in one body, or from all terminals (``one``)."""
 
     def __init__(self, region: Region, terminals: Sequence[Terminal], one: bool = False, across: bool = False):
         self.one = one
@@ -220,7 +219,7 @@ class _Pass:
                 )
 
     def _hidden(self, w: Operand, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        """The labels of a head's D, in the order in which its weight has them."""
+        """Returns the labels of a head's D, in the order in which its weight has them."""
         hidden = set(self.region.resolved(atoms))
         return tuple(a for a in w.labels if a in hidden)
 
@@ -238,7 +237,7 @@ class _Pass:
         return self.products.index(product)
 
     def statistic(self, computed: Computed) -> int:
-        """The position of a statistic; each is taken once."""
+        """Returns the position of a statistic; adds it if it is new."""
         key = self.region.scope.key(computed)
         if key not in self._known:
             if computed.kind == "exp_sum":
@@ -253,14 +252,16 @@ class _Pass:
         return self._known[key]
 
     def finished(self, number: Expression) -> int:
-        """The position of a number per row that is computed from statistics within the pass."""
+        """Returns the position of a number per row that is computed from statistics within the pass; adds it if it is
+        new."""
         program = _RowBuilder(self).build(self.region.expressed(number))
         if program not in self.finish:
             self.finish.append(program)
         return self.finish.index(program)
 
     def _label(self, computed: Computed) -> int:
-        """The side input with the labels of a pick; a further one where they are clipped to the vocabulary."""
+        """Returns the side input with the labels of a pick; adds another one where the labels are clipped to the
+        vocabulary."""
         assert isinstance(computed.label, Ref)
         source = self.carrier.source(computed.label)
         position = self.carrier.side(source)
@@ -275,16 +276,17 @@ class _Pass:
 
 
 class _TileBuilder(ProgramBuilder):
-    """Programs of tile values: numbers per row that depend on the logits are side inputs, scatters are written out.
+    """Builds programs of tile values: row numbers that depend on the logits become side inputs, scatters are written
+    out.
 
-    ``owner``: of a product's program, the pass; if that does everything, it computes such numbers itself.
+    ``owner`` is the pass, for the program of a product: a pass that does everything computes such numbers itself.
     """
 
     def __init__(self, region: Region, carrier: Carrier, owner: _Pass | None = None):
         super().__init__(carrier)
         self.region, self.owner = region, owner
         self.whole = set(region.counted) == set(region.resolved(carrier.axes[0]))
-        """Whether all rows of one weight are those of the pass."""
+        """Whether the pass has all rows that share a weight."""
 
     def _written(self, expression: Expression) -> Register:
         match expression:
@@ -311,15 +313,18 @@ class _TileBuilder(ProgramBuilder):
         return super()._written(expression)
 
     def _logits(self, ref: Ref) -> Register:
-        """The logits of a further head."""
+        """Reads the logits of a further head."""
         for number, head in enumerate(self.region.further):
             if head.score.value == ref.value and self.scope.space.same(ref, self.scope.space.canonical(head.score)):
                 return self._input(Side(_HEADS + number, self.scope.graph.dtype(ref.value)))
         raise Mismatch("the logits of a head enter the program in two layouts", advice=SAME_HEADS)
 
     def _greatest(self, ref: Ref, compared: Ref) -> Register:
-        """Where a row is greatest.  Computed anew, a value may differ by a rounding from the maximum that it was: the
-        position counts where there is only one."""
+        """Marks the position where a row is greatest.
+
+        A recomputed value may differ by a rounding from the maximum that it was. Where the row has only one greatest
+        element, the program therefore compares positions.
+        """
         plain = self._elementwise(ref, self.scope.graph.dtype(ref.value))
         if self.owner is None or not self.owner.one:
             if self.scope.space.canonical(compared).value != self.scope.score:
@@ -350,7 +355,7 @@ class _TileBuilder(ProgramBuilder):
 
 
 class _RowBuilder(_TileBuilder):
-    """Programs of numbers per row: statistics, and side inputs without the vocabulary."""
+    """Builds programs of numbers per row, from statistics and side inputs without the vocabulary."""
 
     def __init__(self, owner: _Pass):
         super().__init__(owner.region, owner.carrier)
@@ -372,7 +377,7 @@ class _RowBuilder(_TileBuilder):
 
 
 def _placed(program: ElementwiseProgram, sides: int, heads: int) -> ElementwiseProgram:
-    """The program with the logits of further heads behind the other side inputs, and statistics behind both."""
+    """Moves the logits of further heads behind the other side inputs of a program, and statistics behind both."""
 
     def moved() -> Iterator[Input]:
         for i in program.inputs:

@@ -1,14 +1,13 @@
-"""Logits and what a loss makes of them: ``x w``, an elementwise program, reductions over the vocabulary, and under a
-gradient the two products of ``dlogits``.
+"""Finds logits and what a loss computes from them: ``x w``, an elementwise program, reductions over the vocabulary, and
+under a gradient the two products of ``dlogits``.
 
 The anchor is a contraction whose result flows, through elementwise operations and layout alone, into an exponential
-that is summed over the axis of one operand.  Everything that the logits flow into has to end in a reduction that a
-kernel can take (:mod:`autopallas.patterns.cross_entropy.row_statistics`) or in a product with x or w; then neither the
-logits nor anything of their size is needed any more.  Numbers per row are the program's own business, whatever it does
-with them.
+that is summed over the axis of one operand. Everything that the logits flow into has to end in a reduction that a
+kernel can take (:mod:`autopallas.patterns.cross_entropy.row_statistics`) or in a product with x or w. Then neither the
+logits nor anything of their size is needed any more. The program may do anything with numbers per row.
 
-The backward is the same once more: ``dlogits`` is an elementwise program of the logits and of numbers per row, and ends
-in products.  So it is found whatever made it, automatic differentiation or a rule of the user's.
+The backward is recognised in the same way: ``dlogits`` is an elementwise program of the logits and of numbers per row,
+and ends in products. So it is found whether automatic differentiation or a user's rule made it.
 """
 
 from __future__ import annotations
@@ -45,15 +44,16 @@ _LAYOUT = frozenset(
 
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
-"""Equations that only restate a value, through which it is followed."""
+"""Most equations that only restate a value through which the value is followed."""
 _MOST_HEADS = 4
-"""Products whose results are read together as logits: each is computed tile by tile, and a tile of each is held."""
+"""Most products whose results are read together as logits: each is computed tile by tile, and a tile of each is
+held."""
 _READINGS = 4
-"""How often, on average, a value may be followed that products without exponents flow into."""
+"""Times that a value may be followed, on average, from products whose results enter no exponential."""
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Every cross-entropy in a graph, and what nearly was one: one outcome for each product that gives logits."""
+    """Finds every cross-entropy in a graph, and the near misses: one outcome for each product that gives logits."""
     matches: list[Match] = []
     misses: list[NearMiss] = []
     exponents = _exponents(graph)
@@ -89,7 +89,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     taken: set[int] = set()
     given: set[int] = set()
     together: dict[int, Mismatch] = {}
-    """Why some logits are no site together with others."""
+    """Reasons why some logits are no site together with others."""
     for region in regions:
         node = region.dot
         with contained(node):
@@ -114,8 +114,8 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 
 def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_finite: bool) -> None:
-    """Makes several passes of sites that wait for each other: each gives its statistics before it reads the other's, as
-    where the labels of two heads are compared."""
+    """Splits sites that wait for each other into several passes: each gives its statistics before it reads the other's,
+    as where the labels of two heads are compared."""
     left = set(range(len(matches)))
     while len(left) > 1 and (around := circle(graph, matches)):
         position = next((i for i in sorted(left) if matches[i] in around and not matches[i].then), None)
@@ -129,7 +129,7 @@ def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_
 
 
 def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
-    """The values around some logits; None where no sum of their exponentials tells the vocabulary."""
+    """Returns the values around some logits; None where no sum of their exponentials tells the vocabulary."""
     ends = sorted(candidate.ends.values(), key=lambda n: n.outputs or (-1,))
     every = [(candidate.dot, candidate.own), *candidate.others]
     for position, (dot, own) in enumerate(every):
@@ -143,9 +143,9 @@ def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
 
 
 def _beside(graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate], alive: Set[int]) -> list[_Candidate]:
-    """Products that give no exponents, but perhaps what is read together with logits: as many numbers.
+    """Returns products that give no exponents but may be read together with logits, since they have as many elements.
 
-    None, where to follow them all would take longer than to read the program a few times.
+    Returns none where following them all would take longer than reading the program a few times.
     """
     sizes = {math.prod(graph.shape(candidate.dot.outputs[0])) for candidate in candidates}
     shapes = {graph.shape(number) for candidate in candidates for number in candidate.inside}
@@ -161,14 +161,15 @@ def _beside(graph: Graph, nodes: Sequence[Node], candidates: Sequence[_Candidate
 
 
 def _lone(candidates: Sequence[_Candidate], joint: Sequence[_Candidate]) -> list[_Candidate]:
-    """Copies of the candidates that are in none of the joint ones."""
+    """Copies the candidates that are in none of the joint ones."""
     taken = {number for one in joint for number in (*one.dot.outputs, *(n for d, _ in one.others for n in d.outputs))}
     left = (one for one in candidates if one.dot.outputs[0] not in taken)
     return [replace(one, inside=one.inside.copy(), ends=one.ends.copy(), shared=set()) for one in left]
 
 
 def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Candidates whose logits are read together, as those of two heads whose probabilities a divergence compares."""
+    """Joins candidates whose logits are read together, as those of two heads whose probabilities a divergence
+    compares."""
     group = list(range(len(candidates)))
 
     def root(number: int) -> int:
@@ -199,7 +200,7 @@ def _joint(graph: Graph, candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _adds_up(end: Node) -> bool:
-    """Whether an end is a contraction that leaves nothing of one of its operands but what both have."""
+    """Returns whether an end is a contraction one of whose operands has only axes that both operands have."""
     if end.name != "dot_general":
         return False
     contracting, batch = end.params["dimension_numbers"]
@@ -207,13 +208,13 @@ def _adds_up(end: Node) -> bool:
 
 
 def _may_give_logits(graph: Graph, node: Node) -> bool:
-    """Whether a ``dot_general`` contracts, and gives floating numbers."""
+    """Returns whether a ``dot_general`` contracts and gives floating-point numbers."""
     return not is_product(node) and bool(jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating))
 
 
 def _weighs_something_else(graph: Graph, nodes: Sequence[Node], inside: Set[int], ends: Iterable[Node]) -> bool:
-    """Whether what flows from products with batch axes is multiplied with something that these products do not read,
-    as probabilities are with the values of an attention."""
+    """Returns whether what flows from products with batch axes is multiplied by something that these products do not
+    read, as the probabilities of an attention are multiplied by the values."""
     if not any(node.params["dimension_numbers"][1][0] for node in nodes):
         return False
     own = {_origin(graph, number) for node in nodes for number in node.inputs}
@@ -228,7 +229,7 @@ def _weighs_something_else(graph: Graph, nodes: Sequence[Node], inside: Set[int]
 
 
 def _origin(graph: Graph, number: int) -> int:
-    """The value that layout operations and casts make another of."""
+    """Returns the value from which layout operations and casts make another."""
     for _ in range(_FURTHEST):
         definition = graph.definitions.get(number)
         if definition is None or definition.name not in _RESTATED or len(definition.inputs) != 1:
@@ -238,7 +239,7 @@ def _origin(graph: Graph, number: int) -> int:
 
 
 def _exponents(graph: Graph) -> set[int]:
-    """The values that flow into an exponential elementwise."""
+    """Returns the values that flow into an exponential elementwise."""
     found: set[int] = set()
     for node in reversed(graph.nodes):
         if node.name in ("exp", "exp2") or (_flows(node) and not found.isdisjoint(node.outputs)):
@@ -255,7 +256,8 @@ def _flows(node: Node) -> bool:
 
 
 def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int], dict[int, Node]]:
-    """The values into which some flow elementwise, and the other computations that read these."""
+    """Returns the values into which the ``seeds`` flow elementwise, and the other computations that read these
+    values."""
     inside: set[int] = set()
     ends: dict[int, Node] = {}
     todo = list(seeds)
@@ -279,23 +281,23 @@ def _flow(graph: Graph, seeds: Iterable[int], alive: Set[int]) -> tuple[set[int]
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A product that may give logits, the values into which these flow, and what reads those."""
+    """A product that may give logits, the values into which the logits flow, and the computations that read those."""
 
     dot: Node
     inside: set[int]
     ends: dict[int, Node]
     shared: set[int] = field(default_factory=set)
-    """The values inside that other logits flow together with, too."""
+    """Values inside that other logits flow together with, too."""
     plain: bool = False
-    """Whether no exponential is taken of it."""
+    """Whether no exponential is taken of the product."""
     own: set[int] = field(default_factory=set)
-    """Where there are others, those into which these logits flow."""
+    """Values into which these logits flow; only filled where there are others."""
     others: list[tuple[Node, set[int]]] = field(default_factory=list)
-    """Products that give logits too, which are read together with these, and the values into which they flow."""
+    """Other products whose results are read together with these logits, each with the values into which they flow."""
 
 
 class _Scatters:
-    """The scatters of a program, of which some are gradients of elements picked from logits; each is followed once."""
+    """Follows the scatters of a program once each; some of them are gradients of elements picked from logits."""
 
     def __init__(self, graph: Graph, alive: Set[int]):
         self._graph, self._alive = graph, alive
@@ -306,10 +308,10 @@ class _Scatters:
                 self._by_shape.setdefault(graph.shape(node.outputs[0]), []).append(node)
 
     def join(self, candidates: Sequence[_Candidate]) -> None:
-        """Adds those that flow into the same values as some logits.
+        """Adds to each candidate the scatters that flow into the same values as its logits.
 
-        Of one that several logits flow together with, since their labels and cotangents are the same, each is given
-        what is none of the others' own.
+        Several logits flow together with one scatter if their labels and cotangents are the same. Each candidate is
+        then given the values that belong to none of the others.
         """
         joined: dict[int, list[_Candidate]] = {}
         for candidate in candidates:
@@ -340,17 +342,17 @@ class _Scatters:
 def _match(
     graph: Graph, region: Region, assume_finite: bool, before: Set[int], others: frozenset[int] = frozenset()
 ) -> Match:
-    """The site of some logits.
+    """Builds the site of some logits.
 
     Args:
       graph, region: the program, and the logits in it.
       assume_finite: whether it may be assumed that what is left out is finite.
       before: values that other sites give already.
       others: results of sites that read results of this one: what is computed from both is for a pass after the one
-        that gives this site's.
+        that gives this site's results.
 
     Raises:
-      Mismatch: there is none.
+      Mismatch: there is no site.
     """
     region.parted = others
     (first, *then), left = _passes(graph, region, before)
@@ -382,7 +384,7 @@ def _match(
 
 
 def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match], Set[int]]:
-    """The passes over some logits, and the values of their size that are needed all the same."""
+    """Returns the passes over some logits, and the values of their size that are needed all the same."""
     region.read()
     found = passes(region, before)
     given = {number for part in found for number in part.results}
@@ -391,7 +393,7 @@ def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match]
 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
-    """Where values of the logits' size are still needed."""
+    """Describes where values of the logits' size are still needed."""
     if returned := left & graph.returned:
         return describe_reason(graph, "the logits, or values of their size, are also returned", min(returned))
     ends = {id(t.node) for t in region.terminals}

@@ -1,4 +1,4 @@
-"""What logits flow into, read: one set of axis labels, and every end of the flow as a statistic or a product."""
+"""Reads what logits flow into: one set of axis labels, and every end of the flow as a statistic or a product."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from autopallas.patterns.match import Mismatch
 __all__ = ["HeadLogits", "Region", "Terminal"]
 
 _DEEPEST = 128
-"""Operations on one path from statistics to a number per row."""
+"""Most operations on one path from statistics to a number per row."""
 
 
 @dataclass(slots=True)
@@ -60,10 +60,10 @@ class Terminal:
       result: the number of its result.
       view: the dimensions of the result.
       kind: "rows" for a function of statistics, or the kind of a product.
-      expression: of statistics and numbers per row; or the tile values of the product.
-      batch: labels of rows over which a product is not summed: one for each example.
-      head: of a product, whose weight or activations it is with.
-      level: in which pass over the logits it can be computed, the first being 1.
+      expression: a function of statistics and numbers per row; or the tile values of the product.
+      batch: labels of rows over which a product is not summed: there is one product for each example.
+      head: for a product, the head whose weight or activations it is with.
+      level: the pass over the logits in which it can be computed; the first pass is 1.
     """
 
     node: Node
@@ -78,7 +78,7 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class HeadLogits:
-    """The logits of one head: the values that are multiplied, and the labels over which."""
+    """The logits of one head: the values that are multiplied, and the labels over which the product sums."""
 
     score: Ref
     x: Ref
@@ -87,19 +87,20 @@ class HeadLogits:
 
 
 class Region:
-    """The values of the logits' size around one contraction, or around several whose results are read together.
+    """Holds the values of the logits' size around one contraction, or around several whose results are read together.
 
     Attributes:
       inside: numbers of these values.
-      others: further contractions of which the results are logits, each with the values into which they flow.
-      asked: values inside that the program returns, and a pass may write.
-      parted: results of other sites, which wait for results of this one: no pass gives these that waits for those.
-      further: their logits, seen under the labels of the first one's; filled by :meth:`read`.
+      others: further contractions whose results are logits, each with the values into which they flow.
+      asked: values inside that the program returns, and that a pass may write.
+      parted: results of other sites that wait for results of this one: a pass that waits for them must not compute what
+        they wait for.
+      further: the logits of the others, seen under the labels of the first one's; filled by :meth:`read`.
       terminals: the ends of the flow, operands before results; filled by :meth:`read`.
-      shared: those of them that flow together with other logits too: gradients of picked elements.
-      other: of a region in which rows and columns have changed places, the one that has them as they were.  Where a
-        loss takes statistics of rows and of columns, as contrastive ones do, each kind is read in a region of its own,
-        for which the other's are numbers at hand.
+      shared: values inside that flow together with other logits too: gradients of picked elements.
+      other: for a region in which rows and columns have changed places, the region that has them as they were. Where a
+        loss takes statistics of rows and of columns, as contrastive losses do, each kind is read in a region of its
+        own, for which the other's statistics are numbers at hand.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Region:
 
     @cached_property
     def turned(self) -> Region | None:
-        """The region in which rows and columns have changed places; None where no column's exponentials are summed."""
+        """Region in which rows and columns have changed places; None where no column's exponentials are summed."""
         if self.others:
             return None
         found = Region(self.graph, self.dot, self.inside, self.ends, self._flows, self)
@@ -141,18 +142,18 @@ class Region:
 
     @property
     def regions(self) -> list[Region]:
-        """This one, and the turned one if that has read an end."""
+        """This region, and the turned one if an end was read in it."""
         return [region for region in self._asked_for if region is self or region.terminals]
 
     @property
     def _asked_for(self) -> list[Region]:
-        """This one, and the turned one once it was asked for."""
+        """This region, and the turned one once it was asked for."""
         turned: Region | None = self.__dict__.get("turned")
         return [self] if turned is None else [self, turned]
 
     @property
     def given(self) -> frozenset[int]:
-        """The results of the turned region that do not depend on those of this one."""
+        """Results of the turned region that do not depend on those of this one."""
         return frozenset(t.result for region in self.regions[1:] for t in region.terminals if t.level == 1)
 
     @property
@@ -161,7 +162,7 @@ class Region:
 
     @property
     def every(self) -> tuple[int, ...]:
-        """The numbers of the logits of all contractions."""
+        """Numbers of the logits of all contractions."""
         return (self.logits, *(node.outputs[0] for node, _ in self.others))
 
     @property
@@ -171,7 +172,7 @@ class Region:
 
     @property
     def heads(self) -> list[HeadLogits]:
-        """The logits of the first contraction, and of the others."""
+        """Logits of the first contraction, and of the others."""
         return [HeadLogits(self.score, self.x, self.w, self.hidden), *self.further]
 
     @property
@@ -180,8 +181,10 @@ class Region:
 
     @property
     def labelled(self) -> bool:
-        """Whether labels pick from the logits: then whoever wrote this meant a loss.  A router's choice is no label: it
-        is computed from the logits themselves."""
+        """Whether labels pick from the logits, so that the program's author meant a loss.
+
+        A router's choice is no label: it is computed from the logits themselves.
+        """
         inner = (node for number in self.inside if (node := self.graph.definitions.get(number)) is not None)
         return (
             any(n.name in ("gather", "scatter-add", "scatter") and not self.touches(n.inputs[1]) for n in self.ends)
@@ -191,7 +194,8 @@ class Region:
         )
 
     def _has_logarithm(self, node: Node) -> bool:
-        """Whether the logarithm of a sum is taken, as of a softmax that is compared with other probabilities."""
+        """Returns whether the logarithm of a sum is taken, as for a softmax that is compared with other
+        probabilities."""
         value = node.outputs[0]
         for _ in range(4):
             users = [u for u in self.graph.users[value] if len(u.outputs) == 1]
@@ -222,7 +226,8 @@ class Region:
     # ------------------------------------------------------------------ labels
 
     def _anchor(self, node: Node) -> bool:
-        """Fixes the labels by a sum of exponentials over the axis of one operand."""
+        """Fixes the labels by a sum of exponentials over the axis of one operand; returns whether the end is such a
+        sum."""
         if node.name != "reduce_sum" or not self._sums_exponentials(node.inputs[0]):
             return False
         self.scope = scope = Scope(self.graph, through=True)
@@ -256,7 +261,7 @@ class Region:
         """Finds the logits of the other contractions under the labels of the first one's.
 
         Raises:
-          Mismatch: they are not the same rows and the same vocabulary.
+          Mismatch: they do not have the same rows and the same vocabulary.
         """
         reached, left = set(self._alone), list(self.others)
         self.further = []
@@ -273,7 +278,7 @@ class Region:
             reached |= left.pop(position)[1]
 
     def _beside(self, logits: int, reached: Set[int], inside: Set[int]) -> Ref | None:
-        """Other logits, seen from where they are first read together with what is aligned already."""
+        """Returns other logits, seen from where they are first read together with values that are aligned already."""
         both = reached & inside
         if both:
             return _seen_from(self.space, self._aligned(min(both)), {logits})
@@ -319,7 +324,7 @@ class Region:
         )
 
     def _sums_exponentials(self, value: int) -> bool:
-        """Whether a value is an exponential of logits, but for casts, masks and factors."""
+        """Returns whether a value is an exponential of logits, apart from casts, masks and factors."""
         for _ in range(8):
             node = self.graph.definitions.get(value)
             if node is None:
@@ -337,16 +342,17 @@ class Region:
 
     @property
     def apart(self) -> frozenset[Atom]:
-        """The labels of rows of which each has a weight of its own."""
+        """Labels of rows that have a weight of their own each."""
         return frozenset(self.resolved(self._apart))
 
     @property
     def counted(self) -> tuple[Atom, ...]:
-        """The labels of rows that have a weight in common."""
+        """Labels of rows that share a weight."""
         return tuple(a for a in self.resolved(self.rows) if a not in self.apart)
 
     def _aligned(self, value: int, known: Mapping[int, Ref] | None = None) -> Ref:
-        """A value that is computed from ``known`` ones (by default the logits), seen under the labels of these."""
+        """Returns a value that is computed from ``known`` ones (by default the logits), seen under the labels of
+        these."""
         scratch = Space(self.graph, through=True)
         full = scratch.full(value)
         for base in (self._known if known is None else known).values():
@@ -379,7 +385,7 @@ class Region:
         return at
 
     def _learn(self, at: Ref) -> None:
-        """Notes under which labels scatters are read, from which other values can be aligned."""
+        """Notes under which labels scatters are read, since other values can be aligned by them."""
         todo, seen = [at], set()
         while todo:
             ref = self.space.canonical(todo.pop())
@@ -413,7 +419,7 @@ class Region:
             self._levels.clear()
             for region in self._asked_for:
                 region.start()
-            for node in self.ends:  # what can be aligned by the logits tells how to align scatters
+            for node in self.ends:  # values aligned by the logits tell how to align scatters
                 with contextlib.suppress(Mismatch):
                     self._aligned(self._source(node))
             for node in self.ends:
@@ -429,7 +435,7 @@ class Region:
 
     @property
     def refinements(self) -> int:
-        """How often a label was refined so far."""
+        """Number of refinements of labels so far."""
         return sum(region.space.refinements for region in self._asked_for)
 
     def start(self) -> None:
@@ -439,7 +445,7 @@ class Region:
         self.algebra.touches, self.algebra.result_of = self.touches, self._result_of
 
     def _end(self, node: Node) -> tuple[Region, Terminal]:
-        """An end read under the labels of rows or, where that shows it in an earlier pass, of columns.
+        """Reads an end under the labels of rows or, where that puts it in an earlier pass, of columns.
 
         Raises:
           Mismatch: it is neither a statistic nor a product.
@@ -467,20 +473,20 @@ class Region:
         return self, found
 
     def _is_piece(self, operand: Ref) -> bool:
-        """Whether an operand is an element of what a loop goes through, or is picked by index."""
+        """Returns whether an operand is an element of an array that a loop goes through, or is picked by index."""
         value = self.space.canonical(operand).value
         if self.graph.name(value) in ("dynamic_slice", "gather"):
             return True
         return value in self.graph.elements and value not in self.graph.definitions
 
     def _varies(self, operand: Ref, around: int) -> bool:
-        """Whether an operand is another one in each step of the innermost of ``around`` loops."""
+        """Returns whether an operand differs from step to step of the innermost of ``around`` loops."""
         value = self.space.canonical(operand).value
         bodies = self.graph.positions
         return around > 0 and not any(value in held and loops(body) < around for body, held in bodies.items())
 
     def _out_of_rules(self) -> None:
-        """Where a reduction stands in the body of a custom rule, what its call gives takes the place of its result."""
+        """Replaces the results of reductions in the body of a custom rule by the results of the rule's call."""
         for call in {id(n): n for n in map(self.graph.definitions.get, self.graph.inner) if n is not None}.values():
             position = next(i for i, e in enumerate(call.body.equations) if e is call.equation)
             bodies = {body for child in call.body.children[position] for body in child.body.walk()}
@@ -502,8 +508,8 @@ class Region:
     def _written_out(self) -> None:
         """Reads the values of the logits' size that are asked for, as the gradient of soft labels may be.
 
-        A pass that forms the logits' gradient writes them too, and neither that gradient nor the logits are stored.
-        Without products there is nothing to be gained, nor where the logits themselves are asked for, or what is
+        A pass that forms the logits' gradient writes them too, so that neither that gradient nor the logits are stored.
+        Nothing is to be gained without products, nor where the program asks for the logits themselves or for values
         computed from them before any statistic.
         """
         if not any(t.kind in ("rows", "columns") for t in self.terminals):
@@ -519,13 +525,13 @@ class Region:
     def _result_of(self, ref: Ref) -> Expression | None:
         ref = self.space.canonical(ref)
         if not set(self.resolved(self.rows)) <= self.space.atoms(ref):
-            return None  # summed over rows too: of one row, the expression says something else
+            return None  # summed over rows too, while the expression is about one row
         own = next((t for t in self.terminals if t.result == ref.value and t.kind == "statistics"), None)
         return own.expression if own is not None and self.space.same(ref, Ref(own.result, own.view)) else None
 
     @property
     def wide(self) -> Dtype:
-        """The dtype of statistics."""
+        """Dtype of statistics."""
         return np.dtype(np.float64 if self.doubled or self.graph.dtype(self.logits) == np.float64 else np.float32)
 
     @cached_property
@@ -535,9 +541,9 @@ class Region:
         return own != np.float64 and any(self.graph.dtype(number) == np.float64 for number in self.inside)
 
     def _source(self, node: Node) -> int:
-        """The value inside that an end reads."""
+        """Returns the value inside that an end reads."""
         inside = [i for i in node.inputs if i in self.inside]
-        if node.name == "dot_general" and inside:  # a sum of products may be one of two values inside
+        if node.name == "dot_general" and inside:  # both operands of a sum of products may be inside
             return inside[0]
         if len(set(inside)) != 1 or (node.name == "gather" and inside[0] != node.inputs[0]):
             raise Mismatch(
@@ -593,7 +599,8 @@ class Region:
         )
 
     def _product(self, node: Node, at: Ref) -> Terminal:
-        """dlogits times the weight, its transpose times the activations, or a sum of products with something else."""
+        """Reads dlogits times the weight, its transpose times the activations, or a sum of products with something
+        else."""
         contracting, batch = node.params["dimension_numbers"]
         side = 0 if node.inputs[0] == at.value else 1
         reduced = {a for d in contracting[side] for a in self.resolved(at.view[d][1])}
@@ -637,8 +644,8 @@ class Region:
     def _hidden_of(
         self, other: int, shared: Mapping[int, Dimension], partner: Ref, labels: Sequence[Atom]
     ) -> list[Dimension] | None:
-        """The dimensions of a factor beside those that it shares with the logits' gradient; None where it is not a
-        head's ``partner`` of these."""
+        """Returns the dimensions of a factor beside those that it shares with the logits' gradient; None where the
+        factor is not the head's ``partner``."""
         space, shape = self.space, self.graph.shape(other)
         free = [d for d in range(len(shape)) if d not in shared]
         if other == partner.value:
@@ -653,13 +660,16 @@ class Region:
         return list(hidden.values()) if space.same(space.canonical(read), space.canonical(partner)) else None
 
     def _sum_of_products(self, node: Node, at: Ref, side: int) -> Terminal:
-        """A contraction over the vocabulary with something that has no axis of its own, such as labels as one-hot rows
-        or probabilities: what the sum of an elementwise product is."""
+        """Reads a contraction over the vocabulary as a sum of an elementwise product.
+
+        The other factor has no axis of its own, such as labels as one-hot rows, or probabilities.
+        """
         view, read = self._factors(node, at, side)
         return Terminal(node, node.outputs[0], view, "statistics", self.algebra.total_of_products(at, read))
 
     def _factors(self, node: Node, at: Ref, side: int) -> tuple[View, Ref]:
-        """Of a contraction of ``at`` with something that has no axis of its own: the result's dimensions, and that."""
+        """Returns the result's dimensions and the other factor of a contraction of ``at`` with a factor that has no
+        axis of its own."""
         contracting, batch = node.params["dimension_numbers"]
         pairs = zip((*contracting[side], *batch[side]), (*contracting[1 - side], *batch[1 - side]), strict=True)
         shared = {o: at.view[d] for d, o in pairs}
@@ -672,13 +682,13 @@ class Region:
     # ------------------------------------------------------------------ passes
 
     def touches(self, value: int) -> bool:
-        """Whether a value is computed from the logits or from a scatter inside."""
+        """Returns whether a value is computed from the logits or from a scatter inside."""
         return bool(self._flow.sources(value))
 
     def level_of(self, value: int, whole: bool = False) -> int:
-        """The last pass on whose results a number per row depends; 0 if on none.
+        """Returns the last pass whose results a number per row depends on; 0 if there is none.
 
-        ``whole``: where the region is one pass, which the turned region's comes before.
+        With ``whole``, the region is one pass, and the turned region's pass comes before it.
         """
         levels = self._levels
         if whole and (given := self.given):
@@ -693,8 +703,8 @@ class Region:
         return levels[value]
 
     def _level(self, terminal: Terminal) -> int:
-        """One pass after those that give what its tile values read; the same one where only its function of
-        statistics needs them."""
+        """Returns the pass of a terminal. It comes one after the passes whose results its tile values read, but may be
+        the same one where only its function of statistics reads them."""
         if terminal.kind != "statistics":
             return 1 + max((self.level_of(ref.value) for ref in self.algebra.leaves(terminal.expression)), default=0)
         level = 1
@@ -713,7 +723,7 @@ class Region:
         return level
 
     def _waits(self, value: int) -> bool:
-        """Whether a value is computed from results of a site that waits for this one's."""
+        """Returns whether a value is computed from results of a site that waits for this one's."""
         if not self.parted:
             return False
         if not self._waiting:
@@ -721,12 +731,12 @@ class Region:
         return computed_from(self.graph, value, self._waiting, min(self.parted))
 
     def outer(self, expression: Expression) -> list[Ref]:
-        """The numbers per row that a function of statistics reads beside them."""
+        """Returns the numbers per row that a function of statistics reads beside them."""
         parts = (part for part in parts_of(expression) if isinstance(part, Ref))
         return [ref for ref in parts if self.touches(self.space.canonical(ref).value)]
 
     def _substituted(self, expression: Expression, level: int) -> Expression:
-        """With results of the same pass replaced by their own functions of statistics."""
+        """Replaces results of the same pass by their own functions of statistics."""
 
         def step(value: Ref) -> tuple[Expression, bool]:
             ref = self.space.canonical(value)
@@ -737,10 +747,10 @@ class Region:
         return self._replaced(expression, step)
 
     def expressed(self, expression: Expression) -> Expression:
-        """A number per row as a function of statistics of the logits and of numbers that do not depend on them.
+        """Expresses a number per row by statistics of the logits and numbers that do not depend on them.
 
         Raises:
-          Mismatch: it is not one, or a statistic needs a pass of its own.
+          Mismatch: that is impossible, or a statistic needs a pass of its own.
         """
 
         def step(value: Ref) -> tuple[Expression, bool]:
@@ -755,12 +765,13 @@ class Region:
         return found
 
     def _replaced(self, expression: Expression, step: Callable[[Ref], tuple[Expression, bool]]) -> Expression:
-        """An expression with each value replaced by what ``step`` gives for it, and whether to go on with that.
+        """Replaces each value in an expression by what ``step`` gives for it, which also tells whether to go on with
+        that.
 
-        What is shared is replaced once.
+        Shared parts are replaced once.
 
         Raises:
-          Mismatch: it is made of too many operations.
+          Mismatch: the expression is made of too many operations.
         """
         values: dict[Ref, Expression] = {}
         applied: dict[int, tuple[Apply, Expression]] = {}
@@ -786,7 +797,7 @@ class Region:
         return replaced(expression, 0)
 
     def _one_step(self, ref: Ref) -> Expression:
-        """A number per row as a function of those from which it is computed."""
+        """Returns a number per row as a function of the numbers from which it is computed."""
         own = self._result_of(ref)
         if own is not None:
             return self.algebra.convert(own, self.graph.dtype(ref.value))
@@ -794,14 +805,14 @@ class Region:
         if node is None or operands is None or node.equation.effects:
             raise Mismatch("numbers per row are not computed elementwise", advice=LOSS_PER_ROW)
         dtype = self.graph.dtype(ref.value)
-        if node.name == "dot_general":  # without contraction: a product
+        if node.name == "dot_general":  # a dot without contraction is a product
             factors = tuple(self.algebra.convert(operand, dtype) for operand in operands)
             return Apply(lax.mul_p, compat.multiplication_params(), factors, dtype)
         return Apply(*operation(node), tuple(operands), dtype)
 
 
 def _seen_from(space: Space, at: Ref, wanted: set[int]) -> Ref | None:
-    """The use of one of some values from which another is computed elementwise."""
+    """Returns the use of one of some values from which another value is computed elementwise."""
     todo, seen = [at], set()
     while todo:
         ref = todo.pop()

@@ -1,9 +1,10 @@
-"""Reductions of tile values, read as functions of the few statistics that a kernel takes of logits.
+"""Reads reductions of tile values as functions of the few statistics that a kernel takes of logits.
 
 A reduction over the vocabulary may mix values of the tile with numbers per row that were computed from the logits
-before, such as a maximum that is subtracted or a logsumexp.  Taken out, these leave programs of the logits alone, which
-one pass over them can evaluate: ``sum exp(x - m)`` is ``exp_sum(x) * exp(shift(x) - m)``, and so on.  What cannot be
-taken out stays in the program as a side input; then the statistic needs a pass of its own, after the one that gives it.
+before, such as a maximum that is subtracted or a logsumexp. Once these are taken out, the rest is a program of the
+logits alone, which one pass over them can evaluate: ``sum exp(x - m)`` is ``exp_sum(x) * exp(shift(x) - m)``, and so
+on. A number that cannot be taken out stays in the program as a side input; the statistic then needs a pass of its own,
+after the pass that gives the number.
 """
 
 from __future__ import annotations
@@ -38,46 +39,49 @@ _STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
 
 @dataclass(frozen=True, slots=True)
 class _Summand:
-    """``product of factors * sum over V of tile``; with ``label`` only the element there counts.  No tile: ones."""
+    """``product of factors * sum over V of tile``; with ``label`` only the element there counts. No tile stands for
+    ones."""
 
     factors: tuple[Expression, ...]
     tile: Expression | None
     label: Expression | None = None
     known: Expression | None = None
-    """The sum over V, where it is known as a whole."""
+    """Value of the whole sum over V, where it is known."""
 
 
 class _NotLinear(Exception):
-    """A number per row that depends on the logits enters other than linearly."""
+    """Raised where a number per row that depends on the logits does not enter linearly."""
 
 
 _MOST_SUMMANDS = 64
-"""Into which a reduction is taken apart: one with more is a statistic as a whole."""
+"""Most summands into which a reduction is taken apart: with more, it is a statistic as a whole."""
 _DEEPEST = 64
-"""Operations on one path that are looked through."""
+"""Most operations on one path that are looked through."""
 ONE_HOT = "what the zeros of one-hot labels are multiplied with is finite"
-"""What is assumed of a contraction with a mask, which gives NaN where an infinity meets a zero."""
+"""Assumption about a contraction with a mask, which gives NaN where an infinity meets a zero."""
 DIVIDED = "what the zeros around a label's gradient are divided by is not zero, such as a probability that vanishes"
-"""What is assumed of the derivative of a logarithm that is taken of all probabilities, of which one is picked."""
+"""Assumption about the derivative of a logarithm that is taken of all probabilities, one of which is picked."""
 
 
 class RowStatistics(Softmax):
-    """The algebra over one site's tile values.  ``axis`` holds the labels of the vocabulary, ``rows`` those of rows
-    that have a weight in common."""
+    """Implements the algebra over one site's tile values.
+
+    ``axis`` holds the labels of the vocabulary, ``rows`` those of rows that share a weight.
+    """
 
     def __init__(self, scope: Scope, axis: tuple[Atom, ...], wide: Dtype, rows: tuple[Atom, ...] = ()):
         super().__init__(scope, axis, 0)
         self.wide, self.rows = wide, rows
         self.touches: Callable[[int], bool] = scope.depends
-        """Whether a value is computed from the logits, or from a scatter that the site takes over."""
+        """Tells whether a value is computed from the logits, or from a scatter that the site takes over."""
         self.result_of: Callable[[Ref], Expression | None] = lambda ref: None
-        """A number per row as a function of statistics, if a reduction before gives it."""
+        """Gives a number per row as a function of statistics, if an earlier reduction computes it."""
         self.assumptions: dict[str, None] = {}
-        """What is assumed of the logits, in words."""
+        """Assumptions about the logits, in words."""
         self._pure: dict[Hashable, bool] = {}
         self._elements: dict[Hashable, Expression] = {}
 
-    # Numbers per row are taken as they are.
+    # Numbers per row are not taken apart here.
 
     def linear(self, ref: Ref, depth: int = 0) -> list[Term]:
         number = self.scope.number(ref)
@@ -94,7 +98,7 @@ class RowStatistics(Softmax):
     # ------------------------------------------------------------------ reductions
 
     def maximum(self, tile: Ref) -> Expression:
-        """max over V.  A rounding that stands inside stands outside as well: it is monotone."""
+        """Reads a max over V. A rounding inside is moved outside, since it is monotone."""
         casts: list[Dtype] = []
         tile = self.space.canonical(tile)
         while len(casts) <= _DEEPEST and self.scope.name(tile) == "convert_element_type":
@@ -114,7 +118,7 @@ class RowStatistics(Softmax):
         return found
 
     def total(self, tile: Ref) -> Expression:
-        """sum over V."""
+        """Reads a sum over V."""
         counted = self._ties(tile)
         if counted is not None:
             return counted
@@ -122,11 +126,11 @@ class RowStatistics(Softmax):
         return self._sum_of(self._expand(self.space.canonical(tile))) or Computed("sum", tile, self.wide)
 
     def total_of_products(self, tile: Ref, other: Ref) -> Expression:
-        """sum over V of the products of two tiles, each of which is taken without a rounding."""
+        """Reads a sum over V of the products of two tiles, each taken without rounding."""
         if any(not jnp.issubdtype(self.scope.dtype(t), jnp.floating) for t in (tile, other)):
             raise Mismatch("whole numbers that are computed from the logits are summed", advice=COUNT)
         a, b = self.space.canonical(tile), self.space.canonical(other)
-        if self._is_mask(a) or self._is_mask(b):  # which XLA selects with, where it multiplies element by element
+        if self._is_mask(a) or self._is_mask(b):  # a mask that XLA selects with, where it multiplies elementwise
             self.assumptions[ONE_HOT] = None
         found = self._sum_of(self._multiplied(a, b, self.wide, 1))
         if found is None:
@@ -135,7 +139,7 @@ class RowStatistics(Softmax):
         return found
 
     def _is_mask(self, ref: Ref) -> bool:
-        """Whether a value is a mask as zeros and ones."""
+        """Returns whether a value is a mask as zeros and ones."""
         for _ in range(_DEEPEST):
             operands = self.space.operands(ref) if self.scope.name(ref) == "convert_element_type" else None
             if not operands:
@@ -144,7 +148,7 @@ class RowStatistics(Softmax):
         return self.scope.dtype(ref) == _BOOLEAN
 
     def _sum_of(self, expanded: Iterator[_Summand]) -> Expression | None:
-        """The sum over V of some summands; None where a number per row does not enter linearly."""
+        """Returns the sum over V of some summands; None where a number per row does not enter linearly."""
         try:
             summands = list(islice(expanded, _MOST_SUMMANDS + 1))
         except _NotLinear:
@@ -158,7 +162,7 @@ class RowStatistics(Softmax):
         return found if found is not None else Constant(0.0, self.wide)
 
     def _refuse_uncounted(self, tile: Ref) -> None:
-        """Refuses a sum of whole numbers, but for a count that neither its dtype nor a kernel's lacks a number for."""
+        """Refuses a sum of whole numbers, except a count that both its dtype and a kernel's dtype hold exactly."""
         ref = self.space.canonical(tile)
         dtype, operands = self.scope.dtype(ref), self.space.operands(ref)
         if rounds(dtype, dtype):
@@ -170,17 +174,17 @@ class RowStatistics(Softmax):
             raise Mismatch(f"whole numbers ({dtype}) that are computed from the logits are summed", advice=COUNT)
 
     def argmax(self, tile: Ref) -> Expression:
-        """Where the tile is greatest; exactly as it stands, since rounding decides ties."""
+        """Reads an argmax, of the tile exactly as it stands, since rounding decides ties."""
         return Computed("argmax", tile, np.dtype(np.int32))
 
     def element(self, tile: Ref, pick: Pick, fill: float | None) -> Expression:
-        """The element of each row at a label."""
+        """Reads the element of each row at a label."""
         dtype, label = self.scope.dtype(tile), pick.label
         if pick.mode != "fill":
             found = self._at(tile, label, "clipped_pick")
             if pick.mode == "clip":
                 return found
-            apart = Apply(_STOP_GRADIENT, {}, (found,), dtype)  # what is clipped after all has no gradient
+            apart = Apply(_STOP_GRADIENT, {}, (found,), dtype)  # an element clipped after all has no gradient
             return Apply(lax.select_n_p, {}, (self._within(label), apart, found), dtype)
         found = self._at(tile, label)
         if fill is None:
@@ -194,7 +198,7 @@ class RowStatistics(Softmax):
         return Apply(lax.select_n_p, {}, (self._within(label), nothing, self.convert(found, dtype)), dtype)
 
     def _ties(self, tile: Ref) -> Expression | None:
-        """How many elements of a row are its greatest, if that is what the tile counts."""
+        """Returns how many elements of a row equal its maximum, if that is what the tile counts."""
         tile = self.space.canonical(tile)
         operands = self.space.operands(tile)
         if operands is None or self.scope.name(tile) != "convert_element_type":
@@ -205,7 +209,7 @@ class RowStatistics(Softmax):
         return Computed("ties", value, self.wide)
 
     def greatest(self, tile: Ref) -> Ref | None:
-        """The values that a tile value compares with their maximum in the row, if it does that."""
+        """Returns the values that a tile compares with their maximum in the row, if it does that."""
         compared = self.space.operands(tile)
         if compared is None or self.scope.name(tile) != "eq":
             return None
@@ -242,7 +246,7 @@ class RowStatistics(Softmax):
         factors = [term for term in found.rows if term.kind == "log"]
         rows = [term for term in found.rows if term.kind != "log"]
         exponent = self._plus(exponent, rows)
-        if found.under_mask or found.weights:  # in a row of which nothing is left, what is subtracted may be infinite
+        if found.under_mask or found.weights:  # in an empty row, the subtracted number may be infinite
             over: Sequence[Term] = () if found.weights else self._over_mask(rows, found.under_mask)
             alone = self._plus(Constant(0.0, self.wide), over)
             exponent = Apply(lax.select_n_p, {}, (self._is_empty(greatest), exponent, alone), self.wide)
@@ -260,17 +264,17 @@ class RowStatistics(Softmax):
         return expression
 
     def _over_mask(self, rows: Sequence[Term], under_mask: Iterable[Term]) -> list[Term]:
-        """Of the rows that were taken out, those that no mask stood over."""
+        """Returns the rows taken out over which no mask stood."""
         return self.combine([*rows, *(t.scaled(-1) for t in under_mask)])
 
     def _is_empty(self, greatest: Expression) -> Apply:
-        """Whether nothing but -inf is in a row, whose greatest element is given."""
+        """Tests whether a row holds nothing but -inf, given its maximum."""
         return Apply(lax.eq_p, {}, (greatest, Constant(-math.inf, self.wide)), _BOOLEAN)
 
     # ------------------------------------------------------------------ sums
 
     def _expand(self, tile: Ref, depth: int = 0) -> Iterator[_Summand]:
-        """The tile as a sum in which numbers per row that depend on the logits are factors."""
+        """Yields summands of the tile in which numbers per row that depend on the logits are factors."""
         if depth > _DEEPEST:
             raise _NotLinear
         depth += 1
@@ -327,7 +331,7 @@ class RowStatistics(Softmax):
                         raise _NotLinear
                     inner: Expression = s.tile if s.tile is not None else one
                     infinite = [n for n in map(self._number, s.factors) if n is not None and not math.isfinite(n)]
-                    if infinite:  # as a factor of the whole sum it would be multiplied with 0 where nothing is summed
+                    if infinite:  # as a factor of an empty sum, it would be multiplied by 0
                         if s.tile is not None or len(s.factors) > 1:
                             raise _NotLinear
                         s, inner = replace(s, factors=()), Constant(infinite[0], dtype)
@@ -344,7 +348,8 @@ class RowStatistics(Softmax):
             yield self._exponential_sum(tile)
 
     def _of_those_counted(self, counted: _Summand, factors: Sequence[Expression]) -> _Summand:
-        """Numbers per row times how many elements of the row are chosen: where none is, 0, whatever the numbers are."""
+        """Multiplies numbers per row by how many elements of the row are chosen; 0, whatever the numbers, if none is
+        chosen."""
         count = self._summand(counted)
         product = self._summand(replace(counted, factors=tuple(factors)))
         nothing = Apply(lax.eq_p, {}, (count, Constant(0.0, self.wide)), _BOOLEAN)
@@ -357,7 +362,8 @@ class RowStatistics(Softmax):
         return self.scope.number(expression) if isinstance(expression, Ref) else None
 
     def _multiplied(self, a: Ref, b: Ref, dtype: Dtype, depth: int, product: Ref | None = None) -> Iterator[_Summand]:
-        """The product of two tiles, as :meth:`_expand` gives it; ``product``: the value that holds it, if any does."""
+        """Yields summands of the product of two tiles, as :meth:`_expand` does. ``product`` is the value that holds it,
+        if any does."""
         if not self.carries_axis(b) or self.carries_axis(a) and self._places(a):
             a, b = b, a
         if not self.carries_axis(a):
@@ -383,7 +389,7 @@ class RowStatistics(Softmax):
             raise _NotLinear from None
 
     def _places(self, tile: Ref, depth: int = 0) -> bool:
-        """Whether a tile value is a scatter of one element per row, but for factors."""
+        """Returns whether a tile value is a scatter of one element per row, apart from factors."""
         if depth > _DEEPEST:
             return False
         return self._remembered("places", self.space.canonical(tile), lambda: self._scatters(tile, depth + 1))
@@ -417,12 +423,12 @@ class RowStatistics(Softmax):
         return self.space.extent(self.axis if along == "key" else self.rows)
 
     def _countable(self, label: Expression, along: Axis = "key") -> Expression:
-        """A label in a type that holds every position: its own may be too narrow for them."""
+        """Casts a label whose own type is too narrow for all positions to one that holds them."""
         own = self.scope.dtype(label)
         return label if counts_exactly(own, self._extent(along)) else self.convert(label, np.dtype(np.int32))
 
     def _picked(self, tile: Expression, label: Expression, kind: str = "pick") -> Expression:
-        """The element of a program at a label; 0 where the label is out of range."""
+        """Picks the element of a program at a label; gives 0 where the label is out of range."""
         if isinstance(label, Ref):
             return Computed(kind, tile, self.wide, label)
         dtype = self.scope.dtype(tile)
@@ -430,12 +436,12 @@ class RowStatistics(Softmax):
         return Computed("sum", Apply(lax.select_n_p, {}, (self._here(label), *cases), dtype), self.wide)
 
     def _here(self, label: Expression, along: Axis = "key") -> Expression:
-        """Where a tile is at a label."""
+        """Marks the position of a label in the tile."""
         label = self._countable(label, along)
         return Apply(lax.eq_p, {}, (Position(along, self.scope.dtype(label)), label), _BOOLEAN)
 
     def updates(self, tile: Ref) -> tuple[Pick, Ref]:
-        """A scatter of one element per row, or per column: where it goes, and the elements."""
+        """Reads a scatter of one element per row, or per column: the pick of its positions, and the elements."""
         node = self.scope.node(tile)
         assert node is not None
         try:
@@ -448,7 +454,7 @@ class RowStatistics(Softmax):
         return pick, Ref(node.inputs[2], pick.view)
 
     def spread(self, tile: Ref) -> Expression:
-        """A scatter of one element per row, or per column, as an elementwise expression."""
+        """Writes a scatter of one element per row, or per column, as an elementwise expression."""
         pick, updates = self.updates(tile)
         dtype = self.scope.dtype(tile)
         here = self._here(self._label(pick), pick.along)
@@ -458,15 +464,18 @@ class RowStatistics(Softmax):
         return self.carries_axis(ref) and self._varies_over_rows(ref)
 
     def _goes_to_rows(self, scatter: Ref) -> bool:
-        """Whether a scatter puts one element in each row."""
+        """Returns whether a scatter puts one element in each row."""
         return self._is_tile(scatter) and self.updates(scatter)[0].along == "key"
 
     def _scaled(self, summand: _Summand, factor: Expression) -> _Summand:
         return replace(summand, factors=(*summand.factors, factor))
 
     def _wider(self, dtype: Dtype, tile: Expression) -> Dtype:
-        """The dtype in which a tile is combined with others of ``dtype``: where a cast stands after a number of the row
-        that was taken out, the cast was left out, and the tile is wider, its numbers larger, than the program's."""
+        """Returns the dtype in which a tile is combined with others of ``dtype``.
+
+        Where a cast after a taken-out row number was left out, the tile is wider than the program's, and its numbers
+        are larger.
+        """
         return np.dtype(jnp.promote_types(dtype, self.scope.dtype(tile)))
 
     def _times(self, summand: _Summand, tile: Ref, dtype: Dtype) -> _Summand:
@@ -499,7 +508,7 @@ class RowStatistics(Softmax):
     # ------------------------------------------------------------------ picked elements
 
     def _at(self, tile: Ref, label: Expression, kind: str = "pick", depth: int = 0) -> Expression:
-        """The tile at a label: what depends on numbers per row is computed of the element itself."""
+        """Reads the tile at a label: what depends on numbers per row is computed from the element itself."""
         tile = self.space.canonical(tile)
         if not self.carries_axis(tile):
             return tile
@@ -531,7 +540,7 @@ class RowStatistics(Softmax):
     # ------------------------------------------------------------------ numbers per row inside a tile
 
     def pure(self, tile: Ref) -> bool:
-        """Whether a tile value needs no number per row that depends on the logits, nor a scatter."""
+        """Returns whether a tile value needs neither a scatter nor a number per row that depends on the logits."""
         tile = self.space.canonical(tile)
         key = self.scope.key(tile)
         if key not in self._pure:
@@ -539,7 +548,7 @@ class RowStatistics(Softmax):
         return self._pure[key]
 
     def of_column(self, ref: Ref) -> bool:
-        """Whether a value is computed from the logits, and is one number per column."""
+        """Returns whether a value is computed from the logits, and is one number per column."""
         return self.touches(ref.value) and self.carries_axis(ref) and not self._varies_over_rows(ref)
 
     def _varies_over_rows(self, ref: Ref) -> bool:
@@ -547,8 +556,11 @@ class RowStatistics(Softmax):
         return not rows or not self.space.atoms(ref).isdisjoint(rows)
 
     def leaves(self, tile: Expression, stop: bool = False) -> list[Ref]:
-        """The numbers per row, or per column, inside a tile value that depend on the logits; ``stop``: one is enough, a
-        scatter counts, and columns do not: their numbers are at hand before a pass over rows."""
+        """Returns the numbers per row, or per column, inside a tile value that depend on the logits.
+
+        With ``stop``, one is enough, a scatter counts, and columns do not: their numbers are at hand before a pass over
+        rows.
+        """
         found: dict[Hashable, Ref] = {}
         seen: set[Hashable] = set()
         todo: list[Expression] = [tile]

@@ -1,4 +1,4 @@
-"""Products of sorted rows with a matrix for each group."""
+"""Recognises products of sorted rows with a matrix for each group."""
 
 from autopallas.patterns.grouped_matmul.recognise import find
 

@@ -1,4 +1,4 @@
-"""What a program does with each element of a product and with nothing else, such as an activation: its epilogue."""
+"""Finds the epilogue of a product: what a program does with each of its elements alone, such as an activation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LONGEST = 40
 
 
 def with_epilogue(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
-    """A grouped matmul together with its epilogue, where it has one.
+    """Returns a grouped matmul together with its epilogue, where it has one.
 
-    The epilogue reads the product and scalars that are known, and is all that reads the product.  The longest one
-    counts that ends in a single floating value.
+    The epilogue reads only the product and known scalars, and nothing else reads the product. The longest epilogue is
+    taken that ends in a single floating-point value.
     """
     (node,) = match.equations
     found: list[Node] = []
@@ -57,7 +57,7 @@ def with_epilogue(graph: Graph, match: Match, alive: frozenset[int]) -> Match:
 
 
 def _elementwise(graph: Graph, node: Node, alive: frozenset[int]) -> Iterator[Node]:
-    """The computations next to a product that are made of it and of known scalars alone, element by element."""
+    """Yields the nodes after a product that are computed from it and from known scalars alone, element by element."""
     scope = Scope(graph)
     (product,) = node.outputs
     shape, inside = graph.shape(product), {product}
@@ -81,14 +81,14 @@ def _elementwise(graph: Graph, node: Node, alive: frozenset[int]) -> Iterator[No
 
 
 def _users(graph: Graph, number: int, alive: frozenset[int]) -> dict[int, Node]:
-    """What reads a value, by the number of its first result."""
+    """Returns the nodes that read a value, by the number of their first result."""
     return {
         user.outputs[0]: user for user in graph.users[number] if user.outputs and not alive.isdisjoint(user.outputs)
     }
 
 
 def _encloses(graph: Graph, nodes: list[Node], readers: list[Node], alive: frozenset[int]) -> bool:
-    """Whether nothing else reads what the nodes compute."""
+    """Returns whether nothing else reads what the nodes compute."""
     known = {id(reader) for reader in readers}
     for node in nodes:
         (number,) = node.outputs

@@ -1,4 +1,4 @@
-"""One ``ragged_dot_general`` equation as a grouped matmul."""
+"""Reads one ``ragged_dot_general`` equation as a grouped matmul."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def ragged_dot(graph: Graph, node: Node, assume_finite: bool) -> Match:
-    """The site of one equation.
+    """Builds the site of one equation.
 
     Raises:
-      Mismatch: it is of a kind that is no grouped matmul.
+      Mismatch: the equation is of a kind that is no grouped matmul.
     """
     site = _site(graph, node, assume_finite)
-    inputs = [Var(graph.avals[number]) for number in node.inputs]  # one each, though two may be the same value
+    inputs = [Var(graph.avals[number]) for number in node.inputs]  # one each, though two operands may be the same value
     outputs = [Var(graph.avals[number]) for number in node.outputs]
     return Match(
         op="grouped_matmul",
@@ -43,7 +43,7 @@ def ragged_dot(graph: Graph, node: Node, assume_finite: bool) -> Match:
 
 
 class _Labels:
-    """A label for each axis; axes that are one have one."""
+    """Hands out labels of axes, and keeps their sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -99,7 +99,7 @@ def _site(graph: Graph, node: Node, assume_finite: bool) -> GroupedMatmulSite:
         result = [*batch, *left_free, *columns]
         outside = [*batch, *left_free[: left_free.index(row)]]
         batch = [*batch, *(label for label in left_free if label != row)]
-        # By how the matrices are stored, so that none has to be transposed.
+        # Depends on how the matrices are stored, so that none has to be transposed.
         transposed = bool(columns) and right.index(contracted[0]) > right.index(columns[0])
         use, inner, outer = ("dlhs", columns, contracted) if transposed else ("forward", contracted, columns)
     counted = [*outside, group] if len(sizes_shape) > 1 else [group]
@@ -140,7 +140,7 @@ def _view(labels: Sequence[Label]) -> View:
 
 
 def precision(node: Node) -> str | None:
-    """The precision that is asked for, or None for the default."""
+    """Returns the precision that is asked for, or None for the default."""
     given = node.params["precision"]
     if given is None:
         return None

@@ -1,8 +1,8 @@
-"""Grouped matmul: the ``ragged_dot_general`` equations of a program, each forward one with those of its backward.
+"""Finds grouped matmuls: the ``ragged_dot_general`` equations of a program, each forward with those of its backward.
 
-The three uses that JAX makes of that primitive are kept apart by its dimension numbers: rows times a matrix per group,
-with the matrices as they are stored or transposed (a gradient of the rows), and a matrix per group as the product of
-the group's rows in two arrays (a gradient of the matrices).
+The dimension numbers tell the three uses that JAX makes of that primitive apart: rows times a matrix per group, with
+the matrices as they are stored or transposed (a gradient of the rows), and a matrix per group as the product of the
+group's rows in two arrays (a gradient of the matrices).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopallas.patterns.match import Match, Mismatch, NearMiss, bounded
 __all__ = ["find"]
 
 Origin: TypeAlias = Literal["forward", "backward", "again"]
-"""Computed by the program itself, for its derivative, or a second time for a checkpoint."""
+"""Whether an equation is computed by the program itself, for its derivative, or a second time for a checkpoint."""
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
-    """Every grouped matmul in a graph, and what nearly was one."""
+    """Finds every grouped matmul in a graph, and the near misses."""
     alive = surviving(graph, ())
     products = [node for node in graph.nodes if node.name == "ragged_dot_general"]
     origins = _Origins(graph)
@@ -48,7 +48,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
             except Mismatch as mismatch:
                 location = jaxprs.location(node.equation)
                 miss = NearMiss("grouped_matmul", location, mismatch.reason, node.outputs[0], mismatch.advice)
-                misses.setdefault(miss.location, miss)  # a near miss's backward is not another one
+                misses.setdefault(miss.location, miss)  # a near miss's backward is no second miss
                 continue
             if origin != "forward" or _spec(match).use == "drhs":
                 parts.append((match, origin))
@@ -64,7 +64,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
 
 
 class _Origins:
-    """What an equation is to its program: told from the transformations that it went through."""
+    """Tells the origin of an equation from the transformations that it went through."""
 
     def __init__(self, graph: Graph):
         self._holders = {
@@ -88,14 +88,14 @@ class _Origins:
 
 @dataclass(slots=True)
 class _Forward:
-    """A forward, and what is known to belong to it."""
+    """A forward, and the parts that are known to belong to it."""
 
     match: Match
     parts: tuple[Match, ...] = ()
     direction: Literal["forward", "forward+backward"] = "forward"
 
     def likeness(self, bundle: _Bundle) -> int:
-        """How surely these are parts of this one's backward; 0 where they cannot be."""
+        """Rates how likely these are parts of this forward's backward; 0 where they cannot be."""
         if any(_sizes(self.match) != _sizes(part) for part in bundle.parts):
             return 0
         if bundle.origin == "again" and _spec(bundle.parts[0]).use != _spec(self.match).use:
@@ -115,7 +115,7 @@ class _Forward:
 
 @dataclass(slots=True)
 class _Bundle:
-    """What belongs together: the gradients of rows and of matrices that come from one cotangent."""
+    """Parts that belong together: the gradients of rows and of matrices that come from one cotangent."""
 
     parts: tuple[Match, ...]
     origin: Origin
@@ -132,13 +132,13 @@ def _spec(match: Match) -> GroupedMatmulSpec:
 
 
 def _sizes(match: Match) -> tuple[int, int, frozenset[int]]:
-    """What a forward and its derivatives have in common, however each orders the sides of the matrices."""
+    """Returns what a forward and its derivatives have in common, however each orders the sides of the matrices."""
     spec = _spec(match)
     return spec.rows, spec.groups, frozenset((spec.contracting, spec.columns))
 
 
 def _bundles(parts: Sequence[tuple[Match, Origin]]) -> list[_Bundle]:
-    """The parts in bundles, those of two first: they name both the rows and the matrices of their forward."""
+    """Groups the parts into bundles, those of two first: they name both the rows and the matrices of their forward."""
     of_rows = [match for match, origin in parts if origin == "backward" and _spec(match).use != "drhs"]
     of_matrices = [match for match, _ in parts if _spec(match).use == "drhs"]
     bundles = [_Bundle((match,), origin) for match, origin in parts if origin == "again" and _spec(match).use != "drhs"]
@@ -156,17 +156,17 @@ def _attach(forwards: Sequence[_Forward], parts: Sequence[tuple[Match, Origin]])
     """Gives each part of a backward to its forward; returns those without one, which are sites of their own.
 
     A part is a function of its own operands: whose backward it is decides what the report says, not what is computed.
-    For the same reason a forward may be replaced without its backward, and the other way round: neither reads what the
-    other computes, so nothing stays alive for the sake of the one that was not found.
+    For the same reason a forward may be replaced without its backward, and vice versa: neither reads what the other
+    computes, so nothing stays alive for the sake of the one that was not found.
     """
     alone: list[Match] = []
-    readers: dict[int, list[int]] = {}  # of each value, the forwards that read it
+    readers: dict[int, list[int]] = {}  # per value, the forwards that read it
     for i, forward in enumerate(forwards):
         for number in set(forward.match.operands):
             readers.setdefault(number, []).append(i)
     for bundle in _bundles(parts):
         with contained(bundle.parts[0].location):
-            # One that shares an operand is likelier than any that does not.
+            # A forward that shares an operand is likelier than any that does not.
             near = sorted({i for number in bundle.operands for i in readers.get(number, ())})
             likeness = {i: forwards[i].likeness(bundle) for i in near}
             if not any(likeness.values()):

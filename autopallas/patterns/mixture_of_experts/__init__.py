@@ -1,4 +1,4 @@
-"""Mixtures of experts in any spelling, as products of the rows that each expert has to compute."""
+"""Recognises mixtures of experts in any spelling, as products of only the rows that each expert has to compute."""
 
 from autopallas.patterns.mixture_of_experts.recognise import find
 

@@ -1,7 +1,7 @@
-"""Along which axes a value differs by something that a program compared, scattered or normalised further back.
+"""Finds the axes along which a value differs by something that a program compared, scattered or normalised before.
 
-One pass over a program tells it of every value, as a bit for each axis.  It may say too much, never too little: what it
-says nothing of need not be walked through to find a choice of experts.
+One pass over a program finds them for every value, as one bit per axis. It may mark too many axes, but never too few:
+values without a mark need not be walked through to find a choice of experts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ _FIXED = (
     ELEMENTWISE | _COPIES | _KEEPS_AXES | {"iota", "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 )
 _SOURCES = frozenset({"iota", "scatter", "scatter-add"})
-"""Where axes come from; all others pass on what their operands have."""
+"""Operations where marked axes begin; all others pass on those of their operands."""
 _EVERYTHING = -1
 
 
 def choice_axes(graph: Graph) -> Sequence[int]:
-    """Per value, the axes along which it may be that of one expert among all: from a comparison with positions along
-    them, or from what is scattered to places along them, or from bounds that differ along them and that positions are
-    compared with, through what a walk over labels reads through.
+    """Returns, per value, the axes along which it may be that of one expert among all.
 
-    Positions that are compared with positions, or scattered to, are no choice: a program's tokens have such.
+    Such axes begin where a value is compared with positions along them, where something is scattered to places along
+    them, or where positions are compared with bounds that differ along them. They pass through everything that a walk
+    over labels reads through.
+
+    Positions that are compared with positions, or scattered to, are no choice: the tokens of a program have such
+    positions.
     """
     if "choices" not in graph.notes:
         positions = [0] * len(graph.avals)
@@ -55,7 +58,7 @@ def choice_axes(graph: Graph) -> Sequence[int]:
             if constant:
                 for output in node.outputs:
                     fixed[output] = True
-            if not told:  # as most: there is nothing to pass on
+            if not told:  # for most nodes there is nothing to pass on
                 continue
             own = [found[i] for i in inputs]
             counted = [positions[i] for i in inputs]
@@ -72,7 +75,7 @@ def choice_axes(graph: Graph) -> Sequence[int]:
                 elif name in ("scatter", "scatter-add"):
                     bits = _scattered(graph, node, fixed)
                 elif name in _ORDERED and any(counted) and not all(counted) and graph.dtype(inputs[0]).kind in "iu":
-                    # Rows in an interval of each expert, perhaps: along what bounds differ.
+                    # Perhaps rows in an interval of each expert: along the axes on which bounds differ.
                     bound = inputs[counted.index(0)]
                     differs = 0 if fixed[bound] else (1 << len(graph.shape(bound))) - 1
                     bits |= passed_on(graph, node, output, [differs if i == bound else 0 for i in inputs])
@@ -82,19 +85,20 @@ def choice_axes(graph: Graph) -> Sequence[int]:
 
 
 def positions_along(scope: Scope, ref: Ref) -> tuple[int, tuple[Atom, ...], int] | None:
-    """(first, labels, size of the axis) if a value counts up along an axis, in types that hold each of the numbers."""
+    """Returns (first, labels, size of the axis) if a value counts up along an axis, in types that hold each of the
+    numbers."""
     found, narrow = _counted(scope, ref)
     return found if narrow is None else None
 
 
 def narrow_positions(scope: Scope, ref: Ref) -> tuple[tuple[Atom, ...], str] | None:
-    """(labels, type) if a value counts up along an axis in a type that does not hold each of the numbers."""
+    """Returns (labels, type) if a value counts up along an axis in a type that does not hold each of the numbers."""
     found, narrow = _counted(scope, ref)
     return None if found is None or narrow is None else (found[1], narrow)
 
 
 def _counted(scope: Scope, ref: Ref) -> tuple[tuple[int, tuple[Atom, ...], int] | None, str | None]:
-    """What counts up along an axis, as far as that is so, and the first type that does not hold each of the numbers."""
+    """Returns how a value counts up along an axis, and the first type that does not hold each of the numbers."""
     space, graph = scope.space, scope.graph
     ref = space.canonical(ref)
     dtypes = [graph.dtype(ref.value)]
@@ -115,9 +119,9 @@ def _counted(scope: Scope, ref: Ref) -> tuple[tuple[int, tuple[Atom, ...], int] 
 
 
 def position_of(scope: Scope, ref: Ref) -> Dimension | None:
-    """The dimension of a view along which a value counts, if it is the position along one."""
+    """Returns the dimension of a view along which a value is the position, if it is one."""
     node = scope.node(ref)
-    if node is not None and node.name == "select_n":  # of negative indices, which positions are not
+    if node is not None and node.name == "select_n":  # it wraps negative indices, which positions are not
         operands = scope.space.operands(ref) or []
         if len(operands) == 3 and scope.name(operands[0]) == "lt":
             compared, zero = scope.space.operands(operands[0]) or (None, None)
@@ -131,7 +135,7 @@ def position_of(scope: Scope, ref: Ref) -> Dimension | None:
 
 
 def _scattered(graph: Graph, node: Node, fixed: Sequence[int]) -> int:
-    """The axes of the elements that are scattered, each to places of its own."""
+    """Returns the axes along which elements are scattered, each to places of its own."""
     numbers = node.params["dimension_numbers"]
     if numbers.update_window_dims:
         return 0
@@ -144,7 +148,8 @@ def _scattered(graph: Graph, node: Node, fixed: Sequence[int]) -> int:
 
 
 def passed_on(graph: Graph, node: Node, output: int, axes: Sequence[int]) -> int:
-    """The axes of a result that come from the ``axes`` of the operands; none, where labels are not read through."""
+    """Returns the axes of a result that come from the ``axes`` of the operands; none where labels are not read
+    through."""
     if not any(axes):
         return 0
     name = node.name
@@ -189,15 +194,15 @@ def _any(axes: Sequence[int]) -> int:
 
 
 def _moved(axes: int, order: Sequence[int]) -> int:
-    """The axes of what has those of ``order`` in that order."""
+    """Returns the axes of a value whose dimensions are those of ``order``, in that order."""
     return sum((axes >> d & 1) << i for i, d in enumerate(order))
 
 
 def _reshaped(axes: int, before: Sequence[int], after: Sequence[int]) -> int:
-    """Axes that become several, or one of several, are all of them."""
+    """Returns the axes after a reshape: an axis that is split, or merged with others, marks the whole group."""
     if 0 in before:
         return _EVERYTHING
-    found = first = last = 0  # of ``before`` and of ``after``, up to where both hold as many elements
+    found = first = last = 0  # how far ``before`` and ``after`` were matched, with equal numbers of elements
     for d in range(len(before)):
         size = math.prod(before[first : d + 1])
         end = last

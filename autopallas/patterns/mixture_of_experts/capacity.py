@@ -1,11 +1,12 @@
-"""Shows that a dispatch puts one token into each slot at most, and that a token has no weight in the slots of others.
+"""Proves that a dispatch puts at most one token into each slot, and that tokens have no weight in the slots of others.
 
-Where a dispatch is not zero, one of some comparisons ``number == position`` holds, at a token of a mask; that is shown
-by evaluating the dispatch with each of them, or its mask, taken as zero.  The numbers are running counts of masks, so
-two tokens of one mask never have the same.  Those of a second mask start where those of the first end.
+Where a dispatch is not zero, one of several comparisons ``number == position`` holds, at a token of a mask. To show
+that, the dispatch is evaluated with each comparison, or its mask, taken as zero. The numbers are running counts of
+masks, so two tokens of one mask never have the same number. The numbers of a second mask start where those of the first
+end.
 
-A dispatch that is a sum over a token's choices is shown choice by choice: where each choice of each token has a slot of
-its own, so has each token.
+A dispatch that is a sum over a token's choices is proved choice by choice: where each choice of each token has a slot
+of its own, each token has too.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def unproved(
     expert: tuple[Atom, ...],
     slot: tuple[Atom, ...],
 ) -> str | None:
-    """What could not be shown of a dispatch and the weights of its slots, under the same labels; None if all was."""
+    """Returns what could not be shown about a dispatch and the weights of its slots, under the same labels; None if all
+    was."""
     space, own = values.space, frozenset(values.space.resolve(tokens))
     proof = _Proof(values, [dispatch], own, expert, slot)
     summed: tuple[list[Ref], tuple[Atom, ...]] | None = None
@@ -66,7 +68,7 @@ def unproved(
 
 
 def _summed(values: Values, ref: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
-    """The factors of what a value sums, beside casts, and the labels over which; None if it is no sum."""
+    """Returns the factors of what a value sums, looking through casts, and the summed labels; None if it is no sum."""
     core = values.core(ref)
     operands = values.space.uses(core)
     name = values.scope.name(core)
@@ -80,9 +82,9 @@ def _summed(values: Values, ref: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | No
 
 
 def _decides(values: Values, proof: _Proof, dispatch: Ref, combine: Ref, choices: tuple[Atom, ...]) -> bool:
-    """Whether a weight is zero wherever a dispatch is that sums zeros and ones over a token's choices.
+    """Returns whether a weight is zero wherever a dispatch is zero that sums zeros and ones over a token's choices.
 
-    Then each choice is zero, since none is negative, and so has its weight to be.
+    Each choice is zero there, since none is negative, and so the weight of each choice must be.
     """
     space = values.space
     if values.zero(combine, {values.key(dispatch): 0.0, values.key(values.core(dispatch)): 0.0}):
@@ -96,7 +98,7 @@ def _decides(values: Values, proof: _Proof, dispatch: Ref, combine: Ref, choices
     same = dict(zip(theirs, choices, strict=True))
 
     def named(ref: Ref) -> Ref:
-        """A factor of a weight under the labels that the choices have in the dispatch."""
+        """Returns a factor of a weight under the labels that the choices have in the dispatch."""
         view = space.view(ref.view)
         return Ref(ref.value, tuple((offset, tuple(same.get(a, a) for a in atoms)) for offset, atoms in view))
 
@@ -105,7 +107,7 @@ def _decides(values: Values, proof: _Proof, dispatch: Ref, combine: Ref, choices
 
 
 class _Proof:
-    """What is shown of a product of ``parts``, the dispatch or what it sums."""
+    """Proves properties of a product of ``parts``: the dispatch, or what it sums."""
 
     def __init__(
         self,
@@ -120,12 +122,12 @@ class _Proof:
         self.labels = frozenset[Atom]().union(*(self.space.atoms(self.space.canonical(part)) for part in parts))
 
     def factors(self) -> Iterator[Ref]:
-        """What the parts are made of."""
+        """Yields the factors of the parts."""
         for part in self.parts:
             yield from self.values.factors(part)
 
     def _values(self) -> list[Ref]:
-        """The parts, and what they are computed from."""
+        """Returns the parts, and the values from which they are computed."""
         return [found for part in self.parts for found in self.values.walk(part)]
 
     # ------------------------------------------------------------------ one token in each slot
@@ -141,7 +143,7 @@ class _Proof:
         return False
 
     def _compared(self) -> Iterator[tuple[Ref, Ref, int]]:
-        """The comparisons with positions of slots, what is compared, and the first position."""
+        """Yields the comparisons with positions of slots, each with what is compared and the first position."""
         for found in self._values():
             operands = self.space.operands(found) if self.scope.name(found) == "eq" else None
             for positions, index in (operands, operands[::-1]) if operands else ():
@@ -152,7 +154,7 @@ class _Proof:
                         break
 
     def _numbers(self, compared: Ref, index: Ref, first: int) -> Iterator[_Numbered]:
-        """The ways to read a number such that it tells tokens of one slot apart."""
+        """Yields the ways to read a number such that it tells tokens of one slot apart."""
         space, slot = self.space, set(self.slot)
         for running in running_counts(self.values, index, self.labels, self.tokens):
             reader = Reader(self.values, running, self.labels)
@@ -161,7 +163,7 @@ class _Proof:
             if number is None or abs(number.factor) != 1 or not number.exact or own & slot:
                 continue
             implied = number.off is not None and not first <= number.off < first + space.extent(self.slot)
-            if pinned:  # a token chooses one expert, and is counted for that
+            if pinned:  # a token chooses one expert, and is counted for that one
                 if own & set(self.expert) or own - self.labels != pinned:
                     continue
                 if not self.values.one_of(reader.mask, running.pinned):
@@ -183,7 +185,8 @@ class _Proof:
     # ------------------------------------------------------------------ several choices of a token
 
     def _apart(self, chosen: Sequence[_Numbered]) -> list[list[Ref]] | None:
-        """Per comparison, masks that have to be 1 for the numbers of different ones to differ; None if they may not."""
+        """Returns, per comparison, the masks that must be 1 for numbers of different comparisons to differ; None if
+        they may be equal."""
         masks: list[list[Ref]] = [[] for _ in chosen]
         for j, b in enumerate(chosen):
             for i, a in enumerate(chosen[:j]):
@@ -205,14 +208,14 @@ class _Proof:
         return numbered.running.at(ref, self.values, self.expert)
 
     def _same_number(self, a: _Numbered, b: _Numbered) -> bool:
-        """Whether two numbers are the same function of the same count."""
+        """Returns whether two numbers are the same function of the same count."""
         same = a.number.factor == b.number.factor and a.number.offset == b.number.offset
         if not same or sorted(map(repr, self._bases(a))) != sorted(map(repr, self._bases(b))):
             return False
         return self.space.same(self._moved(a, a.running.count), self._moved(b, b.running.count))
 
     def _ends_before(self, first: _Numbered, second: _Numbered) -> Ref | None:
-        """The mask of which all tokens are counted by ``first``, if ``second`` starts behind them."""
+        """Returns the mask whose tokens are all counted by ``first``, if ``second`` starts behind them."""
         if first.number.factor != 1 or second.number.factor != 1 or second.number.offset < first.number.offset:
             return None
         bases = {self.values.key(ref): ref for ref in (self._moved(second, base) for base in second.number.bases)}
@@ -228,7 +231,7 @@ class _Proof:
         return None
 
     def _total(self, numbered: _Numbered, base: Ref) -> Ref | None:
-        """The mask of which a number is the total, if that is at least the last count of the slots' tokens."""
+        """Returns the mask whose total a number is, if the total is at least the last count of the slots' tokens."""
         space, running = self.space, numbered.running
         reduced = self.values.inside(space.canonical(base))
         if reduced is None or len(reduced[0]) != 1:
@@ -249,7 +252,7 @@ class _Proof:
     # ------------------------------------------------------------------ evaluating the dispatch
 
     def _covered(self, chosen: Sequence[_Numbered], masks: Sequence[Sequence[Ref]]) -> bool:
-        """Whether the dispatch is zero unless one of the comparisons holds where its masks are 1."""
+        """Returns whether the dispatch is zero unless one of the comparisons holds where its masks are 1."""
         ways = [list(self._without(numbered, more)) for numbered, more in zip(chosen, masks, strict=True)]
         for count, given in enumerate(product(*ways)):
             together = {key: value for part in given for key, value in part.items()}
@@ -258,7 +261,7 @@ class _Proof:
         return bool(ways)
 
     def _without(self, numbered: _Numbered, more: Sequence[Ref]) -> Iterator[Mapping[Key, float]]:
-        """The ways in which a comparison, or one of its masks, can be zero."""
+        """Yields the ways in which a comparison, or one of its masks, can be zero."""
         values, running = self.values, numbered.running
         yield {values.key(numbered.compared): 0.0}
         whole, kept = self._placed(numbered, running.mask), self._placed(numbered, running.kept)
@@ -266,14 +269,14 @@ class _Proof:
         parts = {values.key(part): part for part in (*needed, *more)}
         parts.pop(values.key(whole), None)
         if needed:
-            # Where a whole mask is 0, its parts are.
+            # Where a whole mask is 0, its parts are too.
             yield dict.fromkeys([values.key(whole), *parts], 0.0)
         for key, part in parts.items():
             flat = [values.key(ref) for ref in self._flattened(part)] if running.pinned else []
             yield dict.fromkeys([key, *flat], 0.0)
 
     def _flattened(self, part: Ref) -> Iterator[Ref]:
-        """The sums over experts of a mask that is 1 at the expert of the slot, or at none."""
+        """Yields the sums over experts of a mask that is 1 at the expert of the slot, or at none."""
         space = self.space
         for found in self._values():
             reduced = self.values.inside(found)
@@ -288,7 +291,7 @@ class _Proof:
     # ------------------------------------------------------------------ weights
 
     def decides(self, combine: Ref) -> bool:
-        """Whether a weight is zero wherever the dispatch is, the only part."""
+        """Returns whether a weight is zero wherever the dispatch, the only part, is zero."""
         (dispatch,), values = self.parts, self.values
         core = values.core(dispatch)
         given = {values.key(dispatch): 0.0, values.key(core): 0.0}
@@ -300,7 +303,7 @@ class _Proof:
         return all(values.zero(combine, {values.key(factor): 0.0}) for factor in self.factors())
 
     def _compared_with_zero(self, ref: Ref) -> Ref | None:
-        """What a value is not equal to zero of."""
+        """Returns the operand whose difference from zero a value tells."""
         operands = self.space.uses(ref)
         if not operands:
             return None

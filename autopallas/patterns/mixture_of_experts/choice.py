@@ -1,4 +1,4 @@
-"""Where a program says which experts a token chooses, and what is zero for all others."""
+"""Finds where a program tells which experts a token chooses, and what is zero for all others."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _USES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A value that is 1 at a chosen expert and 0 elsewhere, or what was scattered to the chosen ones.
+    """A value that is 1 at a chosen expert and 0 elsewhere, or that holds what was scattered to the chosen experts.
 
     Attributes:
-      number: of the value.
+      number: the number of the value.
       index: the chosen expert, an integer.
       several: labels of ``index`` that the value lacks or that are summed later: a token has as many choices.
       within: the intervals of rows that belong to the experts; rows are the ``index`` until their experts are known.
@@ -47,11 +47,11 @@ class Choice:
 
 
 class Choices:
-    """All choices among the experts over which a sum runs."""
+    """Collects all choices among the experts over which a sum runs."""
 
     def __init__(self, scope: Scope, summed: Sequence[Atom], experts_of: Mapping[int, int] | None = None):
         self.experts_of = experts_of or {}
-        """Per number of where intervals end, that of the experts of the rows."""
+        """Per number of the intervals' ends, the number of the experts of the rows."""
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.summed = frozenset(summed)
         self.axes = choice_axes(self.graph)
@@ -60,21 +60,21 @@ class Choices:
         self.others: list[tuple[Atom, ...]] = []
         """Labels along which something else is chosen, such as a place among an expert's tokens."""
         self.narrow: tuple[tuple[Atom, ...], str] | None = None
-        """Labels along which a program counts in a type that does not hold each of the numbers, and that type."""
+        """Labels along which a program counts in a type that does not hold all of the numbers, and that type."""
         self.note = ""
-        """Why something is not known to be zero, to be added to a reason."""
+        """Reason, to be added to another one, why something is not known to be zero."""
         self._asked: Quotients | None = None
         self.proved: set[int] = set()
-        """What is scattered into, and was shown to be zero."""
+        """Values that are scattered into and were shown to be zero."""
         self._at: dict[tuple[int, View], Choice] = {}
         self._off: dict[Hashable, float | None] = {}
         self._named: frozenset[Atom] = self.summed
-        """The labels by which choices are told apart."""
+        """Labels by which choices are told apart."""
 
     # ------------------------------------------------------------------ finding them
 
     def search(self, ref: Ref, every: bool = False) -> None:
-        """Finds the choices from which a value is computed; ``every`` use of one, or the first."""
+        """Finds the choices from which a value is computed; ``every`` use of a choice, or only the first."""
         seen: set[Hashable] = set()
         todo: list[tuple[Ref, tuple[Atom, ...]]] = [(ref, ())]
         while todo:
@@ -84,7 +84,7 @@ class Choices:
             node = self.scope.node(ref)
             if node is None or not self._may_choose(ref):
                 continue
-            # What is summed inside has labels of its own, and says nothing of experts.
+            # Labels that are summed inside say nothing about experts.
             place = ref.value, tuple(tuple(x for x in atoms if x in self.summed) for _, atoms in key[1])
             if (key if every else place) in seen or len(seen) > _USES:
                 continue
@@ -97,7 +97,8 @@ class Choices:
             todo += [(operand, (*several, *more)) for operand, more in self._inside(ref, node)]
 
     def keep_needed(self, ref: Ref) -> None:
-        """Forgets the choices without which a value is zero too, those of most experts first."""
+        """Forgets choices that are not needed to show that a value is zero, those with the most choices per token
+        first."""
         for choice in sorted(self.found, key=lambda c: -self.space.extent(c.several)):
             known = self._at
             self._at = {key: other for key, other in known.items() if other is not choice}
@@ -108,7 +109,7 @@ class Choices:
         self.found = [choice for choice in self.found if any(choice is other for other in self._at.values())]
 
     def _inside(self, ref: Ref, node: Node) -> list[tuple[Ref, tuple[Atom, ...]]]:
-        """The operands of a node, with the labels that they have and its result lacks."""
+        """Returns the operands of a node, each with the labels that it has and the result lacks."""
         if node.name in _REDUCTIONS:
             operand, dimensions = self.space.reduced(ref)
             return [(operand, self._labels(dimensions))]
@@ -124,8 +125,11 @@ class Choices:
         return ref.value, self.space.view(ref.view)
 
     def _may_choose(self, ref: Ref) -> bool:
-        """Whether a value may differ, along a label that is summed, by what was compared with positions or scattered:
-        nothing else is worth a look."""
+        """Returns whether a value may differ, along a label that is summed, by something compared with positions or
+        scattered.
+
+        Other values need no look.
+        """
         bits = self.axes[ref.value]
         return bits != 0 and any(bits >> d & 1 and self._is_summed(atoms) for d, (_, atoms) in enumerate(ref.view))
 
@@ -133,7 +137,7 @@ class Choices:
         return not self.summed.isdisjoint(self.space.resolve(atoms))
 
     def _one_hot(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
-        """``expert == positions``."""
+        """Reads ``expert == positions``."""
         if node.name != "eq":
             return None
         operands = self.space.operands(ref)
@@ -149,7 +153,7 @@ class Choices:
         return None
 
     def _within(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
-        """``(start <= rows) & (rows < end)``."""
+        """Reads ``(start <= rows) & (rows < end)``."""
         found = interval(self.scope, ref, node)
         if found is None or not self._is_expert(found.expert, self.space.extent(found.expert), found.rows):
             return None
@@ -161,7 +165,7 @@ class Choices:
         return replace(choice, within=found)
 
     def _scattered(self, ref: Ref, node: Node, several: tuple[Atom, ...]) -> Choice | None:
-        """``zeros.at[tokens, expert].set(weights)``."""
+        """Reads ``zeros.at[tokens, expert].set(weights)``."""
         if node.name not in ("scatter", "scatter-add"):
             return None
         numbers, space = node.params["dimension_numbers"], self.space
@@ -181,7 +185,7 @@ class Choices:
             if along is not None and along in view:
                 place = view.index(along)
                 if ref.view[dimension][0] or space.extent(ref.view[dimension][1]) != shape[place]:
-                    return None  # of some rows alone
+                    return None  # only some rows are scattered to
                 view[place] = ref.view[dimension]
             elif expert is None:
                 expert = part
@@ -198,7 +202,7 @@ class Choices:
         return self._choice(ref, index, several)
 
     def _is_expert(self, atoms: tuple[Atom, ...], size: int, index: Ref) -> bool:
-        """Whether labels are those of all experts, the same as of the choices found before."""
+        """Returns whether labels are those of all experts, and the same as in the choices found before."""
         if not atoms or not set(atoms) <= self.summed or set(atoms) & self.space.atoms(index):
             return False
         if self.space.extent(atoms) != size or (self.expert and self.space.resolve(self.expert) != atoms):
@@ -214,7 +218,7 @@ class Choices:
     # ------------------------------------------------------------------ what is zero elsewhere
 
     def _never_equal(self, ref: Ref, given: Sequence[float | None]) -> bool:
-        """Whether a known number is compared with positions of which it is none."""
+        """Returns whether a known number is compared with positions that do not include it."""
         operands = self.space.operands(ref)
         for positions, number in zip(operands or (), given[::-1], strict=True):
             counted = None if number is None else positions_along(self.scope, positions)
@@ -224,7 +228,7 @@ class Choices:
         return False
 
     def off(self, ref: Ref, depth: int = 0) -> float | None:
-        """What a value is wherever the expert is not chosen, if that is a known number; None if not."""
+        """Evaluates a value where the expert is not chosen; returns None if the result is not a known number."""
         number = self.scope.number(ref)
         if number is not None:
             return number
@@ -279,7 +283,8 @@ class Choices:
         return folded("mul" if node.name == "dot_general" else node.name, given, self.graph.dtype(ref.value))
 
     def _plain(self, ref: Ref, depth: int = 0) -> float | None:
-        """What a value is that no choice decides, if that is a known number, a few operations further back."""
+        """Evaluates a value that depends on no choice, looking a few operations back; None if it is not a known
+        number."""
         number, node = self.scope.number(ref), self.scope.node(ref)
         if number is not None or node is None or depth > _PLAIN:
             return number
@@ -288,7 +293,7 @@ class Choices:
         return folded(node.name, given, self.graph.dtype(ref.value)) if node.name in _SELECTED else None
 
     def _left_out(self, node: Node, operands: Sequence[Ref], given: Sequence[float | None]) -> bool:
-        """Whether no quotient hides in a product with zero that is then not zero."""
+        """Returns whether no quotient makes a product with zero anything but zero."""
         name = self.scope.name(Ref(node.outputs[0], ()))
         if len(given) != 2 or name not in ("div", "mul", "dot_general"):
             return True
@@ -313,18 +318,18 @@ class Choices:
         return self._asked
 
     def _certain(self) -> bool:
-        """Whether every token surely has an expert."""
+        """Returns whether every token surely has an expert."""
         signs, size = Signs(self.graph), self.space.extent(self.expert)
         return any(signs.counts_below(choice.index.value, size) for choice in self._at.values())
 
 
 def _annihilates(given: Sequence[float | None]) -> bool:
-    """Whether a product is zero, whatever finite numbers the unknown factors are."""
+    """Returns whether a product is zero, whatever finite numbers the unknown factors are."""
     return 0 in given and all(number is None or math.isfinite(number) for number in given)
 
 
 def folded(name: str, given: Sequence[float | None], dtype: Dtype) -> float | None:
-    """The result of an elementwise operation as far as it is known, None standing for any finite number.
+    """Evaluates an elementwise operation as far as its result is known; None stands for any finite number.
 
     A number that the result's dtype cannot hold is not known: rounding is left to the program.
     """

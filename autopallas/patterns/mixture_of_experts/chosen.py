@@ -1,7 +1,7 @@
-"""Experts that compute the rows that are gathered for them, and add what they give to the tokens by a scatter.
+"""Refuses experts that compute the rows gathered for them, and add their results to the tokens by a scatter.
 
-Each expert computes its own rows then, and no others: a product with a batch of experts, [G, C, K] x [G, K, N], is all
-that there is to compute, and a grouped matmul would leave out nothing.  So this is no site, and is said to be none.
+Each expert then computes its own rows and no others: a product with a batch of experts, [G, C, K] x [G, K, N], is all
+that there is to compute, and a grouped matmul would leave out nothing. So this is no site, and a near miss says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refuse_chosen(graph: Graph, number: int) -> None:
 
 
 def _chain(graph: Graph, number: int) -> list[Node]:
-    """Scatters of which each adds to what the one before gives, the last one first."""
+    """Returns the scatters each of which adds to the result of the one before, the last one first."""
     found: list[Node] = []
     while len(found) < 2:
         node = graph.definitions.get(number)
@@ -69,13 +69,13 @@ def _chain(graph: Graph, number: int) -> list[Node]:
 
 
 class _Chosen:
-    """One scatter of what may be computed by experts."""
+    """Reads one scatter of what may be computed by experts."""
 
     def __init__(self, scope: Scope, space: Picking, node: Node):
         self.scope, self.space, self.graph, self.node = scope, space, scope.graph, node
 
     def kind(self) -> str | None:
-        """ "chosen", "slots", "one" of a single expert, or None of something else."""
+        """Returns "chosen" or "slots", "one" for a single expert, or None for anything else."""
         space, numbers = self.space, self.node.params["dimension_numbers"]
         if not numbers.update_window_dims:
             return None
@@ -103,7 +103,8 @@ class _Chosen:
         return "one" if not expert - own and summed else None
 
     def _walk(self, updates: Ref, index: Ref) -> tuple[bool, frozenset[Atom] | None]:
-        """(whether rows are gathered by these indices, labels that they share with matrices, None if there are none)"""
+        """Returns whether rows are gathered by these indices, and the labels that they share with matrices (None
+        without matrices)."""
         space, labels = self.space, self.space.atoms(index)
         seen: set[Hashable] = set()
         todo, gathered = [updates], False
@@ -131,7 +132,7 @@ class _Chosen:
         return gathered, expert
 
     def _is_chosen(self, number: int) -> bool:
-        """Whether numbers of tokens are those of the largest, or of the first in an order."""
+        """Returns whether numbers of tokens are the positions of the largest elements, or the first in an order."""
         graph, seen, todo = self.graph, set[int](), [number]
         while todo and len(seen) < _MADE_OF:
             value = todo.pop()
@@ -147,7 +148,7 @@ class _Chosen:
 
 
 def refuse_slots_read(graph: Graph, root: int) -> None:
-    """Refuses what is picked by several indices, in a way that is not known, of what experts compute for slots."""
+    """Refuses rows that several indices pick, in an unknown way, from what experts compute for slots."""
     node = graph.definitions.get(root)
     if node is None or node.name != "gather":
         return

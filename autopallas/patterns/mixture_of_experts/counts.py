@@ -1,7 +1,8 @@
-"""Numbers of slots, read as functions of a running count: ``cumsum(mask)`` along tokens, of a mask of zeros and ones.
+"""Reads slot numbers as functions of a running count ``cumsum(mask)`` along tokens, of a mask of zeros and ones.
 
-At two places where the mask is 1, the count is never the same.  A program subtracts one from it, adds how many slots
-were given before, and picks it at the expert that a token chooses; all that is kept here as ``count + offset + bases``.
+At two places where the mask is 1, the count is never the same. A program subtracts one from it, adds how many slots
+were given before, and picks it at the expert that a token chooses. All of that is kept here as
+``count + offset + bases``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Linear", "Reader", "Running", "first_ones", "running_counts"]
 _DEPTH = 40
 _BASES = 6
 _ROUNDED = 256
-"""A product of matrices may round its operands to numbers that are exact up to this."""
+"""Largest whole number that stays exact where a product of matrices rounds its operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,9 @@ class Linear:
     """A number that is ``factor * count + offset + sum(bases)`` where the mask is 1, and ``off`` where it is 0.
 
     Attributes:
-      bases: numbers of tokens: the same for all tokens that are counted together.
+      bases: counts of tokens, the same for all tokens that are counted together.
       off: None where it is not known.
-      sure: whether that holds wherever the mask is 1; if not, it may also be ``off`` there.
+      sure: whether that holds wherever the mask is 1; if not, the number may also be ``off`` there.
     """
 
     factor: float
@@ -57,7 +58,7 @@ class Running:
       count, mask: under the same labels.
       kept: a mask that is 1 only where ``mask`` is; perhaps the same.
       pinned: labels of the mask over which the slot's number was summed: the expert that a token chooses.
-      along: labels along which it is counted.
+      along: labels along which the mask is counted.
     """
 
     count: Ref
@@ -67,7 +68,8 @@ class Running:
     pinned: tuple[Atom, ...] = ()
 
     def at(self, ref: Ref, values: Values, expert: tuple[Atom, ...]) -> Ref:
-        """A value under the mask's labels, with the expert of a slot in the place of the one that a token chooses."""
+        """Returns a value under the mask's labels, with the expert of a slot in the place of the one that a token
+        chooses."""
         if not self.pinned:
             return ref
         space = values.space
@@ -76,7 +78,7 @@ class Running:
 
 
 def running_counts(values: Values, index: Ref, labels: frozenset[Atom], tokens: frozenset[Atom]) -> Iterator[Running]:
-    """The running counts along ``tokens`` from which a number is computed that has some of the ``labels``.
+    """Yields the running counts along ``tokens`` from which a number with some of the ``labels`` is computed.
 
     The number may lack labels of the count: choices of a token that are counted one after the other, and the expert.
     """
@@ -119,7 +121,7 @@ class Reader:
         self.mask = values.core(running.mask)
 
     def read(self, ref: Ref, depth: int = 0) -> Linear | None:
-        """The number; None if it is something else."""
+        """Reads a number; returns None if it is something else."""
         number = self.scope.number(ref)
         if number is not None:
             return Linear(0.0, number, (), number)
@@ -155,14 +157,14 @@ class Reader:
         return None if found is None or self._rounds(ref, found) else found
 
     def _rounds(self, ref: Ref, linear: Linear) -> bool:
-        """Whether a product of matrices may round the numbers that it adds up."""
+        """Returns whether a product of matrices may round the numbers that it adds up."""
         node = self.graph.definitions[ref.value]
         if node.name != "dot_general" or self.graph.dtype(ref.value).kind in "iu":
             return False
         return (len(linear.bases) + 1) * self.space.extent(self.running.along) + abs(linear.offset) > _ROUNDED
 
     def _base(self, ref: Ref) -> Linear | None:
-        """How many tokens a mask holds."""
+        """Reads the number of tokens that a mask holds."""
         reduced, space = self.values.inside(ref), self.space
         if reduced is None or self.scope.name(ref) != "reduce_sum" or space.atoms(ref) & set(self.running.along):
             return None
@@ -192,7 +194,7 @@ class Reader:
         return whole if whole.off == 0 and self.values.exclusive(self.mask, atoms) else None
 
     def _selected(self, operands: Sequence[Ref], depth: int) -> Linear | None:
-        """``where(mask, a, b)``."""
+        """Reads ``where(mask, a, b)``."""
         values = self.values
         own, kept = values.key(self.mask), values.key(self.running.kept)
         on = values.value(operands[0], {own: 1.0, kept: 1.0})
@@ -206,7 +208,7 @@ class Reader:
 
 
 def _combined(name: str, given: Sequence[Linear], off: float | None) -> Linear | None:
-    """An elementwise operation on such numbers."""
+    """Applies an elementwise operation to such numbers."""
     a, b = given[0], given[-1]
     if len(given) > 1 and not (a.sure and b.sure or a.constant or b.constant):
         return None
@@ -226,14 +228,14 @@ def _combined(name: str, given: Sequence[Linear], off: float | None) -> Linear |
 
 
 def first_ones(values: Values, running: Running, part: Ref, labels: frozenset[Atom]) -> bool:
-    """Whether a mask is the counted one where the count is below a number, and zero from there on."""
+    """Returns whether a mask is the counted one where the count is below a number, and zero from there on."""
     rest = _rest(values, values.core(running.mask), part)
     reader = Reader(values, replace(running, kept=values.core(running.mask)), labels)
     return rest is not None and all(_below(values, reader, factor) for factor in rest)
 
 
 def _rest(values: Values, whole: Ref, part: Ref) -> list[Ref] | None:
-    """The further factors of a product that has all those of another; None if it does not have them."""
+    """Returns the further factors of a product that has all factors of another; None if it lacks one."""
     own = {values.key(factor) for factor in values.factors(whole)}
     parts = {values.key(factor): factor for factor in values.factors(part)}
     return [factor for key, factor in parts.items() if key not in own] if own <= parts.keys() else None

@@ -1,7 +1,7 @@
-"""Rows that are sorted by expert, of which each expert has those of an interval: ``start[e] <= row < end[e]``.
+"""Recognises rows that are sorted by expert, where each expert has an interval: ``start[e] <= row < end[e]``.
 
-Where ``end`` is the running sum of how many rows each expert has, and ``start`` is where the rows of the expert before
-end, the intervals do not overlap, and a row's expert is the number of intervals that end before it.
+If ``end`` is the running sum of how many rows each expert has, and ``start`` is where the rows of the expert before
+end, the intervals do not overlap. A row's expert is then the number of intervals that end before it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _LOWER, _UPPER = "lower", "upper"
 _SIDES = {
     ("ge", 0): _LOWER, ("le", 1): _LOWER, ("lt", 0): _UPPER, ("gt", 1): _UPPER,
 }  # fmt: skip
-"""What a comparison says of positions, by the place of these among its operands."""
+"""Bound that a comparison sets on positions, by their place among its operands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Intervals of rows, one of each expert.
+    """Intervals of rows, one for each expert.
 
     Attributes:
       rows: the positions of rows.
       ends: where the intervals end, under labels of experts and of whatever has rows of its own.
       expert: labels of experts.
-      kept: the values from which it is seen that the intervals do not overlap.
+      kept: the values that show that the intervals do not overlap.
     """
 
     rows: Ref
@@ -40,24 +40,27 @@ class Interval:
     kept: frozenset[int]
 
     def along(self, space: Space) -> int:
-        """The axis of ``ends`` that counts experts."""
+        """Returns the axis of ``ends`` that counts experts."""
         return next(d for d, (_, atoms) in enumerate(self.ends.view) if space.resolve(atoms) == self.expert)
 
     def dimension(self, graph: Graph) -> tuple[Dimension, int]:
-        """The dimension of rows, and how many there are."""
+        """Returns the dimension of rows, and how many there are."""
         axis = graph.definitions[self.rows.value].params["dimension"]
         return self.rows.view[axis], graph.shape(self.rows.value)[axis]
 
     def index(self, space: Space, graph: Graph, experts: int) -> Ref:
-        """The expert of each row: ``experts`` is the number of an array with the axes of ``ends`` but for that of
-        experts, and one of rows."""
+        """Returns the expert of each row.
+
+        ``experts`` is the number of an array with the axes of ``ends`` except that of experts, and then one of rows.
+        """
         axis = self.along(space)
         view = self.ends.view
         return Ref(experts, (*view[:axis], *view[axis + 1 :], self.dimension(graph)[0]))
 
 
 def interval(scope: Scope, ref: Ref, node: Node) -> Interval | None:
-    """Which rows are an expert's, if a value says that; None if it does not, or they may be several experts'."""
+    """Reads which rows belong to an expert; None if a value does not tell that, or rows may belong to several
+    experts."""
     if node.name != "and":
         return None
     found = {}
@@ -74,7 +77,7 @@ def interval(scope: Scope, ref: Ref, node: Node) -> Interval | None:
 
 
 def _bound(scope: Scope, ref: Ref) -> tuple[str, Ref, Ref, int] | None:
-    """(which bound, positions, bound, what is compared) of a comparison of positions with bounds."""
+    """Returns (which bound, positions, bound, what is compared) of a comparison of positions with bounds."""
     operands = scope.space.operands(ref) if scope.name(ref) in ("ge", "gt", "le", "lt") else None
     for place, rows in enumerate(operands or ()):
         side = _SIDES.get((scope.name(ref) or "", place))
@@ -101,11 +104,11 @@ class _Proof:
         if not expert or set(expert) & self.space.atoms(rows) or not Signs(self.graph).nonnegative(counts.value):
             return None
         if self.graph.dtype(total.value).name not in ("int32", "int64"):
-            return None  # what is counted may be more than the type holds: then a sum begins anew
+            return None  # a narrower type may not hold the total: then a sum wraps around
         return Interval(rows, end, expert, frozenset(self.kept | {end.value}))
 
     def _before(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...]] | None:
-        """(running sum, counts, labels) if a value is what was counted before: a running sum without the last count."""
+        """Returns (running sum, counts, labels) if a value is a running sum without the last count."""
         node = self.scope.node(ref)
         if node is None:
             return None
@@ -121,7 +124,8 @@ class _Proof:
         return None
 
     def _shifted(self, ref: Ref, node: Node, axis: int) -> tuple[Ref, Ref, tuple[Atom, ...]] | None:
-        """The same of a zero and then all sums but the last, or all: those of which a part is read."""
+        """Reads a zero followed by all running sums, or by all but the last, as a running sum without the last
+        count."""
         if len(node.inputs) != 2 or self.graph.shape(node.inputs[0])[axis] != 1 or ref.view[axis][0] != 0:
             return None
         first = self.space.canonical(Ref(node.inputs[0], (*ref.view[:axis], (0, ()), *ref.view[axis + 1 :])))
@@ -146,7 +150,7 @@ class _Proof:
         return None if own is None else (total, *own)
 
     def _running(self, ref: Ref) -> tuple[Ref, tuple[Atom, ...]] | None:
-        """(counts, labels) of a running sum."""
+        """Returns (counts, labels) of a running sum."""
         node = self.scope.node(ref)
         if (
             node is None

@@ -1,8 +1,9 @@
-"""Experts that are written out one after the other: equal computations on other matrices, added up or stacked.
+"""Recognises experts that are written out one after the other: equal computations on other matrices, added or stacked.
 
-The computations are walked through together.  Where all do the same to the same values, one of them stands for all;
-where they read slices of one array, or arrays of their own, or count, is where they differ.  Mapped over these, the one
-gives what the loop gives, and the sum over experts is a sum over an axis, as in the spellings without a loop.
+The computations are walked through together. Where all do the same to the same values, one of them stands for all. They
+differ where they read slices of one array, or arrays of their own, or count. Mapped over these inputs, the one
+computation gives what the loop gives. The sum over experts is then a sum over an axis, as in the spellings without a
+loop.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ _REPEATS = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "sq
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """Where the computations differ, or what all of them read: ``mapped`` gives one value for each, in front."""
+    """An input of the computations: ``mapped`` stacks one value for each along the first axis; without it, all share
+    one."""
 
     numbers: tuple[int, ...]
     mapped: Callable[[Sequence[jax.Array]], jax.Array] | None = None
     axis: int | None = None
-    """The axis of ``numbers[0]`` of which each reads one slice."""
+    """Axis of ``numbers[0]`` along which each computation reads one slice."""
 
 
 @dataclass(slots=True)
@@ -55,10 +57,10 @@ class Loop:
 
     Attributes:
       target: the sum or the concatenation of their results.
-      axis: along which they are concatenated; None where they are added.
+      axis: the axis along which they are concatenated; None where they are added.
       count: how many there are.
       visited: the values that they compute.
-      products: of these, the contractions.
+      products: the contractions among these values.
       leaves: what they read.
       term: one of them, as a jaxpr from the leaves.
     """
@@ -73,19 +75,20 @@ class Loop:
     leaves: list[_Leaf] = field(default_factory=list)
     term: ClosedJaxpr | None = None
     compares: bool = False
-    """Whether the computations compare something with the number of an expert: with where they are in the loop."""
+    """Whether the computations compare something with the number of an expert, that is, with their position in the
+    loop."""
 
     def choices(self, graph: Graph, root: int) -> set[int]:
-        """The values that say which expert is chosen, beside those in the computations."""
+        """Returns the values that tell which expert is chosen, beside those in the computations."""
         scope = Scope(graph)
         space = scope.space
         sliced = [(leaf.numbers[0], leaf.axis) for leaf in self.leaves if leaf.axis is not None]
-        if self.compares:  # what all of them read, they may read at their numbers
+        if self.compares:  # they may read shared values at their own numbers
             shared = [leaf.numbers[0] for leaf in self.leaves if leaf.mapped is None and leaf.numbers]
             bits = choice_axes(graph)
             sliced += [(n, d) for n in shared for d, size in enumerate(graph.shape(n))
                        if size == self.count and bits[n] >> d & 1]  # fmt: skip
-        # Where the rows of experts end is part of the site: their counts are read too.
+        # The ends of the experts' rows are part of the site: their counts are read too.
         numbers = {leaf.numbers[0] for leaf in self.leaves if leaf.numbers and graph.name(leaf.numbers[0]) == "cumsum"}
         for number, axis in sliced:
             ref = space.full(number)
@@ -103,7 +106,7 @@ class Loop:
 
 
 def loop_at(graph: Graph, root: int) -> Loop | None:
-    """The loop whose results are added to the value ``root``, or stacked and then summed to it."""
+    """Finds the loop whose results are added to the value ``root``, or stacked and then summed to it."""
     node = graph.definitions.get(root)
     if node is None or not jnp.issubdtype(graph.dtype(root), jnp.floating):
         return None
@@ -130,7 +133,7 @@ def loop_at(graph: Graph, root: int) -> Loop | None:
 
 
 def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
-    """The terms of a sum that is written out, the first first."""
+    """Returns the terms of a sum that is written out, in order."""
     terms: list[int] = []
     value = root
     while graph.name(value) == "add" and len(terms) < _MOST:
@@ -140,7 +143,7 @@ def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
         terms.append(right)
         value = left
     if not _is_zero(graph, value):
-        if graph.name(value) == "add":  # of the literal zero with which Python's sum begins
+        if graph.name(value) == "add":  # the literal zero with which Python's sum begins
             ends = [i for i in graph.definitions[value].inputs if not _is_zero(graph, i)]
             value = ends[0] if len(ends) == 1 else value
         terms.append(value)
@@ -149,13 +152,13 @@ def _added(graph: Graph, root: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Cases:
-    """Experts of which one is selected, by a number: its own and ``first`` more.
+    """Experts one of which is selected by a number: expert e by the number e + ``first``.
 
     Attributes:
-      values: what they compute.
-      number: of the value that selects.
-      tests: the comparisons with that number that the program has, and the selections.
-      repeated: the first of these comparisons, and the same with the axes along which it is repeated.
+      values: what the experts compute.
+      number: the number of the value that selects.
+      tests: the comparisons of that value in the program, and the selections.
+      repeated: the comparison with 0, and the same repeated along further axes.
     """
 
     values: tuple[int, ...]
@@ -166,7 +169,7 @@ class _Cases:
 
 
 def _cases(graph: Graph, node: Node) -> _Cases | None:
-    """A selection among several, of which the first and the last ones may be zero."""
+    """Reads a selection among several cases; some of the first and some of the last cases may be zero."""
     number, *cases = node.inputs
     if graph.dtype(number).kind != "i" or not Signs(graph).counts_below(number, len(cases)):
         return None
@@ -177,8 +180,10 @@ def _cases(graph: Graph, node: Node) -> _Cases | None:
 
 
 def _selected(graph: Graph, root: int) -> _Cases | None:
-    """``where(chosen == e, y[e], where(...))``: one number is compared with 0, 1, ..., so one comparison holds at most;
-    where none does, zero is selected."""
+    """Reads ``where(chosen == e, y[e], where(...))``.
+
+    One number is compared with 0, 1, ..., so that at most one comparison holds; where none does, zero is selected.
+    """
     found: dict[int, int] = {}
     compared: set[int] = set()
     tests: set[int] = set()
@@ -216,20 +221,21 @@ def _selected(graph: Graph, root: int) -> _Cases | None:
 
 
 def _without_repeats(graph: Graph, number: int) -> int:
-    """A value without the axes along which it is repeated."""
+    """Returns a value without the axes along which it is repeated."""
     while graph.name(number) in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
         number = graph.definitions[number].inputs[0]
     return number
 
 
 def _literal(graph: Graph, number: int) -> int | None:
-    """The whole number that a value is everywhere, if that is known."""
+    """Returns the whole number that all elements of a value are equal to, if it is known."""
     literal = graph.literals.get(_without_repeats(graph, number))
     return int(literal) if literal is not None and literal.dtype.kind in "iu" and literal.ndim == 0 else None
 
 
 def even_sums(graph: Graph) -> dict[int, tuple[str | None, int]]:
-    """Per sum that is written out: by what all its terms are computed, if by the same; and the first of its sums."""
+    """Returns, per partial sum of a written-out sum, the primitive that computes all its terms (None if they differ)
+    and the first partial sum."""
     found: dict[int, tuple[str | None, int]] = {}
     for node in graph.nodes:
         if node.name != "add":
@@ -246,7 +252,7 @@ def even_sums(graph: Graph) -> dict[int, tuple[str | None, int]]:
 
 
 def added_on_the_way(graph: Graph, root: int) -> list[int]:
-    """The sums of fewer terms of which a sum is made."""
+    """Returns the sums of fewer terms that a sum is made of."""
     sums: list[int] = []
     value = root
     while graph.name(value) == "add" and len(sums) < _MOST:
@@ -264,7 +270,7 @@ def _is_zero(graph: Graph, number: int) -> bool:
 
 
 def _stacks(graph: Graph, root: int) -> Iterator[tuple[Node, int]]:
-    """The concatenations of single slices, and the loops, a few steps before a value; and their results."""
+    """Yields the concatenations of single slices, and the loops, a few steps before a value, each with its result."""
     seen: set[int] = set()
     todo = [(root, 0)]
     while todo:
@@ -285,7 +291,7 @@ def _stacks(graph: Graph, root: int) -> Iterator[tuple[Node, int]]:
 
 
 def _loop(graph: Graph, loop: Loop, values: Sequence[int], cases: _Cases | None = None) -> Loop | None:
-    """A loop of which the results are ``values``, added up; those of ``cases`` count where they are selected alone."""
+    """Builds a loop whose results are ``values``, added up; of ``cases``, each counts only where it is selected."""
     if len({graph.name(v) for v in values}) != 1 or len(set(values)) != len(values) or len(values) < 2:
         return None
     walk = _Walk(graph, loop, cases)
@@ -328,17 +334,17 @@ def _select(graph: Graph, loop: Loop, cases: _Cases, inputs: Sequence[Var]) -> N
 
 
 def selected_on_the_way(graph: Graph, root: int) -> Iterator[int]:
-    """The selections of fewer experts of which one is made."""
+    """Yields the selections of fewer experts that a selection is made of."""
     while graph.name(root) == "select_n":
         yield root
         root = graph.definitions[root].inputs[1]
 
 
 def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
-    """A scan as a loop over experts: what it stacks, or the sum that is all that it carries.
+    """Reads a scan as a loop over experts, whose results it stacks, or whose sum is all that it carries.
 
-    Beside a sum it may count its steps, and how many rows the experts before have.  In the place of a sum it may select
-    what an expert computes, where no two experts are selected for an element.
+    Beside a sum it may count its steps, and the rows of earlier experts. Instead of adding, it may select what an
+    expert computes, if no two experts are selected for one element.
     """
     equation = node.equation
     consts, carried = compat.scan_parts(equation)
@@ -395,7 +401,7 @@ def _scan(graph: Graph, node: Node, value: int) -> Loop | None:
 
 
 def _before(counts: Sequence[jax.Array]) -> jax.Array:
-    """How many rows the experts before each one have."""
+    """Counts the rows of the experts before each one."""
     return jnp.cumsum(counts[0], axis=0, dtype=counts[0].dtype) - counts[0]
 
 
@@ -404,7 +410,7 @@ def _positions(count: int, dtype: Dtype, _: Sequence[jax.Array]) -> jax.Array:
 
 
 def _counts(graph: Graph, node: Node, body: Jaxpr, consts: int, place: int) -> bool:
-    """Whether a scan counts its steps, from zero on, in what it carries at a place."""
+    """Returns whether a scan counts its steps, from zero on, in what it carries at a place."""
     carry, after = body.invars[consts + place], body.outvars[place]
     if _literal(graph, node.inputs[consts + place]) != 0 or carry.aval.shape or carry.aval.dtype.kind not in "iu":
         return False
@@ -417,7 +423,7 @@ def _counts(graph: Graph, node: Node, body: Jaxpr, consts: int, place: int) -> b
 
 
 def _slices(graph: Graph, node: Node, first: int) -> list[int]:
-    """The numbers of the single integers that a scan reads one by one."""
+    """Returns the numbers of the single integers that a scan reads one by one."""
     position = node.body.defined[node.equation.outvars[0]]
     (child,) = node.body.children[position]
     numbers = graph.numbers[child.body]
@@ -425,7 +431,7 @@ def _slices(graph: Graph, node: Node, first: int) -> list[int]:
 
 
 def _accumulates(body: Jaxpr, consts: int, place: int) -> bool:
-    """Whether a loop's body adds something to what it carries at a place, and does nothing else with it."""
+    """Returns whether a loop's body adds something to what it carries at a place, and does nothing else with it."""
     carry = body.invars[consts + place]
     readers = [e for e in body.eqns if any(a is carry for a in e.invars)]
     if len(readers) != 1 or readers[0].primitive.name != "add" or body.outvars[place] is not readers[0].outvars[0]:
@@ -443,12 +449,12 @@ class _Walk:
         self.inputs: list[Var] = []
         self.equations: list[JaxprEqn] = []
         self.compares = False
-        """Whether what counts is compared."""
+        """Whether a counting value is compared."""
         self._known: dict[tuple[int, ...], JaxprAtom | None] = {}
         self._counting: set[Var] = set()
 
     def atom(self, values: tuple[int, ...]) -> JaxprAtom:
-        """What stands for these values, one of each computation."""
+        """Returns the atom that stands for these values, one of each computation."""
         values = self._plain(values)
         todo = [values]
         while todo:
@@ -474,8 +480,10 @@ class _Walk:
         return found
 
     def _plain(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The values without selections between a value and itself with a derivative of zero, where the selected expert
-        is another one: JAX's map of a switch makes them.  They are part of what is walked through."""
+        """Strips selections between a value and the same value with a stopped derivative, and marks them as visited.
+
+        JAX's map of a switch makes such selections where another expert is selected.
+        """
         if self._cases is None or len(values) != self.loop.count:
             return values
         graph, found = self.graph, []
@@ -493,7 +501,8 @@ class _Walk:
         return tuple(found)
 
     def _selects(self, number: int, expert: int) -> bool:
-        """Whether a value says that an expert is the selected one; if so, it is part of what is walked through."""
+        """Returns whether a value tells that an expert is the selected one; if so, marks what computes it as
+        visited."""
         graph, cases = self.graph, self._cases
         compared = _without_repeats(graph, number)
         test = graph.definitions.get(compared)
@@ -508,7 +517,8 @@ class _Walk:
         return False
 
     def _stops(self, stopped: int, kept: int) -> list[int]:
-        """The values between one whose derivative is stopped and the same one without that, if they are that."""
+        """Returns the values between one with a stopped derivative and the same one without; none if they differ
+        otherwise."""
         graph, way = self.graph, []
         while stopped != kept:
             first, second = graph.definitions.get(stopped), graph.definitions.get(kept)
@@ -534,7 +544,7 @@ class _Walk:
         return self._input(_Leaf((first,)), graph.avals[first])
 
     def _equal(self, values: tuple[int, ...]) -> list[Node] | None:
-        """The equations that compute these values, if they do the same."""
+        """Returns the equations that compute these values, if they do the same."""
         graph = self.graph
         nodes = [graph.definitions[v] for v in values if v in graph.definitions]
         if len(nodes) != len(values) or len({id(node) for node in nodes}) != len(nodes):
@@ -563,7 +573,7 @@ class _Walk:
         return self._known[values]
 
     def _key(self, node: Node) -> Hashable:
-        """Equal for equations that do the same."""
+        """Returns a key that is equal for equations that do the same."""
         if node.name == "custom_jvp_call":
             rule = rule_of(node.equation)
             return id(node) if rule is None else (node.name, rule)
@@ -589,7 +599,7 @@ class _Walk:
         return self._input(_Leaf(values, lambda arrays: jnp.stack(arrays)), aval)
 
     def _sliced(self, values: tuple[int, ...]) -> _Leaf | None:
-        """The array of which these are the slices along one axis, from the first to the last."""
+        """Returns the array whose slices along one axis these values are, from the first to the last."""
         graph = self.graph
         nodes = [graph.definitions.get(v) for v in values]
         if nodes[0] is not None and nodes[0].name == "unstack" and nodes[0].outputs == values:
@@ -621,7 +631,7 @@ class _Walk:
 
 
 def rolled(graph: Graph, root: int, loop: Loop) -> ClosedJaxpr:
-    """The program of a graph, with a map over experts in the place of the loop."""
+    """Rewrites the program of a graph with a map over experts in the place of the loop."""
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     wanted = list(dict.fromkeys(number for leaf in loop.leaves for number in leaf.numbers))
     nodes, missing = nodes_between(graph, inputs, wanted)

@@ -1,8 +1,8 @@
-"""Experts that are chosen by gathers: of what all of them compute, or of their matrices, one for each row.
+"""Recognises experts that are chosen by gathers: from what all of them compute, or from their matrices, one per row.
 
-``y[t, chosen[t]]`` and ``x[t] @ w[chosen[t]]`` are what the chosen expert of a row computes.  Under the labels of rows,
-such a gather is a view: its operand is seen with a label of experts where the chosen one is read.  So gathers with the
-same index vanish like layout does, and what is left is read as in the other spellings.
+``y[t, chosen[t]]`` and ``x[t] @ w[chosen[t]]`` are what the chosen expert of a row computes. Under the labels of rows,
+such a gather is a view: its operand is seen with a label of experts where the chosen one is read. So gathers with the
+same index vanish like layout does, and the rest is read as in the other spellings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["GATHERED", "PICKED", "Pick", "Picking", "Place", "SlotPick", "pick_a
 PICKED = "every expert computes every token, of which those chosen are picked"
 GATHERED = "the matrices of a token's experts are gathered for it"
 _STEPS = 8
-"""Casts and layout operations between a gather of matrices and their product."""
+"""Most casts and layout operations between a gather of matrices and their product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Pick:
     Attributes:
       index: the chosen expert, under labels of rows.
       expert: labels of experts.
-      size: how many there are.
+      size: number of experts.
     """
 
     index: Ref
@@ -45,9 +45,9 @@ class Place:
     """One index of a gather.
 
     Attributes:
-      part: which part of the gather's indices it is.
-      first, labels: of the dimension of the operand that it is an index of: which of its elements are slots.
-      size: of that dimension.
+      part: its position among the parts of the gather's indices.
+      first, labels: the elements of the indexed dimension that are slots: where they start, and their labels.
+      size: the size of that dimension.
     """
 
     part: int
@@ -61,10 +61,10 @@ class SlotPick:
     """Rows that are picked from the slots of experts.
 
     Attributes:
-      number: of the gather's result.
+      number: the number of the gather's result.
       rows: its dimensions that run over rows.
       places: where a row is read: the expert and its slot, in one index or in several.
-      beside: where slots are a part of what is picked from, which one of the parts that are concatenated.
+      beside: which of several concatenated parts has the slots; None where slots are all that is picked from.
     """
 
     number: int
@@ -74,7 +74,7 @@ class SlotPick:
 
 
 class Picking(Space):
-    """Labels under which gathers of the chosen experts are views.
+    """Provides labels under which gathers of the chosen experts are views.
 
     Attributes:
       pick: the rows that choose, once known.
@@ -101,7 +101,7 @@ class Picking(Space):
         labels: list[Dimension]
         if self.slots is not None and ref.value == self.slots.number:
             labels = [(place.first, place.labels) for place in self.slots.places]
-        elif not indices:  # of positions alone
+        elif not indices:  # it has only positions as indices
             labels = []
         elif self.pick is not None and self._picks(node, indices):
             self.gathers.add(ref.value)
@@ -114,7 +114,7 @@ class Picking(Space):
         return Ref(node.inputs[0], tuple(own))
 
     def _picks(self, node: Node, indices: Sequence[tuple[Ref, int, int]]) -> bool:
-        """Whether a gather is one of the chosen experts."""
+        """Returns whether a gather reads the chosen experts."""
         assert self.pick is not None
         if len(indices) != 1:
             return False
@@ -122,10 +122,10 @@ class Picking(Space):
         return self.graph.shape(node.inputs[0])[d] == self.pick.size and self.same(index, self.pick.index)
 
     def gathered(self, ref: Ref, node: Node) -> tuple[View, list[tuple[Ref, int, int]]] | None:
-        """(view of the operand, [(index, which part of the indices it is, dimension of the operand)]) of a gather of
-        one place for each row.
+        """Reads a gather of one place for each row: (view of the operand, [(index, its part, dimension of the
+        operand)]).
 
-        The indices are given as they are computed, but for positions; the view lacks their dimensions.
+        The indices are given as they are computed, except positions; the view lacks their dimensions.
         """
         graph, params = self.graph, node.params
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -141,7 +141,7 @@ class Picking(Space):
         for part, d in enumerate(numbers.start_index_map):
             piece = self.canonical(Ref(indices, (*batch, (part, ()))))
             number = self._scope.number(piece)
-            if sizes[d] == shape[d] and d in window:  # a whole axis begins where it begins
+            if sizes[d] == shape[d] and d in window:  # a whole axis has only one place to begin
                 if number != 0 and params["mode"] == GatherScatterMode.FILL_OR_DROP:
                     return None
                 continue
@@ -171,7 +171,7 @@ class Picking(Space):
 
 
 def pick_at(space: Picking, top: Ref) -> Pick | None:
-    """The rows of a value that is a gather, or a product with gathered matrices; None if it is neither."""
+    """Returns the pick of a value that is a gather, or a product with gathered matrices; None if it is neither."""
     for ref, node in _gathers(space, top):
         found = space.gathered(ref, node)
         if found is None or len(found[1]) != 1:
@@ -184,7 +184,7 @@ def pick_at(space: Picking, top: Ref) -> Pick | None:
 
 
 def slots_at(space: Picking, top: Ref) -> SlotPick | None:
-    """The rows that a value picks by indices, which may be those of experts and their slots; None of another value."""
+    """Returns the rows that a value picks by indices, possibly of experts and their slots; None for any other value."""
     graph = space.graph
     node = graph.definitions.get(top.value)
     if node is None or node.name != "gather":
@@ -206,8 +206,8 @@ def slots_at(space: Picking, top: Ref) -> SlotPick | None:
 
 
 def _largest_part(graph: Graph, node: Node) -> tuple[int, int, int, int]:
-    """(dimension, which part, where it begins, its size) of the largest part of what a gather reads; a dimension of -1
-    where it reads one whole."""
+    """Returns (dimension, which part, where it begins, its size) of the largest part of what a gather reads; the
+    dimension is -1 where the gather reads one whole value."""
     joined = graph.definitions.get(node.inputs[0])
     if joined is None or joined.name != "concatenate":
         return -1, 0, 0, 0
@@ -218,7 +218,7 @@ def _largest_part(graph: Graph, node: Node) -> tuple[int, int, int, int]:
 
 
 def _gathers(space: Picking, top: Ref) -> Iterator[tuple[Ref, Node]]:
-    """The gather that a value is, or those that are factors of a product."""
+    """Yields the gather that a value is, or those that are factors of a product."""
     node = space.graph.definitions.get(top.value)
     if node is None:
         return

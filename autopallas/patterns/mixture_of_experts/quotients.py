@@ -1,9 +1,9 @@
-"""Quotients in the weights of experts: 0 / 0 is not zero.
+"""Judges quotients in the weights of experts: 0 / 0 is not zero.
 
-A weight that is zero for an expert that was not chosen stays zero when it is divided by a number that is not zero.
-Where the divisor may be zero, as the sum of a token's weights is if it has no expert at all, the program gives NaN.  A
-site that leaves out what was not chosen gives NaN too if the token has one expert at least, whose weight is as much a
-quotient of zeros.
+A weight that is zero for an expert that was not chosen stays zero when it is divided by a nonzero number. Where the
+divisor may be zero, as the sum of a token's weights is if the token has no expert at all, the program gives NaN. A site
+that leaves out what was not chosen gives NaN too if the token has at least one expert, since its weight is a quotient
+of zeros as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYOUT = frozenset(
 
 
 class Quotients:
-    """Questions about the quotients of one sum over experts.
+    """Answers questions about the quotients of one sum over experts.
 
     Args:
       graph: the program.
@@ -40,7 +40,7 @@ class Quotients:
         self._is_certain: bool | None = None
 
     def divides(self, divisor: int, zero: int) -> bool:
-        """Whether a ``zero`` that is divided is still left out rightly."""
+        """Returns whether a ``zero`` may still be left out after it is divided."""
         if self._signs.positive(divisor):
             return True
         if self._is_certain is None:
@@ -49,11 +49,11 @@ class Quotients:
             return False
         if not self.depends(divisor):
             return True
-        # Of every expert alike, and zero only where all weights are.
+        # The divisor is the same for every expert, and zero only where all weights are.
         return not self._axes[divisor] and self._sums(divisor, zero)
 
     def multiplies(self, factor: int, zero: int) -> bool:
-        """Whether no quotient in a factor makes something else of a ``zero``."""
+        """Returns whether a factor leaves a ``zero`` zero: no quotient in it may be infinite or NaN."""
         graph, seen, todo = self._graph, set(), [factor]
         certain: bool | None = None
         while todo:
@@ -76,7 +76,7 @@ class Quotients:
         return True
 
     def depends(self, number: int) -> bool:
-        """Whether a value is computed from what says which expert is chosen."""
+        """Returns whether a value is computed from values that say which expert is chosen."""
         graph, known = self._graph, self._depends
         first = min(self._chosen, default=0)
         todo = [number]
@@ -98,8 +98,8 @@ class Quotients:
         return known[number]
 
     def _sums(self, divisor: int, zero: int) -> bool:
-        """Whether a divisor is the sum of what is divided, or of a factor of that, and none of its terms is negative:
-        if it is zero, so is what is divided."""
+        """Returns whether a divisor is the sum of what is divided, or of a factor of it, without negative terms: if the
+        divisor is zero, so is what is divided."""
         graph = self._graph
         node = graph.definitions.get(self._core(divisor))
         if node is None or node.name != "reduce_sum" or not self._signs.nonnegative(node.inputs[0]):
@@ -122,7 +122,7 @@ class Quotients:
 
 
 def _divisor(node: Node) -> int | None:
-    """What must not be zero for a number to be finite."""
+    """Returns the operand that must not be zero for the result to be finite."""
     if node.name == "div":
         return node.inputs[1]
     if node.name == "rsqrt" or node.name == "integer_pow" and node.params["y"] < 0 or node.name == "pow":

@@ -1,7 +1,7 @@
-"""Reads a sum over experts: which terms are zero, whatever the numbers, and what is computed for the others.
+"""Reads a sum over experts: which terms are always zero, and what is computed for the others.
 
-A term is zero where an expert was not chosen.  That is proved by evaluating the term with every comparison "is this
-expert the chosen one" taken as false: if zero comes out, whatever everything else is, the term can be left out.
+A term is zero where an expert was not chosen. To prove that, the term is evaluated with every comparison "is this
+expert the chosen one" taken as false. If the result is zero, whatever all other values are, the term can be left out.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _DEEPEST = 120
 _ROUNDS = 16
 _WALKED = 500
 _NEAR = 32
-"""Values behind a gather of slots among which the products with the experts' matrices are looked for."""
+"""Most values behind a gather of slots among which the products with the experts' matrices are looked for."""
 _STOP_GRADIENT = jax.make_jaxpr(lax.stop_gradient)(0.0).eqns[0].primitive
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """Rows that are picked from slots, before it is computed what they are.
+    """Rows that are picked from slots, before the values that describe them are computed.
 
     Attributes:
       pick: the gather.
-      expert: labels of experts among those of its places.
-      slot: the others.
-      leaves: per value that differs between slots and is made of no product, its view.
+      expert: labels of experts, among those of its places.
+      slot: the other labels of its places.
+      leaves: per value that differs between slots and is computed from no product, its view.
     """
 
     pick: SlotPick
@@ -74,14 +74,14 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class PickedRows:
-    """The numbers of what rows are that were picked from slots.
+    """Numbers of the values that describe rows picked from slots.
 
     Attributes:
       expert: the expert of each row.
-      inside: whether its place is there.
-      reached: whether it is read from a slot.
-      other: what is read where it is not, if there is anything beside slots.
-      leaves: per value that differs between slots, that of each row: axes of rows, then those that are no place's.
+      inside: whether the place of a row exists.
+      reached: whether the row is read from a slot.
+      other: what is read for rows that are not reached, if there is anything beside slots.
+      leaves: per value that differs between slots, the value of each row: axes of rows, then the axes without a place.
     """
 
     expert: int
@@ -93,10 +93,10 @@ class PickedRows:
 
 @dataclass(slots=True)
 class Reading:
-    """A sum over experts that can be done for the chosen ones alone.
+    """A sum over experts that can be computed for the chosen experts alone.
 
     Attributes:
-      scope: the labels in which everything is said.
+      scope: the labels that all other attributes refer to.
       result: the sum.
       tokens, expert: labels.
       examples: of the tokens' labels, those of examples that have experts of their own; they come first.
@@ -104,14 +104,15 @@ class Reading:
       steps: what is computed for each row; arrays are numbered as in ``arrays``.
       arrays: values that the steps read.
       seeds: the comparisons and the products: whatever depends on one belongs to the mixture.
-      kept: what belongs to it besides, though others may read it too: the zeros that weights are scattered into.
-      products: of the seeds, the products.
-      between: the products and how they are read; one that is the sum itself too.
+      kept: further values that belong to it, though others may read them too: the zeros that weights are scattered
+        into.
+      products: the products among the seeds.
+      between: the products and how they are read, including one that is the sum itself.
       summed: of the tokens' labels, those of the rows of a token, whose results are added up; they come last.
       within: the intervals of rows whose experts are still to be counted.
       what: what the program does, in words.
-      slots: where tokens are dispatched to slots, and the weights of these are still to be added up.
-      picked: where rows are picked from slots, and what they are is still to be computed.
+      slots: the slots to which tokens are dispatched, if their weights are still to be added up.
+      picked: the rows that are picked from slots, if the values that describe them are still to be computed.
     """
 
     scope: Scope
@@ -140,14 +141,14 @@ def read(
     experts_of: Mapping[int, int] | None = None,
     picked: PickedRows | None = None,
 ) -> Reading | None:
-    """The sum over experts that gives the value ``root``, or None where it does not look like one.
+    """Reads the sum over experts that gives the value ``root``; returns None where the value does not resemble one.
 
-    Where tokens are dispatched to slots, ``weights`` is the sum over slots of what they are combined with.  Where an
-    expert has an interval of rows, ``experts_of`` says, per number of the intervals' ends, which are the rows' experts.
-    Where rows are picked from slots, ``picked`` says what they are.
+    Where tokens are dispatched to slots, ``weights`` is the number of the combining weights summed over slots. Where an
+    expert has an interval of rows, ``experts_of`` maps the number of the intervals' ends to that of the rows' experts.
+    Where rows are picked from slots, ``picked`` describes them.
 
     Raises:
-      Mismatch: it does, and cannot be taken apart.
+      Mismatch: the value resembles such a sum, and cannot be taken apart.
     """
     if graph.name(root) in ("scatter", "scatter-add"):
         refuse_chosen(graph, root)
@@ -165,7 +166,7 @@ def read(
 
 
 def _settled(reader: Callable[[], _Reader]) -> Reading | None:
-    """What a reader reads when no label is refined any more."""
+    """Reads again until no label is refined any more, and returns the last reading."""
     for _ in range(_ROUNDS):
         now = reader()
         space = now.space
@@ -183,7 +184,7 @@ def _settled(reader: Callable[[], _Reader]) -> Reading | None:
 def _summed(
     graph: Graph, root: int, weights: int | None, experts_of: Mapping[int, int]
 ) -> Callable[[], _Reader] | None:
-    """How to read a sum over experts."""
+    """Prepares a reader of a sum over experts."""
     scope = Scope(graph)
     scope.space = Picking(graph)
     top = scope.space.full(root)
@@ -192,7 +193,7 @@ def _summed(
 
 
 def _picked(graph: Graph, root: int) -> Callable[[], _Reader] | None:
-    """How to read what is computed by experts that are chosen by gathers."""
+    """Prepares a reader of what is computed by experts that are chosen by gathers."""
     scope = Scope(graph)
     scope.space = space = Picking(graph)
     top = space.full(root)
@@ -204,7 +205,7 @@ def _picked(graph: Graph, root: int) -> Callable[[], _Reader] | None:
 
 
 def _in_slots(graph: Graph, root: int, picked: PickedRows | None) -> Callable[[], _Reader] | None:
-    """How to read rows that are picked from what experts compute for slots."""
+    """Prepares a reader of rows that are picked from what experts compute for slots."""
     scope = Scope(graph)
     scope.space = space = Picking(graph)
     top = space.full(root)
@@ -216,7 +217,7 @@ def _in_slots(graph: Graph, root: int, picked: PickedRows | None) -> Callable[[]
 
 
 def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
-    """The factors whose product is summed, and over which labels."""
+    """Returns the factors whose product is summed, and the summed labels."""
     space, graph = scope.space, scope.graph
     node = graph.definitions.get(top.value)
     if node is None or node.name not in ("dot_general", "reduce_sum") or is_product(node):
@@ -233,7 +234,7 @@ def _terms(scope: Scope, top: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
 
 class _Reader:
     _farthest = math.inf
-    """How many values behind the result the products with the experts' matrices may be."""
+    """Most values behind the result at which the products with the experts' matrices may be."""
 
     def __init__(
         self,
@@ -274,10 +275,10 @@ class _Reader:
         self._inside = 0
 
     def read(self) -> Reading | None:
-        """What there is; None if this is no sum over experts.
+        """Reads the sum; returns None if it is no sum over experts.
 
         Raises:
-          Mismatch: it looks like one, and cannot be taken apart.
+          Mismatch: it resembles one, and cannot be taken apart.
         """
         self._refuse_slots()
         choices = Choices(self.scope, self.summed, self.experts_of)
@@ -341,19 +342,19 @@ class _Reader:
     # ------------------------------------------------------------------ tokens
 
     def _find_tokens(self, choices: Sequence[Choice]) -> bool:
-        """Labels of tokens are those of the choices, and what else the rows of products run over."""
+        """Finds the labels of tokens: those of the choices, and further ones that the rows of products run over."""
         chosen = {x for choice in choices for x in self.space.atoms(choice.index)}
         own = chosen - {x for choice in choices for x in self.space.resolve(choice.several)}
         return self._add_tokens(own, [x for _, atoms in self.space.view(self.top.view) for x in atoms])
 
     def _add_tokens(self, own: set[Atom], order: Sequence[Atom]) -> bool:
-        """Takes labels of choices, and those of the rows of products, among those in ``order``, as labels of tokens."""
+        """Adds labels of choices, and of the rows of products, to the labels of tokens, if they are in ``order``."""
         if not own <= set(order):
             return False
         self.choosing = frozenset(own)
         for factor in self.factors:
             for rows, matrices, inner in self._contractions(factor):
-                # What rows and matrices share are examples that have experts of their own.
+                # Labels that rows and matrices share are those of examples that have experts of their own.
                 shared = matrices & (own | self.rows)
                 outer = matrices - inner - self.expert - shared
                 if self.expert <= matrices and (not shared or shared <= rows - inner and outer and own - matrices):
@@ -364,7 +365,8 @@ class _Reader:
         return bool(own)
 
     def _contractions(self, ref: Ref) -> Iterator[tuple[frozenset[Atom], frozenset[Atom], frozenset[Atom]]]:
-        """(labels of one side, of the other, summed labels) of the contractions from which a value comes."""
+        """Yields (labels of one side, of the other, summed labels) of the contractions from which a value is
+        computed."""
         space, todo = self.space, [ref]
         seen: set[Hashable] = set()
         named = self.expert | self.rows | space.atoms(self.top) | frozenset(self.summed)
@@ -392,13 +394,13 @@ class _Reader:
                 todo += space.uses(ref) or []
 
     def _concerns(self, ref: Ref) -> bool:
-        """Whether a value may be computed from products with a matrix of each expert."""
+        """Returns whether a value may be computed from products with a matrix of each expert."""
         return not self.expert.isdisjoint(self.space.atoms(ref))
 
     # ------------------------------------------------------------------ products
 
     def _product(self, ref: Ref) -> tuple[Ref, Ref, tuple[Atom, ...], tuple[Atom, ...]] | None:
-        """(rows, matrices, inner labels, outer labels) if a value is a product with a matrix of each expert."""
+        """Returns (rows, matrices, inner labels, outer labels) if a value is a product with a matrix of each expert."""
         space = self.space
         contraction = space.contraction(ref)
         if contraction is None or self._dispatched(ref):
@@ -416,11 +418,11 @@ class _Reader:
         return None
 
     def _are_examples(self, shared: frozenset[Atom], rows: frozenset[Atom], inner: Sequence[Atom]) -> bool:
-        """Whether labels that matrices share with the rows that they are multiplied with are those of examples."""
+        """Returns whether labels that matrices share with the rows they multiply are those of examples."""
         return not shared or shared <= self.tokens & rows - set(inner) and bool(rows & self.rows - shared)
 
     def holds_product(self, ref: Ref, depth: int = 0) -> bool:
-        """Whether a value is computed from a product of tokens with a matrix of each expert."""
+        """Returns whether a value is computed from a product of tokens with a matrix of each expert."""
         ref = self.space.canonical(ref)
         key = self.space.pattern(ref, self.expert | self.rows)
         if key not in self._holds:
@@ -435,7 +437,8 @@ class _Reader:
         return self._holds[key]
 
     def _product_of_slots(self, ref: Ref, expert: frozenset[Atom]) -> bool:
-        """Whether a value is a product with a matrix of each expert, of rows that are no tokens of the result."""
+        """Returns whether a value is a product, with a matrix of each expert, of rows that are no tokens of the
+        result."""
         ref = self.space.canonical(ref)
         contraction = self.space.contraction(ref)
         if contraction is None or self.space.atoms(ref) & self.choosing:
@@ -443,7 +446,7 @@ class _Reader:
         return all(expert <= self.space.atoms(self.space.canonical(side)) for side in contraction[:2])
 
     def _refuse_slots(self) -> None:
-        """Refuses slots of which too little is known, if a choice decides what they are combined with."""
+        """Refuses slots about which too little is known, if a choice decides their combining weights."""
         if self.refused is not None:
             choices = Choices(self.scope, self.summed)
             choices.search(self.refused.combine)
@@ -489,7 +492,7 @@ class _Reader:
     # ------------------------------------------------------------------ the steps
 
     def _contribution(self) -> tuple[Atom, ...]:
-        """Adds the steps of a row's term of the sum; returns its labels."""
+        """Adds the steps of a row's term of the sum; returns the term's labels."""
         rest = tuple(x for x in self.summed if x not in self.expert)
         if not rest:
             values = [self._row(factor) for factor in self.factors]
@@ -498,7 +501,7 @@ class _Reader:
             if len(values) == 2:
                 value = self._pointwise_on(lax.mul_p, compat.multiplication_params(),
                                            tuple(self._cast(v, dtype) for v in values), dtype)  # fmt: skip
-            elif value != len(self.result.steps) - 1:  # the last step is the term, also where it is an earlier one
+            elif value != len(self.result.steps) - 1:  # the term has to be the last step
                 value = self._pointwise_on(lax.convert_element_type_p, conversion_params(dtype), (value,), dtype)
             return self._labels(value)
         if len(self.factors) == 2:
@@ -517,7 +520,7 @@ class _Reader:
         raise Mismatch(f"{DENSE}, and the sum over experts is of another form", advice=CHOOSE_FEW)
 
     def _row(self, ref: Ref) -> int:
-        """The step that gives a value of tokens and experts."""
+        """Returns the step that computes a value of tokens and experts."""
         if self._inside > _DEEPEST:
             raise Mismatch(f"{DENSE}, in more than {_DEEPEST} operations one after the other", advice=CHOOSE_FEW)
         self._inside += 1
@@ -555,11 +558,11 @@ class _Reader:
         return self._known[key]
 
     def _dispatched(self, ref: Ref) -> bool:
-        """Whether a value is the tokens in their slots."""
+        """Returns whether a value holds the tokens in their slots."""
         return self.slots is not None and ref.value == self.slots.rows.value
 
     def _made_of_slots(self, value: int) -> bool:
-        """Whether a value is computed from the tokens in their slots."""
+        """Returns whether a value is computed from the tokens in their slots."""
         assert self.slots is not None
         rows, seen, todo = self.slots.rows.value, set(), [value]
         while todo:
@@ -573,7 +576,8 @@ class _Reader:
         return False
 
     def _is_large(self, ref: Ref) -> bool:
-        """Whether a value is tokens times experts times features, computed elementwise from less."""
+        """Returns whether a value has tokens, experts and features as axes, and is computed elementwise from smaller
+        values."""
         atoms = self.space.atoms(ref)
         features = atoms - self.rows - self.expert
         return bool(features and atoms & self.rows and atoms & self.expert and self.space.uses(ref))
@@ -661,7 +665,7 @@ class _Reader:
 
 
 class _PickReader(_Reader):
-    """Reads what is computed by experts that are chosen by gathers: one for each row."""
+    """Reads what is computed by experts that are chosen by gathers, one for each row."""
 
     def __init__(self, scope: Scope, top: Ref, space: Picking):
         assert space.pick is not None
@@ -671,7 +675,7 @@ class _PickReader(_Reader):
 
     def _concerns(self, ref: Ref) -> bool:
         atoms = self.space.atoms(ref)
-        # Without a label of experts, what was computed before the choice is of no interest: nothing is gathered there.
+        # Before the choice nothing is gathered, so only values with a label of experts matter there.
         return (
             not self.expert.isdisjoint(atoms) or ref.value > self.pick.index.value and not self.rows.isdisjoint(atoms)
         )
@@ -716,7 +720,7 @@ class _PickReader(_Reader):
         return self._finished()
 
     def _shared(self) -> frozenset[Atom]:
-        """Labels that matrices share with rows."""
+        """Returns the labels that matrices share with rows."""
         found: frozenset[Atom] = frozenset()
         for side in self.contraction[:2] if self.contraction is not None else ():
             atoms = self.space.atoms(self.space.canonical(side))
@@ -725,7 +729,7 @@ class _PickReader(_Reader):
         return found
 
     def _sides(self) -> tuple[Ref, Ref, tuple[Atom, ...], tuple[Atom, ...]] | None:
-        """(rows, matrices, inner labels, outer labels) of a product whose rows are added up."""
+        """Returns (rows, matrices, inner labels, outer labels) of a product whose rows are added up."""
         assert self.contraction is not None
         space, summed = self.space, set(self.result.summed)
         inner = tuple(x for x in space.resolve([x for _, own in self.contraction[2] for x in own]) if x not in summed)
@@ -744,7 +748,7 @@ class _PickReader(_Reader):
         return self._sides() is not None
 
     def _row_sum(self) -> tuple[Atom, ...]:
-        """Adds the steps of the results of rows that are then added up."""
+        """Adds the steps of rows whose results are then added up; returns the labels of the last step."""
         sides = self._sides()
         assert sides is not None
         node = self.graph.definitions[self.top.value]
@@ -755,8 +759,8 @@ class _PickReader(_Reader):
 class _SlotReader(_Reader):
     """Reads rows that are picked from what experts compute for their slots.
 
-    What an expert computes for a slot depends on what is in that slot alone.  So the row that is picked is what the
-    expert computes for what is picked of its slots in the same way: whatever is in there, and whoever shares it.
+    What an expert computes for a slot depends on the contents of that slot alone. So the picked row is what the expert
+    computes from the contents picked at the same place, whatever they are and whoever shares them.
     """
 
     _farthest = _NEAR
@@ -765,7 +769,7 @@ class _SlotReader(_Reader):
         super().__init__(scope, top, [top], ())
         self.pick, self.known = pick, known
         self.places: tuple[Atom, ...] = ()
-        while not self.places or self.places != self._resolved(pick):  # a reshape on the way cuts a place into several
+        while not self.places or self.places != self._resolved(pick):  # a reshape may cut a place into several
             self.places = self._resolved(pick)
             self.expert = self._experts()
         self.slot = frozenset(self.places) - self.expert
@@ -809,7 +813,7 @@ class _SlotReader(_Reader):
         return tuple(x for place in pick.places for x in self.space.resolve(place.labels))
 
     def _experts(self) -> frozenset[Atom]:
-        """Labels that matrices have of those of the places; none where there is no product with such matrices."""
+        """Returns the labels of places that matrices have; none where there is no product with such matrices."""
         space, places = self.space, frozenset(self.places)
         seen: set[Hashable] = set()
         todo = [self.top]
@@ -839,7 +843,7 @@ class _SlotReader(_Reader):
             if node.params["mode"] == GatherScatterMode.FILL_OR_DROP:
                 fill = node.params["fill_value"]
                 other = self._constant(float("nan") if fill is None else float(fill), dtype)
-            else:  # what is not there is read from the nearest place, and has no derivative
+            else:  # a place out of range reads the nearest one, without a derivative
                 other = self._pointwise_on(_STOP_GRADIENT, {}, (value,), dtype)
             value = self._pointwise_on(lax.select_n_p, {}, (inside, other, value), dtype)
         if self.known is not None and self.known.other is not None:
@@ -851,7 +855,7 @@ class _SlotReader(_Reader):
         return self._labels(self._pointwise_on(lax.convert_element_type_p, conversion_params(wide), (value,), wide))
 
     def _are_matrices(self) -> bool:
-        """Whether what rows are multiplied with is brought nowhere itself, as keys of padded sequences are."""
+        """Returns whether the matrices are not scattered themselves, unlike the keys of padded sequences."""
         graph, seen = self.graph, set[int]()
         todo = [self.result.arrays[s.weights.position] for s in self.result.steps if isinstance(s, Product)]
         while todo and len(seen) < _WALKED:
@@ -867,7 +871,7 @@ class _SlotReader(_Reader):
         return True
 
     def _made_of_products(self, value: int) -> bool:
-        """Whether a value is computed from the products of the site."""
+        """Returns whether a value is computed from the products of the site."""
         products, seen, todo = self.result.products, set(), [value]
         first = min(products)
         while todo:
@@ -882,7 +886,7 @@ class _SlotReader(_Reader):
         return False
 
     def _beside(self) -> Sequence[int]:
-        """What the gather reads beside slots."""
+        """Returns the numbers of what the gather reads beside slots."""
         if self.pick.beside is None or self.known is not None:
             return ()
         parts = self.graph.definitions[self.graph.definitions[self.top.value].inputs[0]].inputs
@@ -912,7 +916,7 @@ class _SlotReader(_Reader):
         source = found.value
         while self.graph.name(source) == "convert_element_type":
             source = self.graph.definitions[source].inputs[0]
-        # Of a part of a program, what is brought is given.
+        # In a part of a program, the rows brought to slots may be an input.
         given = source in self.graph.outside
         self.brought = self.brought or given or self.graph.name(source) in ("scatter", "scatter-add", "gather")
         number = found.value if self.known is None else self.known.leaves[found.value]

@@ -1,9 +1,9 @@
-"""Mixtures in which every expert computes every token: ``out[t] = sum over e of y[t, e]``, mostly zero.
+"""Finds mixtures in which every expert computes every token: ``out[t] = sum over e of y[t, e]``, mostly zero.
 
-The anchor is the sum over experts.  What is summed is read, and proved to be zero where an expert was not chosen, by
-:mod:`autopallas.patterns.mixture_of_experts.reading`.  The site reaches from there back to what depends neither on a
-choice of experts nor on one of their products: tokens, matrices, and the numbers that routing is made of.  So the
-routing is carried as it is, its derivative too.
+The anchor is the sum over experts. :mod:`autopallas.patterns.mixture_of_experts.reading` reads the terms and proves
+that they are zero where an expert was not chosen. The site reaches from there back to values that depend neither on a
+choice of experts nor on one of their products: tokens, matrices, and the numbers that routing starts from. So the
+routing, its derivative included, is carried along unchanged.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ __all__ = ["find"]
 
 OP = OPERATION.name
 _PARTS = 8
-"""How many sums of the first terms of a longer sum are tried, where the longer one is nothing."""
+"""Most partial sums of a longer sum that are tried, where the longer sum is no site."""
 _KINDS = (Merged, Forward, Dissolved, Rectified, DissolvedApart, RectifiedApart)
-"""The ways in which a backward is looked for, in order."""
+"""Ways in which a backward is looked for, in order."""
 _REACHES = {
     DENSE: ("an expert computes for a token that it is not given", "the result"),
     DISPATCHED: ("a token holds", "the others"),
@@ -71,7 +71,7 @@ _PLAIN = ELEMENTWISE | frozenset(
 
 
 def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
-    """Every such mixture in a graph, and what nearly was one."""
+    """Finds every such mixture in a graph, and the near misses."""
     matches: dict[int, Match] = {}
     drafts: dict[int, Draft] = {}
     misses: dict[int, NearMiss] = {}
@@ -80,7 +80,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     sites = Sites(graph)
     within: set[int] = set()
     sums, tried = even_sums(graph), Counter[int]()
-    for node in reversed(_candidates(graph, alive)):  # of a sum that is written out, the whole comes first
+    for node in reversed(_candidates(graph, alive)):  # the whole of a written-out sum comes before its parts
         with contained(node):
             root, location = _result(graph, node, alive), jaxprs.location(node.equation)
             if root in covered or node.name == "select_n" and root in within:
@@ -126,7 +126,7 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
         _with_backward(graph, {root: draft for root, draft in drafts.items() if root not in around}, alone, misses)
         for root, draft in around.items():
             if any(draft.holds(match.body) for match in alone.values()):
-                misses.pop(root, None)  # it is what stands inside, seen from outside
+                misses.pop(root, None)  # it is the site inside, seen from outside
             elif root in matches:
                 alone[root] = matches[root]
             else:
@@ -141,14 +141,14 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
 
 
 def _holders(graph: Graph, body: Body) -> Iterator[JaxprEqn]:
-    """The equations in whose bodies a body stands, from inside out."""
+    """Yields the equations whose bodies hold a body, from inside out."""
     while body in graph.holders:
         body, position = graph.holders[body]
         yield body.equations[position]
 
 
 class _Found(NamedTuple):
-    """A sum over experts, as :class:`Draft` has it."""
+    """The parts of a sum over experts that :class:`Draft` keeps."""
 
     seeds: set[int]
     products: set[int]
@@ -157,26 +157,26 @@ class _Found(NamedTuple):
     what: str
 
     def at(self, image: Mapping[int, int]) -> _Found:
-        """The same, said of corresponding values."""
+        """Returns the same parts with corresponding values."""
         seeds, products, kept = ({image[number] for number in own} for own in self[:3])
         return _Found(seeds, products, kept, self.loops, self.what)
 
 
 class _Refusal(NamedTuple):
-    """Why a sum over experts cannot be taken apart, and what to write instead."""
+    """Reason why a sum over experts cannot be taken apart, and advice on what to write instead."""
 
     reason: str
     advice: str
 
 
 def _result(graph: Graph, node: Node, alive: frozenset[int]) -> int:
-    """The result of a sum; of a loop, what it adds up, and not what it counts."""
+    """Returns the result of a sum; for a loop, what it adds up rather than what it counts."""
     floating = [n for n in node.outputs if n in alive and jnp.issubdtype(graph.dtype(n), jnp.floating)]
     return floating[0] if floating else next(iter(node.outputs), -1)
 
 
 def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Refusal | None]) -> _Found | None:
-    """A sum over experts, or None of another sum."""
+    """Reads a sum over experts; returns None for another sum."""
     loop = loop_at(graph, root)
     if loop is not None:
         choices = loop.choices(graph, root)
@@ -197,7 +197,7 @@ def _found(graph: Graph, node: Node, root: int, others: ProofCache[_Found | _Ref
 
 
 def _read(graph: Graph, root: int) -> _Found | _Refusal | None:
-    """What there is, or why that cannot be taken apart."""
+    """Reads a sum over experts; returns a refusal where it cannot be taken apart."""
     try:
         reading = read(graph, root)
     except Mismatch as mismatch:
@@ -211,10 +211,10 @@ def _read(graph: Graph, root: int) -> _Found | _Refusal | None:
 def _with_backward(
     graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match], misses: dict[int, NearMiss]
 ) -> None:
-    """Settles the sites whose products are used elsewhere: by their own backward, or it is a near miss.
+    """Settles the sites whose products are used elsewhere: by their own backward, or the site is a near miss.
 
-    A program adds up the cotangents of a value that is read in several places.  The sum is looked for first, then, in
-    case something else is added in between, each by itself.
+    A program adds up the cotangents of a value that is read in several places. The sum is looked for first, then each
+    cotangent by itself, in case something else is added in between.
     """
     lookup = Lookup(graph) if drafts else None
     for kind in _KINDS:
@@ -242,9 +242,9 @@ def _with_backward(
 
 
 def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int, Match]) -> None:
-    """Adds the backwards of loops of which nothing is used elsewhere: a checkpoint has computed such a loop again.
+    """Adds the backwards of loops none of whose values is used elsewhere: a checkpoint has recomputed such a loop.
 
-    They are added where the loops backwards are gone then; else the forward alone is the site.
+    They are added only where the backward loops are then gone; otherwise the forward alone is the site.
     """
     again = {root: draft for root, draft in drafts.items() if draft.loops and root in matches and not draft.escaped}
     if not again or not any(body.transposed or "checkpoint" in body.path for body in graph.numbers):
@@ -268,13 +268,13 @@ def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int,
 
 
 def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
-    """The sums that may be over experts: of products, and of what was compared, scattered or normalised."""
+    """Returns the nodes that may sum over experts products and compared, scattered or normalised values."""
     weighs = bytearray(len(graph.avals))
     product = bytearray(len(graph.avals))
     gathered = bytearray(len(graph.avals))
-    """Whether a value is gathered, but for layout and casts."""
+    """Whether a value is gathered, apart from layout and casts."""
     along = [0] * len(graph.avals)
-    """Per value, a bit for each axis along which it may differ by what was compared, scattered or normalised."""
+    """Per value, a bit for each axis along which it may differ by something compared, scattered or normalised."""
     found: list[Node] = []
     for node in graph.nodes:
         name, inputs = node.name, node.inputs
@@ -283,7 +283,7 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
             weighed = weighed or bool(weighs[i])
             multiplied = multiplied or bool(product[i])
         if name in _ANCHORS and (name == "scan" or node.outputs[0] in alive):
-            if name == "scan":  # a loop over experts, perhaps
+            if name == "scan":  # possibly a loop over experts
                 chosen = not alive.isdisjoint(node.outputs)
             elif name in ("add", "select_n"):
                 chosen = multiplied and (weighed or len(inputs) > 3)
@@ -305,7 +305,7 @@ def _candidates(graph: Graph, alive: frozenset[int]) -> list[Node]:
 
 
 def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequence[int]) -> bool:
-    """Whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
+    """Returns whether a node may pick what experts compute, or add it to tokens, or multiply with gathered matrices."""
     if not node.outputs or not jnp.issubdtype(graph.dtype(node.outputs[0]), jnp.floating):
         return False
     if node.name in ("scatter", "scatter-add"):
@@ -318,16 +318,16 @@ def _may_pick(graph: Graph, node: Node, product: Sequence[int], gathered: Sequen
 
 
 _LAYOUTS = 8
-"""Casts and layouts, one after the other, that are read through."""
+"""Most casts and layouts, one after the other, that are read through."""
 _MOVES = frozenset("reshape transpose broadcast_in_dim squeeze expand_dims convert_element_type copy".split())
 _SUMS = frozenset({"dot_general", "reduce_sum", "add", "select_n"})
 _ANCHORS = _SUMS | {"scan", "gather", "scatter", "scatter-add"}
-"""What may be the sum, or pick what experts compute."""
+"""Operations that may be the sum, or pick what experts compute."""
 _STARTS = frozenset({"eq", "and", "scatter", "scatter-add", "exp", "logistic"})
 
 
 def _sums_along(node: Node, axes: Sequence[int]) -> bool:
-    """Whether a node sums along one of the ``axes`` of its operands."""
+    """Returns whether a node sums along one of the ``axes`` of its operands."""
     if node.name == "reduce_sum":
         return any(axes[0] >> int(d) & 1 for d in node.params["axes"])
     if node.name != "dot_general":
@@ -337,7 +337,7 @@ def _sums_along(node: Node, axes: Sequence[int]) -> bool:
 
 
 def _constants(graph: Graph) -> Sequence[Hashable]:
-    """Per value, whether it is made of literals and positions alone."""
+    """Returns, per value, whether it is made of literals and positions alone."""
     if "constant" not in graph.notes:
         found = bytearray(len(graph.avals))
         for number in graph.literals:
@@ -352,7 +352,8 @@ def _constants(graph: Graph) -> Sequence[Hashable]:
 
 
 class _Search(Search):
-    """What must no longer be computed are the values made of the experts' products; the routing may be read on."""
+    """A search that requires only the values computed from the experts' products to be gone; the routing may be read
+    on."""
 
     products: frozenset[int] = frozenset()
 
@@ -362,24 +363,24 @@ class _Search(Search):
 
 @dataclass
 class Draft:
-    """A sum over experts of which it is to be seen whether it can be a site."""
+    """A sum over experts that may turn out to be a site."""
 
     graph: Graph
     sites: Sites
     root: Node
     number: int
-    """The value that it is."""
+    """Number of the value that the sum gives."""
     seeds: set[int]
     products: set[int]
     kept: set[int]
-    """What belongs to it besides, though others may read it too."""
+    """Further values that belong to it, though others may read them too."""
     loops: bool = False
     """Whether the experts are written out one after the other."""
     what: str = DENSE
     """What the program does, in words."""
     escaped: str = ""
     handed: bool = False
-    """Whether it reads what its body is handed, and not what that is computed from elsewhere."""
+    """Whether it reads the values that its body is handed, and not those that they are computed from elsewhere."""
     equations: set[int] = field(default_factory=set)
     """Its equations, by identity."""
     _depends: dict[bool, dict[int, bool]] = field(default_factory=lambda: {False: {}, True: {}})
@@ -391,7 +392,8 @@ class Draft:
     # ------------------------------------------------------------------ what belongs to it
 
     def depends(self, number: int, on_products: bool = False) -> bool:
-        """Whether a value is computed from the choices or products, or from the products alone."""
+        """Returns whether a value is computed from the choices or products; with ``on_products``, from the products
+        alone."""
         seeds, known = (self.products if on_products else self.seeds), self._depends[on_products]
         first = min(seeds, default=number)
         todo = [number]
@@ -411,8 +413,8 @@ class Draft:
         return known[number]
 
     def inside(self, number: int) -> bool:
-        """Whether a value on the way to the sum belongs to it: what depends on the choices, is made of nothing, or only
-        repeats something smaller."""
+        """Returns whether a value on the way to the sum belongs to it: it depends on the choices, is made of literals
+        and positions, or only repeats something smaller."""
         graph = self.graph
         if self.handed and graph.positions[self.body].get(number, (0,))[0] < 0 and not self._constant(number):
             return False
@@ -424,12 +426,13 @@ class Draft:
         if self._constant(number):
             return True
         if graph.dtype(number).kind in "iub" and node.name in _PLAIN:
-            return any(self._constant(i) for i in node.inputs)  # how positions and choices become indices
+            return any(self._constant(i) for i in node.inputs)  # positions and choices on their way to indices
         size = math.prod(graph.shape(number))
         return node.name == "broadcast_in_dim" and size > math.prod(graph.shape(node.inputs[0]))
 
     def _keeps(self, number: int) -> bool:
-        """Whether a value belongs to it though it is computed before the choices, or is another layout of one."""
+        """Returns whether a value belongs to the sum although it, or the value it is a layout of, is computed before
+        the choices."""
         for _ in range(_LAYOUTS):
             node = self.graph.definitions.get(number)
             if number in self.kept or node is None or node.name not in _MOVES:
@@ -438,11 +441,11 @@ class Draft:
         return number in self.kept
 
     def _constant(self, number: int) -> bool:
-        """Whether a value is made of literals and positions alone."""
+        """Returns whether a value is made of literals and positions alone."""
         return bool(_constants(self.graph)[number])
 
     def _parts(self) -> tuple[list[Node], list[int]]:
-        """The nodes inside, in order, and the values that they read."""
+        """Returns the nodes inside, in order, and the values that they read."""
         graph = self.graph
         found: dict[int, Node] = {}
         operands: dict[int, None] = {}
@@ -461,17 +464,17 @@ class Draft:
         return list({id(node): node for _, node in sorted(found.items())}.values()), list(operands)
 
     def holds(self, body: Body) -> bool:
-        """Whether a body is below one of its equations."""
+        """Returns whether a body is below one of the draft's equations."""
         return any(id(equation) in self.equations for equation in _holders(self.graph, body))
 
     def settle(self, alive: frozenset[int]) -> None:
-        """Finds out where else a value is used that is made of the experts' products."""
+        """Finds out where else a value computed from the experts' products is used."""
         graph = self.graph
         nodes, _ = self._parts()
         inside = self.equations = {id(node.equation) for node in nodes}
 
         def belongs(user: Node) -> bool:
-            """Whether a node is one of these, or stands in the body of one."""
+            """Returns whether a node is one of these, or stands in the body of one."""
             return id(user.equation) in inside or self.holds(user.body)
 
         for node in nodes:
@@ -493,7 +496,7 @@ class Draft:
     # ------------------------------------------------------------------ sites
 
     def match(self) -> Match:
-        """The site, of which nothing is used elsewhere."""
+        """Builds the site whose values are used nowhere else."""
         graph = self.graph
         known = graph.positions[self.body]
         for self.handed in (False, True):
@@ -527,11 +530,11 @@ class Draft:
         )
 
     def search(self, kind: type[Forward]) -> _Search | None:
-        """What to look for in the program as this site's backward; None if the site spans several bodies."""
+        """Returns what to look for as this site's backward; None if the site spans several bodies."""
         known = self.graph.positions[self.body]
 
         def inside(number: int) -> bool:
-            """Positions may have been moved out of a loop."""
+            """Returns whether a value is inside, unless it is made of positions that were moved out of a loop."""
             return self.inside(number) and not (self._constant(number) and known.get(number, (-1,))[0] < 0)
 
         calls = frozenset({"scan"}) if self.loops else frozenset()
@@ -544,13 +547,13 @@ class Draft:
         return search
 
     def match_with(self, search: Search) -> Match:
-        """The site together with the backwards that were found for it.
+        """Builds the site together with the backwards that were found for it.
 
         Raises:
-          Mismatch: what it reads cannot be had where its backward stands.
+          Mismatch: values that it reads are not available where its backward stands.
         """
         forward, graph = search.forward, self.graph
-        constant = [self._constant(use.number) for use in forward.uses]  # the site has these of its own
+        constant = [self._constant(use.number) for use in forward.uses]  # the site recomputes these itself
         places = {i: k for k, i in enumerate(i for i, own in enumerate(constant) if not own)}
         backwards = []
         for backward in search.found:
@@ -567,7 +570,7 @@ class Draft:
         equations: list[JaxprEqn] = []
         given: list[JaxprAtom] = []
         for use, variable, own in zip(forward.uses, inputs, constant, strict=True):
-            # A use with a gradient is an operand of its own; what has none, as the choices, is the same everywhere.
+            # Each use with a gradient is an operand of its own; uses without one, as of the choices, share a variable.
             if own:
                 if use.number not in made and use.number not in graph.literals:
                     nodes, _ = nodes_between(graph, tuple(made), [use.number])
@@ -581,7 +584,7 @@ class Draft:
         return self._match([forward.uses[i].number for i in places], original, original, (), tuple(backwards))
 
     def _home(self, backward: Backward) -> Body:
-        """The body that computes the cotangents."""
+        """Returns the body that computes the cotangents."""
         numbers = [levels[0].cotangent for levels in backward.levels.values()]
         for body, positions in self.graph.positions.items():
             if backward.cotangent in positions and all(positions.get(n, (-1,))[0] >= 0 for n in numbers):

@@ -1,4 +1,4 @@
-"""Sums over experts that are none of those that can be done for a few: what is said of them."""
+"""Gives near-miss reasons for sums over experts that cannot be restricted to the chosen experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VISITED = 40
 
 
 def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom], tokens: frozenset[Atom]) -> None:
-    """Refuses a sum of what comes from experts through something that is not elementwise."""
+    """Refuses a sum of results of experts that pass through something that is not elementwise."""
     space = scope.space
     seen: set[Hashable] = set()
     todo = [(factor, False) for factor in factors]
@@ -32,7 +32,7 @@ def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom],
         operands = space.uses(ref)
         sides = space.contraction(ref) if node.name == "dot_general" else None
         own = [side for side in sides[:2] if expert <= space.atoms(side)] if sides is not None else []
-        if operands is None and len(own) == 1:  # no matrices of experts: if anything comes from these, the factor does
+        if operands is None and len(own) == 1:  # these are no experts' matrices: the factor alone may come from experts
             todo.append((own[0], True))
             continue
         found = operands is None and atoms - tokens - expert and not node.name.startswith("scatter")
@@ -42,7 +42,7 @@ def refuse_hidden(scope: Scope, factors: Sequence[Ref], expert: frozenset[Atom],
 
 
 def weights(scope: Scope, factors: Sequence[Ref]) -> Iterator[tuple[Ref, list[Ref]]]:
-    """What may be the weight of an expert in a sum, and what it may weigh."""
+    """Yields what may be the weight of an expert in a sum, with what it may weigh."""
     parts = [part for factor in factors for part in _parts(scope, factor)]
     atoms = {part: scope.space.atoms(part) for part in parts}
     for gate in parts:
@@ -50,14 +50,14 @@ def weights(scope: Scope, factors: Sequence[Ref]) -> Iterator[tuple[Ref, list[Re
 
 
 def _parts(scope: Scope, ref: Ref, depth: int = 0) -> list[Ref]:
-    """A factor, and the factors of which it is the product."""
+    """Returns a factor, and the factors whose product it is."""
     ref = scope.space.canonical(ref)
     inner = scope.space.uses(ref) if scope.name(ref) == "mul" and depth < 3 else None
     return [ref, *(part for operand in inner or [] for part in _parts(scope, operand, depth + 1))]
 
 
 def refuse_weight(scope: Scope, gate: Ref) -> None:
-    """Refuses a weight that is no expert's zero, or of nobody knows how many."""
+    """Refuses a weight that is zero for no expert, or for an unknown number of experts."""
     made_of = _made_of(scope, gate)
     if not made_of & {"exp", "logistic"}:
         return
@@ -70,7 +70,7 @@ def refuse_weight(scope: Scope, gate: Ref) -> None:
 
 
 def _made_of(scope: Scope, ref: Ref) -> set[str]:
-    """The primitives of which a value is made."""
+    """Returns the primitives from which a value is computed."""
     names: set[str] = set()
     seen: set[int] = set()
     todo = [ref.value]

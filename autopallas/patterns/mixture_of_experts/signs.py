@@ -1,6 +1,6 @@
-"""What is known of numbers that a program computes from others: their signs, and that they are numbers of experts.
+"""Tells signs of the numbers that a program computes, and whether they are numbers of experts.
 
-Nothing here depends on labels: what is said of a value holds of each of its elements.
+Nothing here depends on labels: a statement about a value holds for each of its elements.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ __all__ = ["Outside", "Signs"]
 
 _DEPTH = 24
 _VISITED = 400
-"""How many values are looked at for one site: signs are told by what is near, and other layers are not."""
+"""Most values that are looked at for one site: nearby values tell the signs, and those of other layers do not
+matter."""
 _LONGEST = 2**16
-"""Captured arrays of more elements are not looked into."""
+"""Most elements of a captured array that is looked into."""
 
 _SAME = frozenset(
     """reshape transpose broadcast_in_dim squeeze expand_dims slice split concatenate stack unstack tile copy copy_p
     name optimization_barrier pvary pcast sharding_constraint layout_constraint reshard stop_gradient rev
     dynamic_slice""".split()
 )
-"""Operations whose elements are among those of their operands, the first alone for those that are also given places."""
+"""Operations whose results hold only elements of their operands; of the first operand, if the others are positions."""
 _OF_MANY = frozenset({"reduce_sum", "reduce_max", "reduce_min", "cumsum", "cummax", "cummin", "sort", "top_k"})
 _FIRST_ONLY = frozenset({"dynamic_slice", "sort"})
 
@@ -47,7 +48,7 @@ _POSITIVE_FUNCTIONS = frozenset({"exp", "exp2", "logistic", "cosh"})
 
 
 class Signs:
-    """Signs of the values of a graph, as far as they are plain.
+    """Tells the signs of the values of a graph, in simple cases.
 
     A value that is called positive may still be zero where an exponential underflows, and may be NaN.
     """
@@ -129,7 +130,7 @@ class Signs:
         return _Sign(found.nonnegative or least.nonnegative, found.positive)
 
     def _signs_of(self, numbers: Sequence[int], depth: int, every: bool = False) -> list[_Sign]:
-        """The signs of some values; where ``every`` one is not needed, what follows an unknown one is not looked at."""
+        """Returns the signs of some values; unless ``every`` one is needed, stops after the first unknown one."""
         own = [_UNKNOWN] * len(numbers)
         for i, number in enumerate(numbers):
             own[i] = self._sign(number, depth)
@@ -138,7 +139,7 @@ class Signs:
         return own
 
     def _array(self, number: int) -> np.ndarray | None:
-        """The elements of a literal or a captured array."""
+        """Returns the elements of a literal or a captured array."""
         graph = self._graph
         if number in graph.literals:
             return graph.literals[number]
@@ -150,7 +151,7 @@ class Signs:
     # ------------------------------------------------------------------ numbers of experts
 
     def counts_below(self, number: int, size: int, depth: int = 0) -> bool:
-        """Whether every element is one of 0, 1, ..., size - 1."""
+        """Returns whether every element is one of 0, 1, ..., size - 1."""
         graph = self._graph
         graph.steps.spend()
         if number in graph.outside:
@@ -184,7 +185,7 @@ class Signs:
             return below(inputs[0])
         if name == "clamp":
             return below(inputs[0], inputs[2])
-        if name == "gather":  # out of range, it may give a number that is none of its operand's
+        if name == "gather":  # a gather out of range may give a number that its operand does not hold
             places = params["dimension_numbers"].start_index_map
             if params["mode"] == GatherScatterMode.FILL_OR_DROP:
                 if len(places) != 1 or not self.counts_below(inputs[1], graph.shape(inputs[0])[places[0]], depth + 1):
@@ -198,7 +199,7 @@ class Signs:
             if test is not None and test.name == "lt" and len(cases) == 2 and self._is_zero(test.inputs[1]):
                 if self.nonnegative(test.inputs[0]) or below(
                     test.inputs[0]
-                ):  # of negative numbers, of which there are none
+                ):  # the case for negative numbers never occurs
                     cases = cases[:1]
             return below(*cases)
         return False
@@ -212,14 +213,14 @@ class Signs:
 
 
 Answer: TypeAlias = tuple[int, str, tuple[int, ...], bool]
-"""What was asked of an input, and the answer: (its place, question, further arguments, answer)."""
+"""A question about an input, and the answer: (place of the input, question, further arguments, answer)."""
 
 
 class Outside:
-    """What the inputs of a part of a program are in the program.
+    """Answers questions about the inputs of a part of a program, as values of the whole program.
 
     Attributes:
-      answers: what was asked, and the answers: in order.
+      answers: the questions and answers so far, in order.
     """
 
     def __init__(self, graph: Graph, numbers: Sequence[int]):
@@ -233,15 +234,17 @@ class Outside:
         return answer
 
     def answers_alike(self, answers: Sequence[Answer]) -> bool:
-        """Whether here, too, these are the answers."""
+        """Returns whether the answers to the same questions are the same here."""
         return all(self.ask(place, question, *more) == answer for place, question, more, answer in answers)
 
 
 def _sign_of(
     name: str, own: Sequence[_Sign], params: Params, inputs: Sequence[object], sources: Sequence[Dtype], dtype: Dtype
 ) -> _Sign:
-    """The sign of an elementwise operation or a contraction; ``inputs`` are equal where the operands are the same, and
-    those of ``select_n`` are its cases."""
+    """Returns the sign of an elementwise operation or a contraction.
+
+    ``inputs`` are equal where the operands are the same; for ``select_n`` they are its cases.
+    """
     if name in _POSITIVE_FUNCTIONS:
         return _POSITIVE
     if name in ("abs", "square"):
@@ -263,7 +266,7 @@ def _sign_of(
 
 
 def _keeps_small(sources: Sequence[Dtype], dtype: Dtype) -> bool:
-    """Whether a cast makes no number zero that is not."""
+    """Returns whether a cast turns no nonzero number into zero."""
     if len(sources) != 1:
         return False
     (source,) = sources

@@ -1,4 +1,4 @@
-"""The site of a part of a program that is known to be a sum over experts."""
+"""Builds the site of a part of a program that is known to be a sum over experts."""
 
 from __future__ import annotations
 
@@ -32,23 +32,27 @@ __all__ = ["NoMixture", "Sites"]
 
 _GATHERS = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value")
 _MOST = 3
-"""Sites of one form with which another one is compared."""
+"""Most sites of one form with which another one is compared."""
 
 
 class NoMixture(Mismatch):
-    """A loop, or a sum, of something else."""
+    """Reports that a loop or a sum is no mixture after all."""
 
 
 class Sites:
-    """The sites of a program.  Equal layers have equal ones, of which the first is read and the others are compared."""
+    """Holds the sites of a program.
+
+    Equal layers have equal sites: the first one is read, and the others are compared with it.
+    """
 
     def __init__(self, graph: Graph):
         self._graph = graph
         self._known: dict[Hashable, list[tuple[Sequence[Answer], ExpertsSite, ClosedJaxpr]]] = {}
-        """With the programs, so that what a form names by its identity stays."""
+        """Per form, the answers, sites and programs; the programs are kept alive since forms refer to them by
+        identity."""
 
     def of(self, program: ClosedJaxpr, loops: bool, operands: Sequence[int]) -> ExpertsSite:
-        """The site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
+        """Returns the site that computes what a jaxpr from ``operands`` to a sum over experts computes."""
         outside = Outside(self._graph, operands)
         known = self._known.setdefault((loops, self._form(program)), [])
         for answers, site, _ in known[:_MOST]:
@@ -60,7 +64,7 @@ class Sites:
         return site
 
     def _form(self, program: JaxprLike) -> Hashable:
-        """Equal for programs that do the same, in the same order."""
+        """Returns a key that is equal for programs that do the same, in the same order."""
         jaxpr, constants = jaxprs.open_jaxpr(program)
         self._graph.steps.spend(len(jaxpr.eqns))
         if constants:
@@ -76,7 +80,7 @@ class Sites:
         return tuple(lines), tuple(results)
 
     def _does(self, equation: JaxprEqn) -> Hashable:
-        """Equal for equations that do the same to other operands."""
+        """Returns a key that is equal for equations that do the same to other operands."""
         if is_elementwise_call(equation):
             return self._graph.key(equation, (), ()), rule_of(equation)
         bodies = jaxprs.bodies(equation)
@@ -94,7 +98,7 @@ def _site_of(program: ClosedJaxpr, loops: bool, outside: Outside) -> ExpertsSite
             raise NoMixture(f"{DENSE}, and it cannot be read by itself", advice=CHOOSE_FEW)
         try:
             over_experts = rolled(graph, root, loop)
-        except NotImplementedError as error:  # JAX maps some equations, such as a ragged product, not along every axis
+        except NotImplementedError as error:  # JAX maps some equations, such as ragged products, along some axes only
             raise NoMixture(f"{DENSE}, and it cannot be read by itself: {one_line(error)}", advice=CHOOSE_FEW) from None
         graph, root = _opened(over_experts, outside)
     reading, slots, scattered, seen = read(graph, root), 0, False, not loops
@@ -162,7 +166,7 @@ def _site_of(program: ClosedJaxpr, loops: bool, outside: Outside) -> ExpertsSite
 
 
 def _part(program: ClosedJaxpr, outside: Outside) -> Graph:
-    """The graph of a program whose inputs are values of another one."""
+    """Builds the graph of a program whose inputs are values of another program."""
     graph = Graph(flatten(program))
     graph.steps = outside.graph.steps
     graph.outside.update((graph.numbers[graph.root][v], (outside, i)) for i, v in enumerate(graph.root.invars))
@@ -170,7 +174,7 @@ def _part(program: ClosedJaxpr, outside: Outside) -> Graph:
 
 
 def _opened(program: ClosedJaxpr, outside: Outside) -> tuple[Graph, int]:
-    """The graph of such a program with one result, and the number of that."""
+    """Builds the graph of such a program with one result; returns it with the number of that result."""
     graph = _part(program, outside)
     (result,) = graph.root.outvars
     assert isinstance(result, Var)
@@ -178,7 +182,7 @@ def _opened(program: ClosedJaxpr, outside: Outside) -> tuple[Graph, int]:
 
 
 def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[Graph, int, int]:
-    """The same program with what an expert's slots are combined with added up: (graph, result, that sum)."""
+    """Extends a program by the sum of the weights with which an expert's slots are combined: (graph, result, sum)."""
     axes = tuple(d for d, (_, atoms) in enumerate(slots.combine.view) if set(atoms) & set(slots.slot))
     if any(slots.combine.view[d][1] != slots.slot for d in axes):
         raise Mismatch(f"{DENSE}, and slots have no axis of their own", advice=CHOOSE_FEW)
@@ -191,9 +195,9 @@ def _weighted(graph: Graph, root: int, slots: Slots, outside: Outside) -> tuple[
 
 
 def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tuple[Graph, int, dict[int, int]]:
-    """The same program with the experts of rows in intervals: (graph, result, {number of ends: that of the experts}).
+    """Extends a program by the experts of rows in intervals: (graph, result, {number of ends: number of the experts}).
 
-    A row's expert is the number of intervals that end before it: none overlap, and the first one begins at zero.
+    A row's expert is the number of intervals that end before it: no two overlap, and the first one begins at zero.
     """
     found = {within.ends.value: within for within in reading.within}
 
@@ -210,7 +214,7 @@ def _counted(graph: Graph, root: int, reading: Reading, outside: Outside) -> tup
 
 
 def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outside) -> tuple[Graph, int, PickedRows]:
-    """The same program with what rows are that it picks from slots: (graph, result, that)."""
+    """Extends a program by values that describe the rows it picks from slots: (graph, result, those values)."""
     leaves, node = list(rows.leaves), graph.definitions[root]
     picked, main = RowsOfSlots(rows, space), rows.pick.beside
     parts = () if main is None else graph.definitions[node.inputs[0]].inputs
@@ -238,10 +242,10 @@ def _picked(graph: Graph, root: int, rows: SlotRows, space: Space, outside: Outs
 def _extended(
     graph: Graph, results: Sequence[int], function: Callable[..., tuple[jax.Array, ...]], outside: Outside
 ) -> tuple[Graph, list[int]]:
-    """A program with more results: of a function of all of its ``results`` but the first.
+    """Extends a program by the results of a function of all its ``results`` but the first.
 
     Returns:
-      The graph, and the numbers of the results and of the function's in it.
+      The graph, and the numbers of the results and of the function's results in it.
     """
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     nodes, free = nodes_between(graph, inputs, results)
@@ -261,7 +265,8 @@ def _extended(
 
 
 def _prelude(graph: Graph, reading: Reading, root: int | None) -> Prelude:
-    """The part of a program that gives the arrays that are read; with a witness where that is to give ``root`` too."""
+    """Returns the part of a program that computes the arrays that are read; with a witness if it has to compute
+    ``root`` too."""
     inputs = [graph.numbers[graph.root][v] for v in graph.root.invars]
     nodes, free = nodes_between(graph, inputs, reading.arrays)
     if free or any(number in graph.literals for number in reading.arrays):

@@ -1,4 +1,4 @@
-"""What rows are that a program picks from the slots of experts: computed from the indices by which it picks them."""
+"""Computes what the rows are that a program picks from slots of experts, from the indices by which it picks them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Index", "RowsOfSlots"]
 
 
 class Index(NamedTuple):
-    """Where rows are.
+    """Positions of rows.
 
     Attributes:
       expert: the expert of each row.
-      inside: whether its place is there.
-      reached: whether it is read from a slot: there, or as the nearest one.
-      positions: per label, the position of each row along it: of the nearest slot where it is read from none.
+      inside: whether the row's place exists.
+      reached: whether the row is read from a slot, at its place or as the nearest one.
+      positions: per label, the position of each row along it; that of the nearest slot where the row is read from none.
     """
 
     expert: jax.Array
@@ -33,13 +33,13 @@ class Index(NamedTuple):
 
 
 class RowsOfSlots:
-    """Computes rows that are picked from slots, of whatever has a place for each slot."""
+    """Computes rows picked from slots, for any array with a place for each slot."""
 
     def __init__(self, rows: SlotRows, space: Space):
         self._rows, self._space = rows, space
 
     def index(self, indices: jax.Array) -> Index:
-        """Where the rows are, from the indices of the gather."""
+        """Computes the positions of the rows from the indices of the gather."""
         space, shape = self._space, indices.shape[:-1]
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
@@ -56,14 +56,14 @@ class RowsOfSlots:
         return Index(self._joined(self._rows.expert, positions, shape), inside, reached, positions)
 
     def of(self, array: jax.Array, view: View, index: Index) -> jax.Array:
-        """The rows of an array: axes of rows, then those of the array that have no labels in its ``view``."""
+        """Picks the rows of an array: axes of rows, then those of the array that have no labels in its ``view``."""
         placed = [d for d, (_, atoms) in enumerate(view) if atoms]
         shape = index.inside.shape
         where = tuple(view[d][0] + self._joined(view[d][1], index.positions, shape) for d in placed)
         return jnp.moveaxis(array, placed, range(len(placed))).at[where].get(mode="clip")
 
     def _along(self, atoms: Sequence[Atom], position: jax.Array) -> dict[Atom, jax.Array]:
-        """The positions along the labels of an axis."""
+        """Splits the positions along an axis into positions along its labels."""
         found: dict[Atom, jax.Array] = {}
         for atom in reversed(self._space.resolve(atoms)):
             size = self._space.extent((atom,))
@@ -71,7 +71,7 @@ class RowsOfSlots:
         return found
 
     def _joined(self, atoms: Sequence[Atom], positions: Mapping[Atom, jax.Array], shape: Sequence[int]) -> jax.Array:
-        """The position along an axis of such labels."""
+        """Joins the positions along labels into the position along their axis."""
         found = jnp.zeros(shape, jnp.int32)
         for atom in self._space.resolve(atoms):
             found = found * self._space.extent((atom,)) + positions[atom]
@@ -79,5 +79,5 @@ class RowsOfSlots:
 
 
 def _clipped(numbers: jax.Array, start: int, end: int) -> jax.Array:
-    """The nearest of the numbers from ``start`` to ``end``."""
+    """Clips numbers to the range from ``start`` to ``end - 1``."""
     return lax.clamp(jnp.full((), start, numbers.dtype), numbers, jnp.full((), end - 1, numbers.dtype))

@@ -1,10 +1,10 @@
-"""Tokens that are dispatched to slots of their experts by one-hot products, with a capacity.
+"""Recognises tokens that are dispatched to slots of their experts by one-hot products, with a capacity.
 
-``out[s] = sum over e, c of combine[s, e, c] f_e(sum over s' of dispatch[s', e, c] x[s'])``, where f acts row by row.
-If every slot (e, c) holds one token at most, and ``combine`` is zero wherever ``dispatch`` is, then a slot that counts
-for a token holds that token, and ``out[s] = sum over e of (sum over c of combine[s, e, c]) f_e(x[s])``.
+``out[s] = sum over e, c of combine[s, e, c] f_e(sum over s' of dispatch[s', e, c] x[s'])``, where f acts row by row. If
+every slot (e, c) holds one token at most, and ``combine`` is zero wherever ``dispatch`` is, then a slot that counts for
+a token holds that token, and ``out[s] = sum over e of (sum over c of combine[s, e, c]) f_e(x[s])``.
 
-Both are shown in :mod:`autopallas.patterns.mixture_of_experts.capacity`.
+:mod:`autopallas.patterns.mixture_of_experts.capacity` proves both conditions.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SCATTERED = f"{DISPATCHED}, by a scatter and a gather"
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Slots of experts, each of one token at most.
+    """Slots of experts, with at most one token each.
 
     Attributes:
       combine: the weight of a token's slot, under labels of tokens, experts and slots.
       outputs: what is computed for the slots.
       rows: the tokens in their slots.
-      tokens: what these are, under labels of the result's tokens.
-      free: the dimensions of ``rows`` that are features, in the order of those of ``tokens``.
+      tokens: the tokens themselves, under labels of the result's tokens.
+      free: the dimensions of ``rows`` that are features, each with its dimension in ``tokens``.
       expert, slot: labels.
       dispatch: which token is in which slot, under the labels of ``combine``.
-      needed: values without whose origin that is not known.
+      needed: values on whose definitions the proof relies.
     """
 
     combine: Ref
@@ -51,7 +51,7 @@ class Slots:
     needed: frozenset[int]
 
     def filled(self, scope: Scope, ref: Ref) -> Ref | None:
-        """The tokens, for a use of the rows with the same slots; None for another use of them."""
+        """Returns the tokens for a use of the rows with the same slots; None for another use of them."""
         space = scope.space
         features = {d for d, _ in self.free}
         own, known = space.view(ref.view), space.view(self.rows.view)
@@ -65,14 +65,14 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Unproved:
-    """Slots of experts, it seems: of one token each, or not."""
+    """Apparent slots of experts for which a condition was not proved, with the reason."""
 
     combine: Ref
     reason: str
 
 
 def slots_of(scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[Atom]) -> Slots | Unproved | None:
-    """The slots over which a sum runs, if tokens can be read in their place; None of another sum."""
+    """Returns the slots over which a sum runs, if tokens can be read in their place; None for another sum."""
     if len(factors) != 2:
         return None
     space = scope.space
@@ -97,12 +97,12 @@ def slots_of(scope: Scope, top: Ref, factors: Sequence[Ref], summed: Sequence[At
 
 
 def _dispatched(scope: Scope, outputs: Ref, both: frozenset[Atom]) -> tuple[Ref, frozenset[Atom]] | None:
-    """The contraction that brings tokens to their slots, and the labels of experts among ``both``."""
+    """Finds the contraction that brings tokens to their slots, and the labels of experts among ``both``."""
     space, expert = scope.space, frozenset(both)
     seen: set[Hashable] = set()
     todo, rows = [outputs], None
     matrices = False
-    while todo and len(both) > 1:  # of one label, no part can be that of slots
+    while todo and len(both) > 1:  # a single label cannot stand for both experts and slots
         ref = space.canonical(todo.pop())
         key = space.pattern(ref, both)
         if key in seen or len(seen) > _WALKED or not both <= space.atoms(ref):
@@ -127,7 +127,8 @@ def _dispatched(scope: Scope, outputs: Ref, both: frozenset[Atom]) -> tuple[Ref,
 def _sides(
     scope: Scope, top: Ref, combine: Ref, outputs: Ref, rows: Ref, both: frozenset[Atom]
 ) -> Iterator[tuple[Ref, Ref, tuple[tuple[int, int], ...], tuple[Atom, ...]]]:
-    """(dispatch, tokens, pairs of equal features, labels of tokens), with the result's labels for what is summed."""
+    """Yields (dispatch, tokens, pairs of equal features, labels of tokens), with the result's labels for what is
+    summed."""
     space, graph = scope.space, scope.graph
     own = space.atoms(space.canonical(outputs))
     wanted = space.atoms(space.canonical(combine))

@@ -1,4 +1,4 @@
-"""What the steps of a loop over experts have to do with each other: sums of counts, selections of which one holds."""
+"""Relates the steps of a loop over experts: sums of earlier counts, selections that hold in one step only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Steps"]
 
 _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 _INTEGERS = frozenset({"int32", "int64"})
-"""Types of which it is taken that they hold the number of all rows."""
+"""Types that are assumed to hold the number of all rows."""
 _DEPTH = 40
 
 
 class Steps:
-    """The steps of a scan, in numbers."""
+    """Answers questions about the steps of a scan."""
 
     def __init__(self, graph: Graph, node: Node):
         self.graph = graph
@@ -31,7 +31,7 @@ class Steps:
         self._varies |= dict.fromkeys(self._within[self._constants :], True)
 
     def running_sum(self, place: int) -> int | None:
-        """The array of which carried integers are the sum of the slices that earlier steps read."""
+        """Returns the array whose slices, as read in earlier steps, add up to a carried integer."""
         number, after = self._within[self._constants + place], self._after[place]
         node = None if after is None else self.graph.definitions.get(after)
         if node is None or node.name != "add" or number not in node.inputs or len(set(node.inputs)) != 2:
@@ -46,17 +46,17 @@ class Steps:
 
     @property
     def contracts(self) -> bool:
-        """Whether a step contracts something."""
+        """Whether a step contains a contraction."""
         return any(equation.primitive.name == "dot_general" for equation in self._body.equations)
 
     def selects_one(self, place: int) -> bool:
-        """The same, where the condition holds in one step at most."""
+        """Returns whether :meth:`selects` holds with a condition that is true in one step at most."""
         after = self._after[place]
         return self.selects(place) and after is not None and self._holds_once(self.graph.definitions[after].inputs[0])
 
     def selects(self, place: int) -> bool:
-        """Whether what is carried at a place is replaced in each step where a condition holds, and read for nothing
-        else."""
+        """Returns whether each step replaces what is carried at a place where a condition holds, and does not read it
+        otherwise."""
         carry = self._body.invars[self._constants + place]
         number, after = self._within[self._constants + place], self._after[place]
         node = None if after is None else self.graph.definitions.get(after)
@@ -69,7 +69,7 @@ class Steps:
         return alone and not any(v is carry for v in self._body.outvars)
 
     def _holds_once(self, number: int) -> bool:
-        """Whether each element of a condition holds in one step at most."""
+        """Returns whether each element of a condition is true in one step at most."""
         node = self.graph.definitions.get(self._plain(number))
         if node is None:
             return False
@@ -92,7 +92,7 @@ class Steps:
         return False
 
     def _bound(self, number: int) -> tuple[str, int, int] | None:
-        """(which, positions, bound) of ``bound <= positions`` or ``positions < bound``."""
+        """Returns (which, positions, bound) of ``bound <= positions`` or ``positions < bound``."""
         node = self.graph.definitions.get(number)
         if node is None or node.name not in ("ge", "le", "lt", "gt"):
             return None
@@ -101,7 +101,7 @@ class Steps:
         return ("from", right, left) if node.name in ("ge", "le") else ("to", left, right)
 
     def _follow_each_other(self, start: int, end: int) -> bool:
-        """Whether intervals begin where those of the steps before end."""
+        """Returns whether intervals begin where those of the steps before end."""
         if self._way(start) != self._way(end):
             return False
         start, end = self._plain(start), self._plain(end)
@@ -112,7 +112,7 @@ class Steps:
         return False
 
     def _way(self, number: int) -> list[object]:
-        """How a value is repeated."""
+        """Describes how a value is repeated."""
         way: list[object] = [self.graph.shape(number)]
         while number != (inner := self._plain(number, 1)):
             key = self.graph.key(self.graph.definitions[number].equation, (), ())
@@ -124,7 +124,7 @@ class Steps:
         return Signs(self.graph).nonnegative(number)
 
     def _plain(self, number: int, most: int = _DEPTH) -> int:
-        """A value without the axes along which it is repeated."""
+        """Returns a value without the axes along which it is repeated."""
         for _ in range(most):
             node = self.graph.definitions.get(number)
             if node is None or node.name not in _REPEATS or len(node.inputs) != 1:
@@ -133,7 +133,7 @@ class Steps:
         return number
 
     def _may_vary(self, number: int) -> bool:
-        """Whether a value may be another one in each step."""
+        """Returns whether a value may differ from step to step."""
         first = min(self._varies, default=number)
         todo = [number]
         while todo:

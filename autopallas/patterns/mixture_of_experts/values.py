@@ -1,4 +1,4 @@
-"""What is known of a value, element by element, where a few others are given."""
+"""Abstract interpretation: elementwise facts about a value under assumed values of a few others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autopallas.patterns.mixture_of_experts.choice import folded
 __all__ = ["MOST", "Key", "Values"]
 
 Key = tuple[int, View]
-"""Of an element of a value, under labels."""
+"""Key of an element of a value: its number, and its view under labels."""
 
 MOST = 2**20
-"""Counts up to a small multiple of this are exact in the dtypes below."""
+"""Largest size of a count: small multiples of it are exact in the dtypes below."""
 
 _COUNTED = frozenset({"int32", "int64", "float32", "float64"})
 _DEPTH = 40
@@ -26,12 +26,12 @@ _VISITED = 600
 
 
 class Values:
-    """Questions about the values of one site, each asked of an element: a value under labels."""
+    """Answers questions about the values of one site, each asked about an element: a value under labels."""
 
     def __init__(self, scope: Scope):
         self.scope, self.space, self.graph = scope, scope.space, scope.graph
         self.needed: set[int] = set()
-        """Values of which it was needed what gives them."""
+        """Values whose definitions the answers rely on."""
         self._binary: dict[Hashable, bool] = {}
 
     def key(self, ref: Ref) -> Key:
@@ -39,31 +39,32 @@ class Values:
         return found.value, self.space.view(found.view)
 
     def core(self, ref: Ref) -> Ref:
-        """A value without its casts, but for one to booleans."""
+        """Returns a value without its casts, except a cast to booleans."""
         ref = self.space.canonical(ref)
         while self.scope.name(ref) == "convert_element_type" and self.graph.dtype(ref.value).kind != "b":
             (ref,) = self.space.operands(ref) or (ref,)
         return ref
 
     def counted(self, ref: Ref) -> bool:
-        """Whether a value's dtype holds every count."""
+        """Returns whether a value's dtype holds every count."""
         return self.graph.dtype(ref.value).name in _COUNTED
 
     def uncast(self, ref: Ref) -> Ref:
-        """A value without its casts, as long as they keep every count."""
+        """Returns a value without its casts, as long as they keep every count."""
         ref = self.space.canonical(ref)
         while self.scope.name(ref) == "convert_element_type" and self.counted(ref):
             (ref,) = self.space.operands(ref) or (ref,)
         return ref
 
     def positions(self, ref: Ref) -> tuple[int, tuple[Atom, ...]]:
-        """(first, labels) if a value counts up along labels, from that number on; no labels if not."""
+        """Returns (first, labels) if a value counts up along labels, starting at ``first``; no labels if it does
+        not."""
         found = positions_along(self.scope, ref)
         return (0, ()) if found is None or found[2] > MOST else found[:2]
 
     def inside(self, ref: Ref) -> tuple[list[Ref], tuple[Atom, ...]] | None:
-        """The factors of what is summed (or of which the largest is taken), under the same labels each time, and the
-        labels that the result lacks; None of anything else."""
+        """Returns the factors of what is summed (or what the maximum is taken of), under the same labels each time, and
+        the labels that the result lacks; None for anything else."""
         node = self.scope.node(ref)
         if node is None or node.name not in ("reduce_sum", "reduce_max", "dot_general"):
             return None
@@ -77,10 +78,10 @@ class Values:
         return factors, self.space.resolve([x for _, atoms in dimensions for x in atoms])
 
     def walk(self, ref: Ref) -> Iterator[Ref]:
-        """A value, and those from which it is computed element by element, and those of which it is a sum."""
+        """Yields a value, then the values from which it is computed elementwise or as a sum."""
         seen: set[Key] = set()
         todo = deque([ref])
-        while todo:  # what is near comes first
+        while todo:  # nearby values come first
             found = self.space.canonical(todo.popleft())
             key = self.key(found)
             if key in seen or len(seen) > _VISITED:
@@ -91,7 +92,7 @@ class Values:
             todo += reduced[0] if reduced is not None else self.space.uses(found) or []
 
     def factors(self, ref: Ref) -> Iterator[Ref]:
-        """What a product is made of, without casts and ones."""
+        """Yields the factors of a product, without casts and ones."""
         ref = self.core(ref)
         operands = self.space.uses(ref) if self.scope.name(ref) in ("mul", "and") else None
         if not operands:
@@ -101,7 +102,7 @@ class Values:
                 yield from self.factors(operand)
 
     def binary(self, ref: Ref, depth: int = 0) -> bool:
-        """Whether a value is 0 or 1, whatever it is computed from; so no derivative passes through it."""
+        """Returns whether a value is 0 or 1, whatever it is computed from, so that no derivative passes through it."""
         number = self.scope.number(ref)
         if number is not None:
             return number in (0, 1)
@@ -129,15 +130,19 @@ class Values:
         return bool(operands) and all(self.binary(operand, depth) for operand in operands)
 
     def one_of(self, mask: Ref, atoms: tuple[Atom, ...]) -> bool:
-        """Whether a mask is 1 where a number counts along some labels, and nowhere else."""
+        """Returns whether a mask is 1 only where a position along some labels equals a number that does not vary along
+        them."""
         for positions, index in self._compared(mask):
             if self.positions(positions)[1] == atoms and not self.space.atoms(index) & set(atoms):
                 return True
         return False
 
     def exclusive(self, mask: Ref, atoms: tuple[Atom, ...]) -> bool:
-        """Whether a mask is 1 at one place at most along some labels: as :meth:`one_of` says, or since numbers that
-        differ along them are compared with a position."""
+        """Returns whether a mask is 1 at one place at most along some labels.
+
+        That holds where :meth:`one_of` does, or where numbers that differ along these labels are compared with a
+        position.
+        """
         if self.one_of(mask, atoms):
             return True
         for positions, index in self._compared(mask):
@@ -147,7 +152,7 @@ class Values:
         return False
 
     def _compared(self, mask: Ref) -> Iterator[tuple[Ref, Ref]]:
-        """What the factors of a mask compare, one way round and the other."""
+        """Yields the pairs that the factors of a mask compare, in both orders."""
         for factor in self.factors(mask):
             operands = self.space.operands(factor) if self.scope.name(factor) == "eq" else None
             if operands:
@@ -155,7 +160,8 @@ class Values:
                 yield operands[1], operands[0]
 
     def _distinct(self, index: Ref, atoms: tuple[Atom, ...]) -> bool:
-        """Whether indices differ along some labels: they are where the greatest elements of a row stand."""
+        """Returns whether indices differ along some labels, since they are the positions of the largest elements of a
+        row."""
         found = self.core(index)
         node = self.scope.node(found)
         if node is None or node.name != "top_k" or found.value != node.outputs[1]:
@@ -167,16 +173,16 @@ class Values:
         return True
 
     def zero(self, ref: Ref, given: Mapping[Key, float]) -> bool:
-        """Whether a value is zero where some others are ``given``, whatever all the rest is."""
+        """Returns whether a value is zero where some others are ``given``, whatever all the rest is."""
         return self.value(ref, given) == 0
 
     def value(self, ref: Ref, given: Mapping[Key, float]) -> float | None:
-        """A value as far as it is known where some others are ``given``."""
+        """Evaluates a value as far as it is known where some others are ``given``."""
         return _Evaluation(self, given, self.space.atoms(self.space.canonical(ref))).of(ref)
 
 
 class _Evaluation:
-    """What values are where some others are ``given``; asked of a value with the labels ``outer``."""
+    """Evaluates values where some others are ``given``; asked about a value with the labels ``outer``."""
 
     def __init__(self, values: Values, given: Mapping[Key, float], outer: frozenset[Atom]):
         self.values, self.given = values, given
@@ -203,7 +209,8 @@ class _Evaluation:
         return self._known[place]
 
     def _leads_to_given(self, ref: Ref) -> bool:
-        """Whether a value may be computed from what is given: it comes later, with the same labels but for sums."""
+        """Returns whether a value may be computed from what is given: it comes later, and has the same labels, apart
+        from summed ones."""
         atoms = self.space.atoms(ref)
         return any(number < ref.value and wanted <= atoms for number, wanted in self._wanted)
 
