@@ -25,6 +25,7 @@ from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBloc
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.cross_entropy import pallas_tpu as cross_entropy
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlocks
+from autopallas.kernels.cross_entropy.operands import Operands as LossOperands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
@@ -267,7 +268,7 @@ def losses(rows: int, hidden: int, vocabulary: int, full: bool = False) -> Itera
         sizes = LossBlocks(*blocks)
 
         def ours(x: Any, w: Any, labels: Any, sizes: LossBlocks = sizes) -> Any:
-            return cross_entropy.forward(spec, sizes, x, w, (labels,))
+            return cross_entropy.forward(spec, sizes, LossOperands(x, w, (labels,)))
 
         kernels = {"statistics": work, "rows": 2 * work, "columns": 2 * work}
         yield Candidate("cross_entropy", shape, "forward+backward", "ours", blocks, ours, arguments, kernels)

@@ -82,7 +82,7 @@ def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Ref]:
 
 
 class _Rows(NamedTuple):
-    """The kernel of rows by weights, as its warpgroups see it.
+    """This is the kernel of rows by weights, as its warpgroups see it.
 
     Attributes:
       spec, tile: what is computed, and how.
@@ -141,14 +141,14 @@ def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
 
 
 def _parts(tile_: Tile, warpgroup: Array) -> tuple[Array, Array]:
-    """Which part of a tile's rows, and which of its columns, a consumer has."""
+    """A consumer has these parts of a tile's rows and of its columns."""
     row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
     column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
     return row_part, column_part
 
 
 def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
-    """Loads what a tile of the result is the product of; returns the steps done."""
+    """The producer loads what a tile of the result is the product of, and returns the steps done."""
     plgpu, tile_, ring = mosaic(), own.tile, own.ring
     visit, column = placed(index, own.visits, own.column_tiles)
     at = pl.multiple_of(own.table[visit, AT], ALIGNED)
@@ -180,7 +180,7 @@ def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
 
 
 def _compute_rows(own: _Rows, parts: tuple[Array, Array], index: Array, step: Array) -> Array:
-    """Computes and stores a consumer's part of a tile of the result; returns the steps done."""
+    """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
     spec, tile_, ring, (row_part, column_part) = own.spec, own.tile, own.ring, parts
     visit, column = placed(index, own.visits, own.column_tiles)
     steps = own.table[visit, COUNT] * own.passes
@@ -255,7 +255,7 @@ def _store_part(
 
 
 class _Weights(NamedTuple):
-    """The kernel of the gradient of the weights, as its warpgroups see it.
+    """This is the kernel of the gradient of the weights, as its warpgroups see it.
 
     Attributes:
       spec, tile: what is computed, and how.
@@ -282,13 +282,13 @@ class _Weights(NamedTuple):
     warpgroup: Array
 
     def place(self, index: Array) -> tuple[Array, Array, Array]:
-        """(group, row, column) of a tile."""
+        """The tile of this number is at (group, row, column)."""
         each = self.row_tiles * self.column_tiles
         group = lax.div(index, jnp.int32(each))
         return (group, *placed(index - group * each, self.row_tiles, self.column_tiles))
 
     def extent(self, group: Array) -> tuple[Array, Array, Array, Array]:
-        """(first row loaded, the group's first and the one behind its last, counted from it, steps)."""
+        """A group takes (first row loaded, its first and the one behind its last, counted from there, steps)."""
         begin, end = self.bounds[group, 0], self.bounds[group, 1]
         at = pl.multiple_of(lax.div(begin, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
         steps = lax.div(end - at + (self.tile.inner - 1), jnp.int32(self.tile.inner))
@@ -317,7 +317,7 @@ def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
 
 
 def _load_weights(own: _Weights, index: Array, step: Array) -> Array:
-    """Loads what a tile of the result is the product of; returns the steps done."""
+    """The producer loads what a tile of the result is the product of, and returns the steps done."""
     plgpu, tile_, ring = mosaic(), own.tile, own.ring
     group, row, column = own.place(index)
     at, _, _, steps = own.extent(group)
@@ -340,7 +340,7 @@ def _load_weights(own: _Weights, index: Array, step: Array) -> Array:
 
 
 def _compute_weights(own: _Weights, parts: tuple[Array, Array], index: Array, step: Array) -> Array:
-    """Computes and stores a consumer's part of a tile of the result; returns the steps done."""
+    """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
     tile_, ring, (row_part, column_part) = own.tile, own.ring, parts
     group, row, column = own.place(index)
     _, low, high, steps = own.extent(group)
@@ -369,7 +369,7 @@ def _compute_weights(own: _Weights, parts: tuple[Array, Array], index: Array, st
 
 
 def _clear(own: _Weights, slot: Array, low: Array, high: Array) -> None:
-    """Puts zeros into a stage's rows beside ``low .. high``, and waits until all of them are there.
+    """The consumers put zeros into a stage's rows beside ``low .. high``, and wait until all are there.
 
     Rows beside the group's are another's, and may be inf or NaN, so that both operands are cleared there.  Of what both
     warpgroups read each clears every other strip, and waits for the other.
