@@ -29,6 +29,7 @@ from autopallas.kernels.cross_entropy.operands import Operands as LossOperands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
+from autopallas.kernels.grouped_matmul.operands import Operands as GroupedOperands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.tpu import generation
 from autopallas.kernels.tpu_schedule_tracing import Table, limit_of
@@ -179,7 +180,7 @@ def grouped(use: Use, rows: int, k: int, n: int, groups: int, full: bool = False
         tile = tuple(grouped_matmul.Tile.of(spec, sizes, rows, budget))
 
         def ours(first: Any, second: Any, counts: Any, sizes: Any = sizes) -> Any:
-            return grouped_matmul.forward(spec, sizes, first[None], second[None], counts)
+            return grouped_matmul.forward(spec, sizes, GroupedOperands(first[None], second[None], counts))
 
         given = (first, second, array(1, groups, dtype=I32))
         yield Candidate("grouped_matmul", shape, use, "ours", tile, ours, given, work)
