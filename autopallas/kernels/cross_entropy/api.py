@@ -76,8 +76,7 @@ def cross_entropy(
       >>> print(loss.shape, f"{loss[0]:.4f}")  # log(100)
       (6,) 4.6052
     """
-    rows, hidden, vocabulary = sizes = _sizes(x, w, vocabulary_major)
-    _require(min(sizes) > 0, "x and w must not be empty")
+    rows, hidden, vocabulary = _sizes(x, w, vocabulary_major)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be an integer array, not {_kind(labels)}; convert it")
     _require(labels.shape == (rows,), f"labels has shape {labels.shape}; there must be one for each row, ({rows},)")
@@ -93,17 +92,10 @@ def cross_entropy(
     logit_dtype = np.dtype(np.float64 if np.float64 in (x.dtype, w.dtype) else np.float32)
     program = _logit_program(logit_dtype, scale, logits_soft_cap, None if bias is None else np.dtype(bias.dtype))
     biases = () if bias is None else (bias,)
-    spec = CrossEntropySpec(
-        rows=rows,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        row_dtype=np.dtype(x.dtype),
-        weight_dtype=np.dtype(w.dtype),
-        logit_dtype=logit_dtype,
-        vocabulary_major=vocabulary_major,
-        statistics=(Statistic("max", program), Statistic("exp_sum", program), Statistic("pick", program, 0)),
-        sides=(_side(labels, by_row=True), *(_side(b, by_row=False) for b in biases)),
-    )
+    sides = _side(labels, by_row=True), *(_side(b, by_row=False) for b in biases)
+    statistics = Statistic("max", program), Statistic("exp_sum", program), Statistic("pick", program, 0)
+    dtypes = np.dtype(x.dtype), np.dtype(w.dtype), logit_dtype
+    spec = CrossEntropySpec(rows, hidden, vocabulary, *dtypes, vocabulary_major, statistics, sides)
     operands = Operands(x, w, (labels[:, None], *(b[None, :] for b in biases)))
     device = Device.current()
 
@@ -196,6 +188,7 @@ def _sizes(x: Array, w: Array, vocabulary_major: bool) -> tuple[int, int, int]:
         f"w has hidden size {weight_hidden} (shape {w.shape}, vocabulary_major={vocabulary_major}) and x {hidden}; "
         "they are multiplied and must agree",
     )
+    _require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
     return rows, hidden, vocabulary
 
 
