@@ -56,7 +56,7 @@ class Residuals(NamedTuple):
 
 
 class Results(NamedTuple):
-    """This is what a forward gives.
+    """These are what a forward gives.
 
     Attributes:
       statistics: the spec's, [N] each, of its accumulation dtype; that of ``argmax`` of int32.
@@ -88,5 +88,5 @@ class Gradients(NamedTuple):
 
     @classmethod
     def at(cls, found: Mapping[int, PyTree], sides: int) -> Gradients:
-        """Those that were found are at these positions of (x, w, *sides), of which there are so many."""
+        """``found`` has gradients by their operands' positions in (x, w, *sides), and the others are None."""
         return cls(found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(sides)))

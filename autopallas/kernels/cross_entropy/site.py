@@ -172,7 +172,7 @@ class CrossEntropySite:
         return jnp.broadcast_to(x, shape), w
 
     def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
-        """All arrays have the batch in front, B; but for x, it may be of size 1."""
+        """All arrays have an axis of the batch in front, which but for that of x may be of size 1."""
         x, w = self._of_head(self.heads[0], operands)
         groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
         sides: list[SideArray] = [

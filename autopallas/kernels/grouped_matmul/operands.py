@@ -27,11 +27,13 @@ Array: TypeAlias = jax.Array
 
 
 class Operands(NamedTuple):
-    """These are what a grouped matmul is computed from; those of a batch axis of size 1 are shared by all examples.
+    """These are what a grouped matmul is computed from.  One whose batch axis has size 1 is shared by all examples.
+
+    (``first``, ``second``) are (lhs, rhs), or (dout, rhs) for "dlhs", or (lhs, dout) for "drhs".
 
     Attributes:
-      first: lhs [B|1, M, K], or dout [B|1, M, N] for "dlhs".
-      second: rhs [B|1, G, K, N], or dout [B|1, M, N] for "drhs".
+      first: lhs [B|1, M, K] or dout [B|1, M, N], of the spec's ``first_dtype``.
+      second: rhs [B|1, G, K, N] or dout [B|1, M, N], of its ``second_dtype``.
       group_sizes: [B|1, G], integer.
     """
 
