@@ -16,6 +16,7 @@ import numpy as np
 import autopallas
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.cases import ORIGINALS, in_direction, table_grid
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.tuned_block_sizes import infer_block_sizes
@@ -91,7 +92,7 @@ def kernel(case: Case, implementation: str, block_sizes: BlockSizes) -> Callable
 
     def run(x: jax.Array, w: jax.Array, labels: jax.Array, cotangent: Any = 1.0) -> Any:
         weight = jnp.reshape(jnp.asarray(cotangent, jnp.float32) / asked.rows, (1, 1))
-        statistics, products = module.forward(asked, block_sizes, x, w, (labels[:, None], weight))
+        statistics, products = module.forward(asked, block_sizes, Operands(x, w, (labels[:, None], weight)))
         maximum, total, picked, *argmax = statistics
         loss = jnp.mean(maximum + jnp.log(total) - picked)
         right = [jnp.mean((index == labels).astype(jnp.float32)) for index in argmax]

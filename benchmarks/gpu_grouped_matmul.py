@@ -18,6 +18,7 @@ import autopallas
 from autopallas.kernels.grouped_matmul import pallas_gpu, xla
 from autopallas.kernels.grouped_matmul.api import apply, grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import table_key
 from autopallas.sites.device import Device
@@ -84,10 +85,11 @@ def exact(lhs: Any, rhs: Any, sizes: Any, *cotangent: Any) -> Any:
     spec = GroupedMatmulSpec("forward", 1, *lhs.shape[:1], *rhs.shape, f32, f32, f32, "HIGHEST")
     given = [x.astype(f32)[None] for x in (lhs, rhs, *cotangent)]
     block = BlockSizes(256).fitted(spec)
-    out = xla.forward(spec, block, given[0], given[1], sizes[None])[0]
+    own = Operands(given[0], given[1], sizes[None])
+    out = xla.forward(spec, block, own)[0]
     if not cotangent:
         return out
-    gradients = xla.backward(spec, block, given[0], given[1], sizes[None], given[2])
+    gradients = xla.backward(spec, block, own, given[2])
     return out, *(x[0] for x in gradients if x is not None)
 
 

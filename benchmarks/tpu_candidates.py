@@ -25,9 +25,11 @@ from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBloc
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.cross_entropy import pallas_tpu as cross_entropy
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlocks
+from autopallas.kernels.cross_entropy.operands import Operands as LossOperands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.kernels.grouped_matmul import pallas_tpu as grouped_matmul
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes as GroupedBlocks
+from autopallas.kernels.grouped_matmul.operands import Operands as GroupedOperands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.kernels.tpu import generation
 from autopallas.kernels.tpu_schedule_tracing import Table, limit_of
@@ -178,7 +180,7 @@ def grouped(use: Use, rows: int, k: int, n: int, groups: int, full: bool = False
         tile = tuple(grouped_matmul.Tile.of(spec, sizes, rows, budget))
 
         def ours(first: Any, second: Any, counts: Any, sizes: Any = sizes) -> Any:
-            return grouped_matmul.forward(spec, sizes, first[None], second[None], counts)
+            return grouped_matmul.forward(spec, sizes, GroupedOperands(first[None], second[None], counts))
 
         given = (first, second, array(1, groups, dtype=I32))
         yield Candidate("grouped_matmul", shape, use, "ours", tile, ours, given, work)
@@ -267,7 +269,7 @@ def losses(rows: int, hidden: int, vocabulary: int, full: bool = False) -> Itera
         sizes = LossBlocks(*blocks)
 
         def ours(x: Any, w: Any, labels: Any, sizes: LossBlocks = sizes) -> Any:
-            return cross_entropy.forward(spec, sizes, x, w, (labels,))
+            return cross_entropy.forward(spec, sizes, LossOperands(x, w, (labels,)))
 
         kernels = {"statistics": work, "rows": 2 * work, "columns": 2 * work}
         yield Candidate("cross_entropy", shape, "forward+backward", "ours", blocks, ours, arguments, kernels)

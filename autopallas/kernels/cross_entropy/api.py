@@ -14,6 +14,7 @@ import numpy as np
 
 from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.sites.device import Device
@@ -75,15 +76,7 @@ def cross_entropy(
       >>> print(loss.shape, f"{loss[0]:.4f}")  # log(100)
       (6,) 4.6052
     """
-    rows, hidden = _matrix("x", x, "[rows, hidden size]")
-    first, second = _matrix("w", w, "[vocabulary, hidden size]" if vocabulary_major else "[hidden size, vocabulary]")
-    vocabulary, weight_hidden = (first, second) if vocabulary_major else (second, first)
-    _require(
-        weight_hidden == hidden,
-        f"w has hidden size {weight_hidden} (shape {w.shape}, vocabulary_major={vocabulary_major}) and x {hidden}; "
-        "they are multiplied and must agree",
-    )
-    _require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
+    rows, hidden, vocabulary = _sizes(x, w, vocabulary_major)
     if not hasattr(labels, "dtype") or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels must be an integer array, not {_kind(labels)}; convert it")
     _require(labels.shape == (rows,), f"labels has shape {labels.shape}; there must be one for each row, ({rows},)")
@@ -96,30 +89,20 @@ def cross_entropy(
         kind = type(block_sizes).__name__
         raise TypeError(f"block_sizes is a {kind}; pass autopallas.kernels.cross_entropy.block_sizes.BlockSizes")
 
-    sides, side_specs = [labels[:, None]], [SideSpec(np.dtype(labels.dtype), (True, False))]
-    if bias is not None:
-        sides.append(bias[None, :])
-        side_specs.append(SideSpec(np.dtype(bias.dtype), (False, True)))
-    dtypes = (np.dtype(x.dtype), np.dtype(w.dtype))
-    logit_dtype = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
+    logit_dtype = np.dtype(np.float64 if np.float64 in (x.dtype, w.dtype) else np.float32)
     program = _logit_program(logit_dtype, scale, logits_soft_cap, None if bias is None else np.dtype(bias.dtype))
-    spec = CrossEntropySpec(
-        rows=rows,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        row_dtype=dtypes[0],
-        weight_dtype=dtypes[1],
-        logit_dtype=logit_dtype,
-        vocabulary_major=vocabulary_major,
-        statistics=(Statistic("max", program), Statistic("exp_sum", program), Statistic("pick", program, 0)),
-        sides=tuple(side_specs),
-    )
+    biases = () if bias is None else (bias,)
+    sides = _side(labels, by_row=True), *(_side(b, by_row=False) for b in biases)
+    statistics = Statistic("max", program), Statistic("exp_sum", program), Statistic("pick", program, 0)
+    dtypes = np.dtype(x.dtype), np.dtype(w.dtype), logit_dtype
+    spec = CrossEntropySpec(rows, hidden, vocabulary, *dtypes, vocabulary_major, statistics, sides)
+    operands = Operands(x, w, (labels[:, None], *(b[None, :] for b in biases)))
     device = Device.current()
 
     def call(module: ModuleType) -> tuple[Array, Array]:
         name = module.__name__.rpartition(".")[2]
         sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
-        result: tuple[Array, Array] = _cross_entropy(name, spec, sizes, x, w, tuple(sides))
+        result: tuple[Array, Array] = _cross_entropy(name, spec, sizes, operands)
         return result
 
     return OPERATION.first_that_works(spec, device, implementation, call)
@@ -130,49 +113,46 @@ def _cross_entropy(
     name: str,
     spec: CrossEntropySpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    x: Array,
-    w: Array,
-    sides: tuple[Array, ...],
+    operands: Operands,
 ) -> tuple[Array, Array]:
-    return _results(_statistics(name, spec, block_sizes[0], x, w, sides))
+    return _results(_statistics(name, spec, block_sizes[0], operands))
 
 
-def _statistics(name: str, spec: CrossEntropySpec, sizes: BlockSizes, *operands: PyTree) -> tuple[Array, ...]:
+def _statistics(name: str, spec: CrossEntropySpec, sizes: BlockSizes, operands: Operands) -> Residuals:
     module = OPERATION.implementation(name)
     assert module is not None
-    statistics: tuple[Array, ...] = module.forward(spec, sizes, *operands)[0]
-    return statistics
+    found: Results = module.forward(spec, sizes, operands)
+    return found.residuals
 
 
-def _results(statistics: tuple[Array, ...]) -> tuple[Array, Array]:
-    maximum, total, picked = statistics
+def _results(residuals: Residuals) -> tuple[Array, Array]:
+    maximum, total, picked = residuals.statistics
     logsumexp = jnp.where(jnp.isfinite(maximum), maximum, 0) + jnp.log(total)
     return logsumexp - picked, logsumexp
 
 
 def _forward(
-    name: str, spec: CrossEntropySpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: PyTree
-) -> tuple[tuple[Array, Array], tuple[PyTree, ...]]:
-    statistics = _statistics(name, spec, block_sizes[1], *operands)
-    return _results(statistics), (*operands, statistics)
+    name: str, spec: CrossEntropySpec, block_sizes: tuple[BlockSizes, BlockSizes], operands: Operands
+) -> tuple[tuple[Array, Array], tuple[Operands, Residuals]]:
+    residuals = _statistics(name, spec, block_sizes[1], operands)
+    return _results(residuals), (operands, residuals)
 
 
 def _backward(
     name: str,
     spec: CrossEntropySpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    residuals: tuple[PyTree, ...],
+    saved: tuple[Operands, Residuals],
     cotangents: tuple[Array, Array],
-) -> tuple[PyTree, ...]:
+) -> tuple[PyTree]:
     module = OPERATION.implementation(name)
     assert module is not None
-    x, w, sides, statistics = residuals
+    operands, residuals = saved
     dloss, dlogsumexp = cotangents
     # The logsumexp does not depend on the shift, so its maximum needs no gradient.
-    given = (None, (dloss + dlogsumexp) / statistics[1], -dloss)
+    given = (None, (dloss + dlogsumexp) / residuals.statistics[1], -dloss)
     wanted = (True, True, *(side.differentiable for side in spec.sides))
-    dx, dw, dsides = module.backward(spec, block_sizes[1], x, w, sides, statistics, given, wanted)
-    return dx, dw, dsides
+    return (Operands(*module.backward(spec, block_sizes[1], operands, residuals, given, wanted)),)
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -196,6 +176,24 @@ def _logit_program(
         return z
 
     return traced(logit, *inputs)
+
+
+def _sizes(x: Array, w: Array, vocabulary_major: bool) -> tuple[int, int, int]:
+    """The operands agree in (rows, hidden size, vocabulary); else this raises."""
+    rows, hidden = _matrix("x", x, "[rows, hidden size]")
+    first, second = _matrix("w", w, "[vocabulary, hidden size]" if vocabulary_major else "[hidden size, vocabulary]")
+    vocabulary, weight_hidden = (first, second) if vocabulary_major else (second, first)
+    _require(
+        weight_hidden == hidden,
+        f"w has hidden size {weight_hidden} (shape {w.shape}, vocabulary_major={vocabulary_major}) and x {hidden}; "
+        "they are multiplied and must agree",
+    )
+    _require(min(rows, hidden, vocabulary) > 0, "x and w must not be empty")
+    return rows, hidden, vocabulary
+
+
+def _side(array: Array, by_row: bool) -> SideSpec:
+    return SideSpec(np.dtype(array.dtype), (by_row, not by_row))
 
 
 def _require(condition: bool, message: str) -> None:

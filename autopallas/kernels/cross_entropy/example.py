@@ -22,7 +22,7 @@ Array: TypeAlias = np.ndarray
 
 
 def example(spec: CrossEntropySpec, key: int = 0) -> tuple[Array, Array, tuple[Array | tuple[Array, Array], ...]]:
-    """(x, w, sides) as ``reference.forward`` takes them; others for another ``key``."""
+    """These are (x, w, sides) as of ``operands.Operands``; others for another ``key``."""
     random = np.random.default_rng(key)
     x, w = _head(random, spec.heads[0], spec)
     return x, w, tuple(_side(random, side, spec) for side in spec.sides)

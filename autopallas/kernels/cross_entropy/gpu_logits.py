@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -26,7 +27,7 @@ from autopallas.kernels.gpu import SHARED_MEMORY, mosaic, rounded, shared_bytes,
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, REGISTERS, Ring, placed, steps_of, tiles
 from autopallas.kernels.refs import Ref
 
-__all__ = ["ALIGNED", "ROWS", "Plan", "Vectors", "each_tile", "padded"]
+__all__ = ["ALIGNED", "ROWS", "Logits", "Plan", "Vectors", "each_tile", "padded"]
 
 Array: TypeAlias = jax.Array
 Stored: TypeAlias = tuple[tuple[int, ...], DTypeLike]
@@ -81,79 +82,94 @@ class Plan(NamedTuple):
         return [tile(x, spec.row_dtype), tile(w, spec.weight_dtype), full, free]
 
 
-def each_tile(
-    spec: CrossEntropySpec,
-    plan: Plan,
-    x: Ref,
-    w: Ref,
-    ring: Ring,
-    column_tiles: int,
-    start: Ref | None,
-    visit: Callable[[Array, Array, Array], None],
-) -> None:
-    """The body of a kernel: ``visit(row, number, logits)`` by each consumer for each of the block's tiles.
+class Logits(NamedTuple):
+    """This is a product of x and the weight in main memory, of which the warpgroups make tiles.
 
-    Args:
+    Attributes:
       spec, plan: what is multiplied, and how.
-      x, w: [rows, D] and the weight, in main memory.
+      x, w: [rows, D] and the weight.
       ring: the stages.
       column_tiles: how many tiles there are along the vocabulary.
       start: the column of the first of them, a multiple of 64; None for 0.
-      visit: is given the first row, the number of the tile along the vocabulary, and logits [64, columns] in float32.
     """
+
+    spec: CrossEntropySpec
+    plan: Plan
+    x: Ref
+    w: Ref
+    ring: Ring
+    column_tiles: int
+    start: Ref | None = None
+
+    def place(self, index: Array) -> tuple[Array, Array]:
+        """The tile of this number is at (row, column)."""
+        return placed(index, -(-self.x.shape[0] // ROWS), self.column_tiles)
+
+
+Visit: TypeAlias = Callable[[Array, Array, Array], None]
+"""``visit(row, number, logits)``: the first row, the number of the tile along the vocabulary, and [64, columns] in
+float32."""
+
+
+def each_tile(own: Logits, visit: Visit) -> None:
+    """The body of a kernel is a visit by each consumer of its part of each of the block's tiles."""
     plgpu = mosaic()
-    row_tiles, steps = -(-x.shape[0] // ROWS), -(-x.shape[1] // PART)
+    count = -(-own.x.shape[0] // ROWS) * own.column_tiles
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        first_column = jnp.int32(0) if start is None else pl.multiple_of(start[0], ALIGNED)
-
-        def load_tile(index: Array, step: Array) -> Array:
-            row, column = placed(index, row_tiles, column_tiles)
-
-            def load(k: Array, step: Array) -> Array:
-                def copies(slot: Array, barrier: Ref) -> None:
-                    along = pl.ds(k * PART, PART)
-                    across = pl.ds(first_column + column * plan.columns, plan.columns)
-                    for i in range(CONSUMERS):
-                        part = pl.ds(row * ROWS + i * PART, PART)
-                        plgpu.copy_gmem_to_smem(x.at[part, along], ring.first.at[slot, i], barrier)
-                    block = (across, along) if spec.vocabulary_major else (along, across)
-                    plgpu.copy_gmem_to_smem(w.at[block], ring.second.at[slot], barrier)
-
-                ring.load(step, copies)
-                return jnp.add(step, 1)
-
-            return steps_of(0, steps, load, step)
-
-        ring.drain(tiles(row_tiles * column_tiles, load_tile))
+        first_column = jnp.int32(0) if own.start is None else pl.multiple_of(own.start[0], ALIGNED)
+        own.ring.drain(tiles(count, partial(_load_tile, own, first_column)))
 
     @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-
-        def compute_tile(index: Array, step: Array) -> Array:
-            row, column = placed(index, row_tiles, column_tiles)
-
-            def product(sum_: Ref) -> Array:
-                def use(i: Array, slot: Array) -> None:
-                    a, b = ring.first.at[slot, warpgroup], ring.second.at[slot]
-                    plgpu.wgmma(sum_, a, b.transpose((1, 0)) if spec.vocabulary_major else b)
-
-                ring.consume(step, jnp.int32(steps), use)
-                total: Array = sum_[...]
-                # ptxas may move conversions to 16 bits to where wgmma still adds to the sums, and then has each wgmma
-                # wait for the one before (C7514).  It does not move an addition, nor leave it out: -0 becomes 0.
-                return total + 0.0 if spec.logit_dtype.itemsize == 2 else total
-
-            logits = pl.run_scoped(product, plgpu.ACC((PART, plan.columns), jnp.float32))
-            visit(row * ROWS + warpgroup * PART, column, logits)
-            return jnp.add(step, steps)
-
-        tiles(row_tiles * column_tiles, compute_tile)
+        tiles(count, partial(_compute_tile, own, warpgroup, visit))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _load_tile(own: Logits, first_column: Array, index: Array, step: Array) -> Array:
+    """The producer loads what a tile is the product of, and returns the steps done."""
+    plgpu, plan, ring = mosaic(), own.plan, own.ring
+    row, column = own.place(index)
+
+    def load(k: Array, step: Array) -> Array:
+        def copies(slot: Array, barrier: Ref) -> None:
+            along = pl.ds(k * PART, PART)
+            across = pl.ds(first_column + column * plan.columns, plan.columns)
+            for i in range(CONSUMERS):
+                part = pl.ds(row * ROWS + i * PART, PART)
+                plgpu.copy_gmem_to_smem(own.x.at[part, along], ring.first.at[slot, i], barrier)
+            block = (across, along) if own.spec.vocabulary_major else (along, across)
+            plgpu.copy_gmem_to_smem(own.w.at[block], ring.second.at[slot], barrier)
+
+        ring.load(step, copies)
+        return jnp.add(step, 1)
+
+    return steps_of(0, -(-own.x.shape[1] // PART), load, step)
+
+
+def _compute_tile(own: Logits, warpgroup: Array, visit: Visit, index: Array, step: Array) -> Array:
+    """A consumer computes and visits its part of a tile, and returns the steps done."""
+    spec, ring, steps = own.spec, own.ring, -(-own.x.shape[1] // PART)
+    row, column = own.place(index)
+
+    def product(sum_: Ref) -> Array:
+        def use(i: Array, slot: Array) -> None:
+            a, b = ring.first.at[slot, warpgroup], ring.second.at[slot]
+            mosaic().wgmma(sum_, a, b.transpose((1, 0)) if spec.vocabulary_major else b)
+
+        ring.consume(step, jnp.int32(steps), use)
+        total: Array = sum_[...]
+        # ptxas may move conversions to 16 bits to where wgmma still adds to the sums, and then has each wgmma wait for
+        # the one before (C7514).  It does not move an addition, nor leave it out: -0 becomes 0.
+        return total + 0.0 if spec.logit_dtype.itemsize == 2 else total
+
+    logits = pl.run_scoped(product, mosaic().ACC((PART, own.plan.columns), jnp.float32))
+    visit(row * ROWS + warpgroup * PART, column, logits)
+    return jnp.add(step, steps)
 
 
 # ---------------------------------------------------------------------- side inputs

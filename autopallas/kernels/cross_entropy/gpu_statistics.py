@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from autopallas.kernels.cross_entropy.gpu_logits import Plan, Vectors, each_tile
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
 from autopallas.kernels.cross_entropy.tiles import Tile
 from autopallas.kernels.gpu import call, mosaic, processors
@@ -108,7 +108,7 @@ def _kernel(
             plgpu.copy_smem_to_gmem(place.at[warpgroup], result.at[column, pl.ds(at, PART)])
 
     ring = Ring(first, second, full, free, plan.stages)
-    each_tile(spec, plan, x, w, ring, results[0].shape[0], None, visit)
+    each_tile(Logits(spec, plan, x, w, ring, results[0].shape[0]), visit)
 
 
 def _initial(statistic: Statistic) -> Array:

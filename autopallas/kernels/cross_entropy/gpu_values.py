@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from autopallas.compat import Dtype
-from autopallas.kernels.cross_entropy.gpu_logits import Plan, Vectors, each_tile
+from autopallas.kernels.cross_entropy.gpu_logits import Logits, Plan, Vectors, each_tile
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.gpu import call, mosaic, processors, rounded, tile
 from autopallas.kernels.gpu_pipeline import CONSUMERS, PART, Ring
@@ -102,4 +102,4 @@ def _kernel(spec: CrossEntropySpec, plan: Plan, wanted: Sequence[Wanted], given:
 
     ring = Ring(first, second, full, free, plan.stages)
     # What TMA writes behind the end of the results is dropped.
-    each_tile(spec, plan, x, w, ring, -(-results[0].shape[1] // plan.columns), start, visit)
+    each_tile(Logits(spec, plan, x, w, ring, -(-results[0].shape[1] // plan.columns), start), visit)

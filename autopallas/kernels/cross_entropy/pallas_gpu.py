@@ -21,10 +21,11 @@ import numpy as np
 from autopallas.kernels.cross_entropy import xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tile_products import Target, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands
 from autopallas.kernels.gpu import reason_against, reason_against_programs, rounded
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -71,78 +72,72 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
     return tuple(dict.fromkeys(sizes))
 
 
-def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Statistics and products.  Arguments and results as in ``xla.forward``."""
-    found = _statistics(spec, x, w, sides) if spec.statistics else ()
+def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """One kernel gives the statistics, and another one the values of which the library makes the products."""
+    found = _statistics(spec, operands) if spec.statistics else ()
     if not spec.products:
-        return found, ()
-    finished = Operands.of(spec, x, w, sides).finished(spec, (0, spec.rows), found)
+        return Results(found)
+    finished = TileOperands.of(spec, operands).finished(spec, (0, spec.rows), found)
     more = tuple(SideSpec(f.dtype, (f.shape[0] != 1, False)) for f in finished)
     # The programs of products read the finished values behind the side inputs, of which they are then some.
     rest = replace(spec, statistics=(), finish=(), sides=(*spec.sides, *more))
-    given = (*sides, *finished)
+    given = operands._replace(sides=(*operands.sides, *finished))
     programs = [p.program for p in spec.products]
     if reason_against_programs(programs) is not None:
-        return found, xla.forward(rest, block_sizes.fitted(spec), x, w, given)[1]
+        return Results(found, xla.forward(rest, block_sizes.fitted(spec), given).products)
     targets = [Target.of_product(p) for p in spec.products]
-    products = _contracted(rest, block_sizes, x, w, given, targets, programs)
-    return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
+    products = _contracted(rest, block_sizes, given, targets, programs)
+    shaped = (a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
+    return Results(found, tuple(shaped))
 
 
 def backward(
     spec: CrossEntropySpec,
     block_sizes: BlockSizes,
-    x: Array,
-    w: Array,
-    sides: Sequence[Array],
-    statistics: Sequence[Array],
+    operands: Operands,
+    residuals: Residuals,
     cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
-    """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
+) -> Gradients:
+    """The kernel of the values gives what the library makes the gradients of."""
     targets = Target.of_gradients(spec, wanted)
     if not targets:
-        return None, None, (None,) * len(spec.sides)
-    labels = Operands.of(spec, x, w, sides).labels
+        return Gradients.at({}, len(spec.sides))
+    labels = TileOperands.of(spec, operands).labels
 
     def compute(other: CrossEntropySpec) -> tuple[Array, ...]:
-        return _statistics(other, x, w, sides)
+        return _statistics(other, operands)
 
-    pull = Pull.of(spec, labels, statistics, cotangents, compute)
+    pull = Pull.of(spec, labels, residuals.statistics, cotangents, compute)
     programs = [pull.program(position - 2 if position >= 2 else None) for position in targets]
     if not pull.terms or reason_against_programs(programs) is not None:
-        return xla.backward(spec, block_sizes.fitted(spec), x, w, sides, statistics, cotangents, wanted)
-    given = (*sides, *pull.arrays())
-    results = _contracted(spec, block_sizes, x, w, given, [*targets.values()], programs)
-    found = dict(zip(targets, results, strict=True))
-    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
+        return xla.backward(spec, block_sizes.fitted(spec), operands, residuals, cotangents, wanted)
+    given = operands._replace(sides=(*operands.sides, *pull.arrays()))
+    results = _contracted(spec, block_sizes, given, [*targets.values()], programs)
+    return Gradients.at(dict(zip(targets, results, strict=True)), len(spec.sides))
 
 
-def _statistics(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[Array]) -> tuple[Array, ...]:
+def _statistics(spec: CrossEntropySpec, operands: Operands) -> tuple[Array, ...]:
     """The spec's statistics, [N] each."""
     from autopallas.kernels.cross_entropy.gpu_logits import Vectors
     from autopallas.kernels.cross_entropy.gpu_statistics import statistics_call
 
     needed = required(spec.statistics)
-    labels = Operands.of(spec, x, w, sides).labels
-    given = (*sides, *labels.values())
-    vectors = Vectors.of(given)
-    x, w, operands = _whole(spec, vectors, x, w, given)
-    places = {position: len(sides) + n for n, position in enumerate(labels)}
+    labels = TileOperands.of(spec, operands).labels
+    given = operands._replace(sides=(*operands.sides, *labels.values()))
+    vectors = Vectors.of(given.side_arrays)
+    x, w, beside = _whole(spec, vectors, given)
+    places = {position: len(operands.sides) + n for n, position in enumerate(labels)}
     columns = w.shape[0 if spec.vocabulary_major else 1]
     kernel = statistics_call(spec, needed, places, vectors, x.shape[0], columns)
-    parts = dict(zip(needed, kernel(x, w, *operands), strict=True))
+    parts = dict(zip(needed, kernel(x, w, *beside), strict=True))
     return tuple(_merged(s, parts)[: spec.rows] for s in spec.statistics)
 
 
 def _contracted(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    x: Array,
-    w: Array,
-    sides: Sequence[Array],
+    operands: Operands,
     targets: Sequence[Target],
     programs: Sequence[ElementwiseProgram],
 ) -> tuple[Array, ...]:
@@ -151,15 +146,14 @@ def _contracted(
     Args:
       spec: of the logits.
       sizes: whose vocabulary block is the part.
-      x, w: operands.
-      sides: what the programs read, [N|1, V|1] each.
+      operands: with all that the programs read among the sides, none of which varies over both axes.
       targets, programs: one of each.
     """
     from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, Vectors
     from autopallas.kernels.cross_entropy.gpu_values import values_call
 
-    vectors = Vectors.of(sides)
-    whole_x, whole_w, operands = _whole(spec, vectors, x, w, sides)
+    vectors = Vectors.of(operands.side_arrays)
+    x, w, beside = _whole(spec, vectors, operands)
     stored = [(p, p.dtype) for p in programs]
     different = tuple(dict.fromkeys(stored))
 
@@ -167,23 +161,22 @@ def _contracted(
         # The tile's own logits are not read, so that nothing computes them.
         kernel = values_call(spec, different, vectors, columns[1])
         start = jnp.full((1,), columns[0], np.int32)
-        values = dict(zip(different, kernel(start, whole_x, whole_w, *operands), strict=True))
+        values = dict(zip(different, kernel(start, x, w, *beside), strict=True))
         return tuple(values[each][: spec.rows, : columns[1]] for each in stored)
 
     part = BlockSizes(spec.rows, min(spec.vocabulary, rounded(sizes.vocabulary_block, ALIGNED)))
-    return contracted(spec, part, Operands.of(spec, x, w, sides[: len(spec.sides)]), targets, make)
+    own = operands._replace(sides=operands.sides[: len(spec.sides)])
+    return contracted(spec, part, TileOperands.of(spec, own), targets, make)
 
 
-def _whole(
-    spec: CrossEntropySpec, vectors: Vectors, x: Array, w: Array, sides: Sequence[Array]
-) -> tuple[Array, Array, list[Array]]:
-    """The operands of a kernel, padded to whole tiles: what is behind the end of main memory is not to be read."""
+def _whole(spec: CrossEntropySpec, vectors: Vectors, operands: Operands) -> tuple[Array, Array, list[Array]]:
+    """A kernel's operands are whole tiles, padded: what is behind the end of main memory is not to be read."""
     from autopallas.kernels.cross_entropy.gpu_logits import ALIGNED, ROWS, padded
 
     rows = rounded(spec.rows, ROWS)
-    operands = vectors.operands(sides, rows, rounded(spec.vocabulary, _WIDEST) + _WIDEST)
-    x = padded(x, (rows, rounded(spec.hidden, ALIGNED)))
-    return x, padded(w, tuple(rounded(n, ALIGNED) for n in w.shape)), operands
+    beside = vectors.operands(operands.side_arrays, rows, rounded(spec.vocabulary, _WIDEST) + _WIDEST)
+    x = padded(operands.x, (rows, rounded(spec.hidden, ALIGNED)))
+    return x, padded(operands.w, tuple(rounded(n, ALIGNED) for n in operands.w.shape)), beside
 
 
 def _merged(statistic: Statistic, parts: dict[Statistic, Array]) -> Array:

@@ -23,10 +23,11 @@ from jax.experimental.pallas import tpu as pltpu
 from autopallas.compat import Shaped
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import required
 from autopallas.kernels.cross_entropy.tile_products import Target
-from autopallas.kernels.cross_entropy.tiles import Operands, Tile
+from autopallas.kernels.cross_entropy.tiles import Tile, TileOperands
 from autopallas.kernels.cross_entropy.tpu_kernels import Make, Reader, contract, statistics, summed_apart, values_of
 from autopallas.kernels.cross_entropy.tpu_memory import SUBLANES, Packed, Shape, Task, fitting
 from autopallas.kernels.refs import IndexMap
@@ -41,8 +42,6 @@ INTERPRETED_UNITS = (8, 8)
 """Interpreted kernels have no registers to fill, and with small tiles show what large ones do."""
 
 Array: TypeAlias = jax.Array
-Given: TypeAlias = tuple[Array, Array, tuple[Array, ...]]
-"""x, w and the side inputs."""
 
 
 def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
@@ -89,48 +88,49 @@ def candidates(spec: CrossEntropySpec, device: Device) -> tuple[BlockSizes, ...]
     return tuple(different.values())
 
 
-def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[Array] = ()
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Statistics and products.  Arguments and results as in ``xla.forward``."""
+def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """One kernel gives the statistics, and one or two the products."""
     if _lies_transposed(spec):
-        found, made = forward(replace(spec, vocabulary_major=True), block_sizes, x, w.T, sides)
-        return found, tuple(a.T if p.kind == "columns" else a for a, p in zip(made, spec.products, strict=True))
-    operands = Operands.of(spec, x, w, sides)
-    given = (x, w, tuple(sides))
-    found = _statistics(spec, block_sizes, given, operands.labels) if spec.statistics else ()
+        major, turned = replace(spec, vocabulary_major=True), operands._replace(w=operands.w.T)
+        found, made = forward(major, block_sizes, turned)
+        lying = (a.T if p.kind == "columns" else a for a, p in zip(made, spec.products, strict=True))
+        return Results(found, tuple(lying))
+    arrays = TileOperands.of(spec, operands)
+    found = _statistics(spec, block_sizes, operands, arrays.labels) if spec.statistics else ()
     if not spec.products:
-        return found, ()
-    finished = operands.finished(spec, (0, spec.rows), found)
+        return Results(found)
+    finished = arrays.finished(spec, (0, spec.rows), found)
     targets = [Target.of_product(p) for p in spec.products]
     programs = [p.program for p in spec.products]
     products = _contracted(
-        spec, block_sizes, given, finished, targets, lambda chosen: values_of([programs[n] for n in chosen])
+        spec, block_sizes, operands, finished, targets, lambda chosen: values_of([programs[n] for n in chosen])
     )
-    return found, tuple(a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
+    shaped = (a[0] if p.kind == "column_sum" else a for a, p in zip(products, spec.products, strict=True))
+    return Results(found, tuple(shaped))
 
 
 def backward(
     spec: CrossEntropySpec,
     block_sizes: BlockSizes,
-    x: Array,
-    w: Array,
-    sides: Sequence[Array],
-    statistics: Sequence[Array],
+    operands: Operands,
+    residuals: Residuals,
     cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[Array | None, ...]]:
-    """Gradients of the statistics.  Arguments and results as in ``xla.backward``."""
+) -> Gradients:
+    """The kernels of the products give the gradients."""
     if _lies_transposed(spec):
-        major = replace(spec, vocabulary_major=True)
-        dx, dw, dsides = backward(major, block_sizes, x, w.T, sides, statistics, cotangents, wanted)
-        return dx, None if dw is None else dw.T, dsides
+        major, turned = replace(spec, vocabulary_major=True), operands._replace(w=operands.w.T)
+        found = backward(major, block_sizes, turned, residuals, cotangents, wanted)
+        return found if found.w is None else found._replace(w=found.w.T)
     targets = Target.of_gradients(spec, wanted)
     if not targets:
-        return None, None, (None,) * len(spec.sides)
-    given = (x, w, tuple(sides))
-    labels = Operands.of(spec, x, w, sides).labels
-    pull = Pull.of(spec, labels, statistics, cotangents, lambda other: _statistics(other, block_sizes, given, labels))
+        return Gradients.at({}, len(spec.sides))
+    labels = TileOperands.of(spec, operands).labels
+
+    def compute(other: CrossEntropySpec) -> tuple[Array, ...]:
+        return _statistics(other, block_sizes, operands, labels)
+
+    pull = Pull.of(spec, labels, residuals.statistics, cotangents, compute)
     positions = list(targets)
 
     def make(chosen: Sequence[int]) -> Make:
@@ -144,10 +144,8 @@ def backward(
 
         return values
 
-    found = dict(
-        zip(positions, _contracted(spec, block_sizes, given, pull.arrays(), [*targets.values()], make), strict=True)
-    )
-    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
+    gradients = _contracted(spec, block_sizes, operands, pull.arrays(), [*targets.values()], make)
+    return Gradients.at(dict(zip(positions, gradients, strict=True)), len(spec.sides))
 
 
 def _lies_transposed(spec: CrossEntropySpec) -> bool:
@@ -196,9 +194,9 @@ def _blocks(reader: Reader) -> tuple[int, int]:
     return -(-reader.spec.rows // reader.shape.rows), -(-reader.spec.vocabulary // reader.shape.columns)
 
 
-def _cost(reader: Reader, given: Given, results: Sequence[Shaped], passes: int, dots: int) -> pl.CostEstimate:
+def _cost(reader: Reader, operands: Operands, results: Sequence[Shaped], passes: int, dots: int) -> pl.CostEstimate:
     """Of ``dots`` matmuls per tile, and an exponential per logit; what the inner loop holds is read in each pass."""
-    x, w, _ = given
+    x, w, _ = operands
     rows, columns = _blocks(reader)
 
     def body(x: Array, w: Array) -> Array:
@@ -214,11 +212,12 @@ def _cost(reader: Reader, given: Given, results: Sequence[Shaped], passes: int, 
     return replace(one, flops=one.flops * dots)
 
 
-def _statistics(spec: CrossEntropySpec, sizes: BlockSizes, given: Given, labels: dict[int, Array]) -> tuple[Array, ...]:
+def _statistics(
+    spec: CrossEntropySpec, sizes: BlockSizes, operands: Operands, labels: dict[int, Array]
+) -> tuple[Array, ...]:
     """The spec's statistics, [N] each."""
-    x, w, sides = given
     needed = required(spec.statistics)
-    reader = _reader(spec, sizes, "statistics", (*sides, *labels.values()))
+    reader = _reader(spec, sizes, "statistics", (*operands.side_arrays, *labels.values()))
     rows, columns = _blocks(reader)
     results = [jax.ShapeDtypeStruct((spec.rows, 1), jnp.int32 if s.kind == "argmax" else jnp.float32) for s in needed]
     found = call(
@@ -229,9 +228,9 @@ def _statistics(spec: CrossEntropySpec, sizes: BlockSizes, given: Given, labels:
         in_specs=_in_specs(reader, True),
         out_specs=[pl.BlockSpec((reader.shape.rows, 1), lambda i, j: (i, 0)) for _ in needed],
         out_shape=results,
-        cost=_cost(reader, given, results, rows, 1),
+        cost=_cost(reader, operands, results, rows, 1),
         alike=2,
-    )(x, w, *reader.sides.arrays)
+    )(operands.x, operands.w, *reader.sides.arrays)
     known = dict(zip(needed, found, strict=True))
     return tuple(known[s][:, 0] for s in spec.statistics)
 
@@ -239,7 +238,7 @@ def _statistics(spec: CrossEntropySpec, sizes: BlockSizes, given: Given, labels:
 def _contracted(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    given: Given,
+    operands: Operands,
     extra: Sequence[Array],
     targets: Sequence[Target],
     make: Callable[[Sequence[int]], Make],
@@ -256,7 +255,7 @@ def _contracted(
     for task, numbers in tasks.items():
         if numbers:
             chosen = [targets[n] for n in numbers]
-            results = _contraction(spec, sizes, given, extra, task, chosen, make(numbers))
+            results = _contraction(spec, sizes, operands, extra, task, chosen, make(numbers))
             found |= dict(zip(numbers, results, strict=True))
     return [found[n] for n in range(len(targets))]
 
@@ -264,14 +263,13 @@ def _contracted(
 def _contraction(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    given: Given,
+    operands: Operands,
     extra: Sequence[Array],
     task: Task,
     targets: Sequence[Target],
     make: Make,
 ) -> list[Array]:
-    x, w, sides = given
-    reader = _reader(spec, sizes, task, (*sides, *extra))
+    reader = _reader(spec, sizes, task, (*operands.side_arrays, *extra))
     shape, blocks = reader.shape, _blocks(reader)
     outside = 0 if task == "rows" else 1
     specs, results, scratch = [], [], []
@@ -301,9 +299,9 @@ def _contraction(
         out_specs=specs,
         out_shape=results,
         scratch_shapes=scratch,
-        cost=_cost(reader, given, results, blocks[outside], dots),
+        cost=_cost(reader, operands, results, blocks[outside], dots),
         alike=2,
-    )(x, w, *reader.sides.arrays)
+    )(operands.x, operands.w, *reader.sides.arrays)
     return [
         (a.sum(0, keepdims=True) if t.kind == "side" and t.varies == (False, False) else a).astype(t.dtype)
         for a, t in zip(found, targets, strict=True)

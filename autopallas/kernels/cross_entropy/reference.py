@@ -15,6 +15,7 @@ from jax import lax
 
 from autopallas.compat import PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideArray, Statistic
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
@@ -30,21 +31,21 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     return Supported()
 
 
-def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[SideArray] = ()
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """The formulas of :class:`CrossEntropySpec`, line by line.  Arguments and results as in ``xla.forward``."""
+def forward(spec: CrossEntropySpec, block_sizes: BlockSizes | None, operands: Operands) -> Results:
+    """This has the formulas of :class:`CrossEntropySpec`, line by line."""
     query = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
     key = jnp.arange(spec.vocabulary, dtype=jnp.int32)[None, :]
-    operands = [(x, w), *(side for side in sides if isinstance(side, tuple))]
+    pairs = [(operands.x, operands.w), *(side for side in operands.sides if isinstance(side, tuple))]
     logits = [
         _einsum(spec, "nd,vd->nv" if head.vocabulary_major else "nd,dv->nv", *pair)
-        for head, pair in zip(spec.heads, operands, strict=True)
+        for head, pair in zip(spec.heads, pairs, strict=True)
     ]
     z, *further = logits
     z = z.astype(spec.logit_dtype)
-    pairs = zip(spec.sides, sides, strict=True)
-    arrays = [further.pop(0).astype(s.dtype) if isinstance(side, tuple) else side for s, side in pairs]
+    arrays = [
+        further.pop(0).astype(s.dtype) if isinstance(side, tuple) else side
+        for s, side in zip(spec.sides, operands.sides, strict=True)
+    ]
 
     def value(program: ElementwiseProgram, *extra: Array) -> Array:
         return jnp.broadcast_to(program.evaluate(z, query, key, (*arrays, *extra)), z.shape)
@@ -81,45 +82,41 @@ def forward(
             return p.astype(of.dtype)
         if of.kind == "column_sum":
             return jnp.sum(p.astype(spec.accumulation_dtype), axis=0).astype(of.dtype)
-        x, w = operands[of.head]
+        x, w = pairs[of.head]
         vocabulary_major = spec.heads[of.head].vocabulary_major
         if of.kind == "rows":
             return _einsum(spec, "nv,vd->nd" if vocabulary_major else "nv,dv->nd", p, w).astype(of.dtype)
         return _einsum(spec, "nv,nd->vd" if vocabulary_major else "nv,nd->dv", p, x).astype(of.dtype)
 
-    return statistics, tuple(product(p) for p in spec.products)
+    return Results(statistics, tuple(product(p) for p in spec.products))
 
 
 def backward(
     spec: CrossEntropySpec,
     block_sizes: BlockSizes | None,
-    x: Array,
-    w: Array,
-    sides: Sequence[SideArray],
-    statistics: Sequence[Array],
+    operands: Operands,
+    residuals: Residuals,
     cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
-    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+) -> Gradients:
+    """``jax.vjp`` of :func:`forward` gives the gradients."""
     differentiable = (True, True, *(s.differentiable for s in spec.sides))
     active = [n for n, (w, d) in enumerate(zip(wanted, differentiable, strict=True)) if w and d]
-    operands: tuple[PyTree, ...] = (x, w, *sides)
+    leaves: tuple[PyTree, ...] = (operands.x, operands.w, *operands.sides)
 
     def floating(*given: SideArray) -> tuple[Array, ...]:
-        merged = list(operands)
+        merged = list(leaves)
         for n, operand in zip(active, given, strict=True):
             merged[n] = operand
-        found = forward(spec, block_sizes, merged[0], merged[1], merged[2:])[0]
+        found = forward(spec, block_sizes, Operands(merged[0], merged[1], tuple(merged[2:]))).statistics
         return tuple(f for f, c in zip(found, cotangents, strict=True) if given_cotangent(c))
 
     def given_cotangent(cotangent: Array | None) -> bool:
         return cotangent is not None and cotangent.dtype != jax.dtypes.float0
 
-    _, vjp = jax.vjp(floating, *(operands[n] for n in active))
-    gradients: list[PyTree] = [None] * len(operands)
-    for n, gradient in zip(active, vjp(tuple(c for c in cotangents if given_cotangent(c))), strict=True):
-        gradients[n] = gradient
-    return gradients[0], gradients[1], tuple(gradients[2:])
+    _, vjp = jax.vjp(floating, *(leaves[n] for n in active))
+    found = vjp(tuple(c for c in cotangents if given_cotangent(c)))
+    return Gradients.at(dict(zip(active, found, strict=True)), len(spec.sides))
 
 
 def _einsum(spec: CrossEntropySpec, equation: str, a: Array, b: Array) -> Array:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.site import CrossEntropySite
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec, Statistic
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.kernels.cross_entropy.statistics import finite, required
 from autopallas.kernels.cross_entropy.tiles import canonical_labels
 from autopallas.sites.division import Division, PositionOperand
@@ -86,69 +87,58 @@ class _Kernel:
     across: tuple[str, ...]
     vocabulary: int
 
-    def forward(
-        self, spec: CrossEntropySpec, block_sizes: BlockSizes | None, x: Array, w: Array, sides: Sequence[Array]
-    ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """As of every implementation; products over the vocabulary are those of the part."""
-        statistics = self._statistics(spec, spec.statistics, block_sizes, x, w, sides) if spec.statistics else ()
+    def forward(self, spec: CrossEntropySpec, block_sizes: BlockSizes | None, operands: Operands) -> Results:
+        """Products over the vocabulary are those of the part."""
+        statistics = self._statistics(spec, spec.statistics, block_sizes, operands) if spec.statistics else ()
         if not spec.products:
-            return statistics, ()
-        environment = [*sides, *(s[:, None] for s in statistics)]
+            return Results(statistics)
+        environment = [*operands.side_arrays, *(s[:, None] for s in statistics)]
         rows = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
         finished = [jnp.broadcast_to(p.evaluate(None, rows, None, environment), (spec.rows, 1)) for p in spec.finish]
         known = tuple(SideSpec(np.dtype(f.dtype), (True, False)) for f in finished)
         rest = replace(spec, statistics=(), finish=(), sides=(*spec.sides, *known))
-        rest, given = self._here(rest, (*sides, *finished))
-        products: tuple[Array, ...] = self.part.forward(rest, block_sizes, x, w, given)[1]
-        return statistics, products
+        rest, given = self._here(rest, operands._replace(sides=(*operands.sides, *finished)))
+        found: Results = self.part.forward(rest, block_sizes, given)
+        return Results(statistics, found.products)
 
     def backward(
         self,
         spec: CrossEntropySpec,
         block_sizes: BlockSizes | None,
-        x: Array,
-        w: Array,
-        sides: Sequence[Array],
-        statistics: Sequence[Array],
+        operands: Operands,
+        residuals: Residuals,
         cotangents: Sequence[Array | None],
         wanted: Sequence[bool],
-    ) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
-        """As of every implementation; gradients of what has no vocabulary are those of the part."""
+    ) -> Gradients:
+        """Gradients of what has no vocabulary are those of the part."""
         maxima = [s for s, c in zip(spec.statistics, cotangents, strict=True) if s.kind == "max" and c is not None]
         further = [Statistic(kind, s.program) for s in maxima for kind in ("ties", "argmax")]
         missing = tuple(dict.fromkeys(s for s in further if s not in spec.statistics))
-        found = self._statistics(spec, missing, block_sizes, x, w, sides) if missing else ()
+        found = self._statistics(spec, missing, block_sizes, operands) if missing else ()
         full = replace(spec, statistics=(*spec.statistics, *missing))
         known = [
             value - self._start(spec) if statistic.kind == "argmax" else value
-            for statistic, value in zip(full.statistics, (*statistics, *found), strict=True)
+            for statistic, value in zip(full.statistics, (*residuals.statistics, *found), strict=True)
         ]
-        here, given = self._here(full, sides)
-        added = len(given) - len(sides)
-        dx, dw, dsides = self.part.backward(
-            here,
-            block_sizes,
-            x,
-            w,
-            given,
-            known,
-            [*cotangents, *(None for _ in missing)],
-            (*wanted, *(False for _ in range(added))),
-        )
-        return dx, dw, tuple(dsides[: len(sides)])
+        here, given = self._here(full, operands)
+        own = len(operands.sides)
+        every = [*cotangents, *(None for _ in missing)]
+        asked = (*wanted, *(False for _ in given.sides[own:]))
+        gradients: Gradients = self.part.backward(here, block_sizes, given, Residuals(tuple(known)), every, asked)
+        return gradients._replace(sides=gradients.sides[:own])
 
     def _start(self, spec: CrossEntropySpec) -> Array:
         start: Array = lax.axis_index(self.across) * spec.vocabulary
         return start
 
-    def _here(self, spec: CrossEntropySpec, sides: Sequence[Array]) -> tuple[CrossEntropySpec, tuple[Array, ...]]:
+    def _here(self, spec: CrossEntropySpec, operands: Operands) -> tuple[CrossEntropySpec, Operands]:
         """The same in numbers of the part: labels without what is before it, and positions in the whole read from a
         side input."""
-        given, types = list(sides), list(spec.sides)
+        given, types = list(operands.sides), list(spec.sides)
         start = self._start(spec)
         places: dict[int, int] = {}
         for position in sorted({s.label for s in spec.statistics if s.label is not None}):
-            label = canonical_labels(sides[position], self.vocabulary)
+            label = canonical_labels(operands.side_arrays[position], self.vocabulary)
             places[position] = len(given)
             given.append(jnp.where(label < 0, -1, label - start))
             types.append(SideSpec(np.dtype(np.int32), spec.sides[position].varies))
@@ -172,21 +162,20 @@ class _Kernel:
             for s in spec.statistics
         )
         products = tuple(replace(p, program=program(p.program)) for p in spec.products)
-        return replace(spec, statistics=statistics, products=products, sides=tuple(types)), tuple(given)
+        here = replace(spec, statistics=statistics, products=products, sides=tuple(types))
+        return here, operands._replace(sides=tuple(given))
 
     def _statistics(
         self,
         spec: CrossEntropySpec,
         wanted: Sequence[Statistic],
         block_sizes: BlockSizes | None,
-        x: Array,
-        w: Array,
-        sides: Sequence[Array],
+        operands: Operands,
     ) -> tuple[Array, ...]:
         """Statistics of the whole vocabulary, the same on all devices."""
         needed = required(wanted)
-        here, given = self._here(replace(spec, statistics=needed, finish=(), products=()), sides)
-        own = dict(zip(needed, self.part.forward(here, block_sizes, x, w, given)[0], strict=True))
+        here, given = self._here(replace(spec, statistics=needed, finish=(), products=()), operands)
+        own = dict(zip(needed, self.part.forward(here, block_sizes, given).statistics, strict=True))
         maxima = {s: _exact(s, value) for s, value in own.items() if s.kind == "max"}
         greatest = self._together(list(maxima), maxima, lax.pmax)
         whole = {s: value.astype(own[s].dtype) for s, value in greatest.items()}

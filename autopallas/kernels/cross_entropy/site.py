@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import ArrayFunction, Dtype, PyTree
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideArray, SideSpec, Statistic
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
@@ -170,8 +171,8 @@ class CrossEntropySite:
         w = read(head.weight, operands, self.sizes, (self.batch_labels, *self.weight_groups(head)))
         return jnp.broadcast_to(x, shape), w
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[SideArray, ...]]:
-        """(x [B, N, D], w [B|1, V, D] or [B|1, D, V], sides [B|1, N|1, V|1]); of a further head the pair (x, w)."""
+    def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
+        """All arrays have an axis of the batch in front, which but for that of x may be of size 1."""
         x, w = self._of_head(self.heads[0], operands)
         groups = (self.batch_labels, self.row_labels, self.vocabulary_labels)
         sides: list[SideArray] = [
@@ -181,7 +182,7 @@ class CrossEntropySite:
         for position in self.clipped:
             labels = cast(jax.Array, sides[position])
             sides[position] = jnp.clip(labels, 0, min(self._greatest_label, int(jnp.iinfo(labels.dtype).max)))
-        return x, w, tuple(sides)
+        return Operands(x, w, tuple(sides))
 
     def _mapped(self, function: ArrayFunction, *arguments: PyTree) -> PyTree:
         """Runs a function of canonical arrays for each element of the batch; what lacks a batch axis is shared."""
@@ -227,14 +228,11 @@ class CrossEntropySite:
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """(results, residuals): the residuals are the statistics."""
-        x, w, sides = self._canonical(operands)
-        statistics: tuple[jax.Array, ...] = ()  # [B, N] each
-        products: tuple[jax.Array, ...] = ()
+        canonical = self._canonical(operands)
+        found = Results(())  # [B, N] each
         if self.statistics or self.products:
-            statistics, products = self._mapped(
-                lambda x, w, sides: kernel.forward(self.spec, block_sizes, x, w, sides), x, w, sides
-            )
-        rows = iter(self._finish(statistics, sides))
+            found = self._mapped(lambda one: kernel.forward(self.spec, block_sizes, one), canonical)
+        rows = iter(self._finish(found.statistics, canonical.sides))
         results = []
         for result in self.results:
             if isinstance(result.source, ElementwiseProgram):
@@ -247,10 +245,10 @@ class CrossEntropySite:
                 "column_sum": (self.vocabulary_labels,),
                 "values": (self.row_labels, self.vocabulary_labels),
             }[self.products[result.source].kind]
-            product = products[result.source].astype(result.dtype)
+            product = found.products[result.source].astype(result.dtype)
             results.append(write(product, result.view, self.sizes, (self.batch_labels, *axes)))
         groups = (self.batch_labels, self.row_labels)
-        return tuple(results), tuple(write(s, self.residual, self.sizes, groups) for s in statistics)
+        return tuple(results), tuple(write(s, self.residual, self.sizes, groups) for s in found.statistics)
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the residuals."""
@@ -299,21 +297,16 @@ class CrossEntropySite:
             spread = [None if s.kind == "argmax" else next(left) for s in self.statistics]
             wanted = self._wanted(active)
 
-            def run(
-                x: jax.Array,
-                w: jax.Array,
-                sides: Sequence[SideArray],
-                statistics: Sequence[jax.Array],
-                spread: Sequence[jax.Array | None],
-            ) -> PyTree:
-                return kernel.backward(self.spec, block_sizes, x, w, sides, statistics, spread, wanted)
+            def run(one: Operands, residuals: Residuals, spread: Sequence[jax.Array | None]) -> Gradients:
+                gradients: Gradients = kernel.backward(self.spec, block_sizes, one, residuals, spread, wanted)
+                return gradients
 
-            dx_, dw_, dsides_ = self._mapped(run, x, w, sides, tuple(residuals), spread)
-            dx = dx if dx_ is None else dx_
-            dw = dw if dw_ is None else _summed(dw_, w)
+            found: Gradients = self._mapped(run, Operands(x, w, sides), Residuals(tuple(residuals)), spread)
+            dx = dx if found.x is None else found.x
+            dw = dw if found.w is None else _summed(found.w, w)
             dsides = tuple(
                 zero if d is None else jax.tree.map(_summed, d, zero)
-                for zero, d in zip(dsides, self._floating(dsides_), strict=True)
+                for zero, d in zip(dsides, self._floating(found.sides), strict=True)
             )
         return tuple(pull((dx, dw, jax.tree.map(lambda a, b: a + self._once(b), dsides, outside))))
 

@@ -98,8 +98,7 @@ class CrossEntropySpec:
     ``finish[k]``.  Programs of ``finish`` read ``Side(i)``, side input i, none of which varies over the vocabulary, and
     ``Side(len(sides) + k)``, statistic k.
 
-    Operands: x [N, D]; w [V, D] (``vocabulary_major``) or [D, V]; side inputs [N|1, V|1], of which some may be the
-    logits of further heads (:class:`SideSpec`).
+    x, w and the side inputs are those of :class:`autopallas.kernels.cross_entropy.operands.Operands`.
     """
 
     rows: int

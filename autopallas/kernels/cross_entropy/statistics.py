@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Statistic
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_row, cut_rows, over, stored
 from autopallas.sites.elementwise import ElementwiseProgram
 
 __all__ = ["advanced", "finite", "initial", "required", "stream"]
@@ -84,7 +84,7 @@ def advanced(
     return tuple(new[statistic] for statistic in statistics)
 
 
-def stream(spec: CrossEntropySpec, sizes: BlockSizes, operands: Operands) -> tuple[Array, ...]:
+def stream(spec: CrossEntropySpec, sizes: BlockSizes, operands: TileOperands) -> tuple[Array, ...]:
     """The spec's statistics: the vocabulary outside, so that each part of the weight is read once."""
     needed = required(spec.statistics)
     dtype = spec.accumulation_dtype

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Rows, Tile, cut, dot, over, stored
+from autopallas.kernels.cross_entropy.tiles import Block, Rows, Tile, TileOperands, cut, dot, over, stored
 
 __all__ = ["Target", "added", "contracted"]
 
@@ -75,7 +75,7 @@ class Target:
         """The axis of the result that rows are along, None where it sums over rows."""
         return 0 if self.kind == "rows" or (self.kind == "side" and self.varies[0]) else None
 
-    def columns_axis(self, operands: Operands) -> int | None:
+    def columns_axis(self, operands: TileOperands) -> int | None:
         if self.kind == "columns":
             return operands.heads[self.head].vocabulary_axis
         return 1 if self.kind == "side" and self.varies[1] else None
@@ -102,7 +102,7 @@ class Target:
 def contracted(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    operands: Operands,
+    operands: TileOperands,
     targets: Sequence[Target],
     make: Callable[[Tile, Block, Block], tuple[Array, ...]],
 ) -> tuple[Array, ...]:
@@ -138,7 +138,7 @@ def contracted(
 def _past_rows(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    operands: Operands,
+    operands: TileOperands,
     targets: Sequence[Target],
     make: Callable[[Tile, Block, Block], tuple[Array, ...]],
     w: Sequence[Array],

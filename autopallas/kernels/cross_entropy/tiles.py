@@ -14,11 +14,12 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray, SideSpec
+from autopallas.kernels.cross_entropy.operands import Operands
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 
-__all__ = ["Block", "Operands", "Rows", "Tile", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
+__all__ = ["Block", "Rows", "Tile", "TileOperands", "cut", "cut_row", "cut_rows", "dot", "over", "stored"]
 
 Array: TypeAlias = jax.Array
 Start: TypeAlias = int | Array
@@ -77,8 +78,8 @@ class _Head(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operands:
-    """Arrays as the tiles read them."""
+class TileOperands:
+    """Operands as the tiles read them."""
 
     heads: tuple[_Head, ...]
     sides: tuple[Array | None, ...]
@@ -87,7 +88,8 @@ class Operands:
     """Canonical labels by the position of their side input."""
 
     @staticmethod
-    def of(spec: CrossEntropySpec, x: Array, w: Array, sides: Sequence[SideArray]) -> Operands:
+    def of(spec: CrossEntropySpec, operands: Operands) -> TileOperands:
+        x, w, sides = operands
         positions = {s.label for s in spec.statistics if s.label is not None}
         labels = {n: canonical_labels(cast(Array, sides[n]), spec.vocabulary) for n in sorted(positions)}
         further = [side for side, s in zip(sides, spec.sides, strict=False) if s.head is not None]
@@ -96,7 +98,7 @@ class Operands:
             _Head(x, lax.optimization_barrier(x.T), w, 0 if head.vocabulary_major else 1)
             for head, (x, w) in zip(spec.heads, ((x, w), *further), strict=True)
         )
-        return Operands(heads, tuple(None if isinstance(side, tuple) else side for side in sides), labels)
+        return TileOperands(heads, tuple(None if isinstance(side, tuple) else side for side in sides), labels)
 
     def rows(self, block: Block) -> tuple[Rows, ...]:
         """Part of the activations of each head, also transposed."""

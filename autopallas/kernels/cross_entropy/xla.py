@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from autopallas.compat import PyTree
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
-from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideArray
+from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
+from autopallas.kernels.cross_entropy.spec import CrossEntropySpec
 from autopallas.kernels.cross_entropy.statistics import advanced, initial, required, stream
 from autopallas.kernels.cross_entropy.tile_products import Target, added, contracted
-from autopallas.kernels.cross_entropy.tiles import Block, Operands, Tile, cut_row, cut_rows, over, stored
+from autopallas.kernels.cross_entropy.tiles import Block, Tile, TileOperands, cut_row, cut_rows, over, stored
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.operation import Supported, Unsupported
@@ -38,75 +39,46 @@ def supports(spec: CrossEntropySpec, device: Device) -> Supported | Unsupported:
     return Supported()
 
 
-def forward(
-    spec: CrossEntropySpec, block_sizes: BlockSizes, x: Array, w: Array, sides: Sequence[SideArray] = ()
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Statistics and products.
-
-    Args:
-      spec: what to compute.
-      block_sizes: the tile.
-      x: [N, D].
-      w: [V, D] or [D, V].
-      sides: the spec's side inputs, each [N|1, V|1]; for the logits of a further head, its (x, w).
-
-    Returns:
-      The statistics, [N] each, and the products.
-    """
+def forward(spec: CrossEntropySpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Statistics and products come from tiles of logits, one after the other."""
     spec = spec.honoured()
     with jax.named_scope("autopallas_cross_entropy_xla"):
-        operands = Operands.of(spec, x, w, sides)
+        arrays = TileOperands.of(spec, operands)
         targets = tuple(Target.of_product(p) for p in spec.products)
         programs = tuple(p.program for p in spec.products)
         if not programs:
-            return stream(spec, block_sizes, operands), ()
+            return Results(stream(spec, block_sizes, arrays))
         if spec.statistics and block_sizes.vocabulary_block >= spec.vocabulary:
-            statistics, products = _statistics_and_products(spec, block_sizes, operands, targets, programs)
-            return statistics, _shaped(spec, products)
-        statistics = stream(spec, block_sizes, operands) if spec.statistics else ()
-        finished = operands.finished(spec, (0, spec.rows), statistics)
+            statistics, products = _statistics_and_products(spec, block_sizes, arrays, targets, programs)
+            return Results(statistics, _shaped(spec, products))
+        statistics = stream(spec, block_sizes, arrays) if spec.statistics else ()
+        finished = arrays.finished(spec, (0, spec.rows), statistics)
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
             return _values(tile._replace(sides=(*tile.sides, *cut_rows(finished, rows))), programs)
 
-        return statistics, _shaped(spec, contracted(spec, block_sizes, operands, targets, make))
+        return Results(statistics, _shaped(spec, contracted(spec, block_sizes, arrays, targets, make)))
 
 
 def backward(
     spec: CrossEntropySpec,
     block_sizes: BlockSizes,
-    x: Array,
-    w: Array,
-    sides: Sequence[SideArray],
-    statistics: Sequence[Array],
+    operands: Operands,
+    residuals: Residuals,
     cotangents: Sequence[Array | None],
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None, tuple[SideArray | None, ...]]:
-    """Gradients of the statistics of :func:`forward`, for a spec without products.
-
-    The shift in ``exp_sum`` is a constant; equal maxima share the cotangent of ``max``; ``argmax`` and ``ties`` have no
-    gradient.
-
-    Args:
-      spec, block_sizes, x, w, sides: as in :func:`forward`.
-      statistics: its results.
-      cotangents: one [N] array per statistic, or None for zero.
-      wanted: whether the gradient is asked for, of (x, w, *sides).
-
-    Returns:
-      The gradients of x, w and the side inputs, each in its operand's shape and dtype; None where it is not wanted, or
-      the operand is of integers or booleans.  Those of a further head are the pair of its x's and w's.
-    """
+) -> Gradients:
+    """The gradients of the statistics come from tiles of logits, which are computed again."""
     spec = spec.honoured()
     targets = Target.of_gradients(spec, wanted)
     heads = Target.of_heads(spec, wanted)
     floating = [position - 2 for position in (*targets, *heads) if position >= 2]
     if not targets and not heads:
-        return None, None, (None,) * len(spec.sides)
+        return Gradients.at({}, len(spec.sides))
     with jax.named_scope("autopallas_cross_entropy_xla_backward"):
-        operands = Operands.of(spec, x, w, sides)
+        arrays = TileOperands.of(spec, operands)
         pull = Pull.of(
-            spec, operands.labels, statistics, cotangents, lambda other: stream(other, block_sizes, operands)
+            spec, arrays.labels, residuals.statistics, cotangents, lambda other: stream(other, block_sizes, arrays)
         )
 
         def make(tile: Tile, rows: Block, columns: Block) -> tuple[Array, ...]:
@@ -118,17 +90,17 @@ def backward(
             return (*((dscore,) * (len(targets) - alone)), *dsides[:alone], *of_heads)
 
         every = (*targets.values(), *(target for pair in heads.values() for target in pair))
-        results = contracted(spec, block_sizes, operands, every, make)
+        results = contracted(spec, block_sizes, arrays, every, make)
     found: dict[int, PyTree] = dict(zip(targets, results, strict=False))
     of_heads = results[len(targets) :]
     found |= dict(zip(heads, zip(of_heads[::2], of_heads[1::2], strict=True), strict=True))
-    return found.get(0), found.get(1), tuple(found.get(2 + n) for n in range(len(spec.sides)))
+    return Gradients.at(found, len(spec.sides))
 
 
 def _statistics_and_products(
     spec: CrossEntropySpec,
     sizes: BlockSizes,
-    operands: Operands,
+    operands: TileOperands,
     targets: Sequence[Target],
     programs: Sequence[ElementwiseProgram],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:

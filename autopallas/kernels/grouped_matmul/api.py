@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.device import Device
@@ -72,15 +73,7 @@ def grouped_matmul(
              [2., 2., 2.],
              [0., 0., 0.]], dtype=float32)
     """
-    rows, inner = _shape("lhs", lhs, "rows, inner size")
-    groups, rhs_inner, columns = _shape("rhs", rhs, "groups, inner size, columns")
-    _require(rhs_inner == inner, f"rhs has inner size {rhs_inner} and lhs {inner}; they are multiplied and must agree")
-    _require(min(rows, inner, groups, columns) > 0, "lhs and rhs must not be empty")
-    if not hasattr(group_sizes, "dtype") or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be an array of integers, not {_kind(group_sizes)}; convert it")
-    _require(group_sizes.shape == (groups,), f"group_sizes has shape {group_sizes.shape}; rhs has {groups} groups")
-    largest = jnp.iinfo(group_sizes.dtype).max
-    _require(largest >= rows, f"group_sizes of dtype {group_sizes.dtype} cannot count {rows} rows; use int32")
+    rows, inner, columns, groups = _sizes(lhs, rhs, group_sizes)
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise TypeError(
             f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.grouped_matmul.BlockSizes"
@@ -125,32 +118,46 @@ def apply(
     """The kernel ``name`` on canonical arrays, with its derivative; block sizes for forward alone, and for both."""
     module = OPERATION.implementation(name)
     assert module is not None
-    out: Array = module.forward(spec, block_sizes[0], lhs, rhs, group_sizes)
+    out: Array = module.forward(spec, block_sizes[0], Operands(lhs, rhs, group_sizes))
     return out
 
 
 def _apply_forward(
-    name: str, spec: GroupedMatmulSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    module = OPERATION.implementation(name)
+    name: str, spec: GroupedMatmulSpec, block_sizes: tuple[BlockSizes, BlockSizes], *arrays: Array
+) -> tuple[Array, Operands]:
+    module, operands = OPERATION.implementation(name), Operands(*arrays)
     assert module is not None
-    return module.forward(spec, block_sizes[1], *operands), operands
+    return module.forward(spec, block_sizes[1], operands), operands
 
 
 def _apply_backward(
     name: str,
     spec: GroupedMatmulSpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    operands: tuple[Array, ...],
+    operands: Operands,
     dout: Array,
 ) -> tuple[Array, Array, None]:
     module = OPERATION.implementation(name)
     assert module is not None
-    dlhs, drhs = module.backward(spec, block_sizes[1], *operands, dout)
+    dlhs, drhs = module.backward(spec, block_sizes[1], operands, dout)
     return dlhs, drhs, None
 
 
 apply.defvjp(_apply_forward, _apply_backward)
+
+
+def _sizes(lhs: Array, rhs: Array, group_sizes: Array) -> tuple[int, int, int, int]:
+    """The operands agree in (rows, inner size, columns, groups); else this raises."""
+    rows, inner = _shape("lhs", lhs, "rows, inner size")
+    groups, rhs_inner, columns = _shape("rhs", rhs, "groups, inner size, columns")
+    _require(rhs_inner == inner, f"rhs has inner size {rhs_inner} and lhs {inner}; they are multiplied and must agree")
+    _require(min(rows, inner, groups, columns) > 0, "lhs and rhs must not be empty")
+    if not hasattr(group_sizes, "dtype") or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be an array of integers, not {_kind(group_sizes)}; convert it")
+    _require(group_sizes.shape == (groups,), f"group_sizes has shape {group_sizes.shape}; rhs has {groups} groups")
+    largest = jnp.iinfo(group_sizes.dtype).max
+    _require(largest >= rows, f"group_sizes of dtype {group_sizes.dtype} cannot count {rows} rows; use int32")
+    return rows, inner, columns, groups
 
 
 def _precision(given: lax.Precision | str | None) -> str | None:

@@ -22,7 +22,7 @@ Array: TypeAlias = np.ndarray
 
 
 def example(spec: GroupedMatmulSpec, key: int = 0) -> tuple[Array, Array, Array]:
-    """(first, second, group_sizes) as ``reference.forward`` takes them, with one batch; others for another ``key``."""
+    """These are (first, second, group_sizes) as of ``operands.Operands``, of one batch; others for another ``key``."""
     random = np.random.default_rng(key)
     first = normal(random, (1, *spec.first_shape()), spec.first_dtype)
     scale = 1.0 if spec.use == "drhs" else 1 / math.sqrt(spec.contracting)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -81,91 +81,136 @@ def _scratch(spec: GroupedMatmulSpec, tile_: Tile) -> list[Ref]:
 # ---------------------------------------------------------------------- rows by weights
 
 
+class _Rows(NamedTuple):
+    """This is the kernel of rows by weights, as its warpgroups see it.
+
+    Attributes:
+      spec, tile: what is computed, and how.
+      table, bounds: of the visits, and of the groups.
+      rows, weights, out: operands and result in main memory.
+      ring: the stages.
+      stored, ladder: what whole and cut tiles go through on their way out.
+      passes: steps of the pipeline that one group takes.
+      column_tiles: how many there are side by side.
+      visits: how many there are.
+      warpgroup: which one this is.
+    """
+
+    spec: GroupedMatmulSpec
+    tile: Tile
+    table: Ref
+    bounds: Ref
+    rows: Ref
+    weights: Ref
+    out: Ref
+    ring: Ring
+    stored: Ref
+    ladder: Ref
+    passes: int
+    column_tiles: int
+    visits: Array
+    warpgroup: Array
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the weights' columns are what is summed over."""
+        return self.spec.use == "dlhs"
+
+
 def _rows_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
     table, number, bounds, rows, weights, out, first, second, stored, full, free, ladder = refs
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
-    transposed = spec.use == "dlhs"
-    inner, columns = rows.shape[1], out.shape[1]
-    passes = -(-inner // tile_.inner)
-    column_tiles = -(-columns // tile_.columns)
-    visits = number[0]
-    warpgroup = lax.axis_index("warpgroup")
+    visits, warpgroup = number[0], lax.axis_index("warpgroup")
+    own = _Rows(
+        spec, tile_, table, bounds, rows, weights, out, ring, stored, ladder,
+        passes=-(-rows.shape[1] // tile_.inner), column_tiles=-(-out.shape[1] // tile_.columns),
+        visits=visits, warpgroup=warpgroup,
+    )  # fmt: skip
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        def load_tile(index: Array, step: Array) -> Array:
-            visit, column = placed(index, visits, column_tiles)
-            at = pl.multiple_of(table[visit, AT], ALIGNED)
-            begin = at + table[visit, LOW]
-
-            def load_group(group: Array, step: Array) -> Array:
-                # Of groups between the first and the last some may not have these rows, where groups overlap.
-                has = (bounds[group, 0] <= begin) & (begin < bounds[group, 1])
-                own = lax.rem(group, jnp.int32(weights.shape[0]))
-
-                def load(k: Array, step: Array) -> Array:
-                    def copies(slot: Array, barrier: Ref) -> None:
-                        along = pl.ds(k * tile_.inner, tile_.inner)
-                        for i in range(tile_.row_parts):
-                            part = pl.ds(at + i * PART, PART)
-                            plgpu.copy_gmem_to_smem(rows.at[part, along], first.at[slot, i], barrier)
-                        for i in range(tile_.column_parts):
-                            start = column * tile_.columns + i * tile_.part_columns
-                            across = pl.ds(start, tile_.part_columns)
-                            block = (own, across, along) if transposed else (own, along, across)
-                            plgpu.copy_gmem_to_smem(weights.at[block], second.at[slot, i], barrier)
-
-                    ring.load(step, copies)
-                    return jnp.add(step, 1)
-
-                return steps_of(0, jnp.where(has, passes, 0), load, step)
-
-            return steps_of(table[visit, FIRST], table[visit, LAST] + 1, load_group, step)
-
-        ring.drain(tiles(visits * column_tiles, load_tile))
+        ring.drain(tiles(visits * own.column_tiles, partial(_load_rows, own)))
 
     @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
-        column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
-
-        def compute_tile(index: Array, step: Array) -> Array:
-            visit, column = placed(index, visits, column_tiles)
-            steps = table[visit, COUNT] * passes
-
-            def product(sum_: Ref) -> Array:
-                def use(i: Array, slot: Array) -> None:
-                    b = second.at[slot, column_part]
-                    plgpu.wgmma(sum_, first.at[slot, row_part], b.transpose((1, 0)) if transposed else b)
-
-                ring.consume(step, steps, use)
-                total: Array = sum_[...]
-                return total
-
-            value = pl.run_scoped(product, plgpu.ACC((PART, tile_.part_columns), jnp.float32))
-            at = pl.multiple_of(table[visit, AT], ALIGNED) + row_part * PART
-            low, high = (jnp.clip(table[visit, c] - row_part * PART, 0, PART) for c in (LOW, HIGH))
-            start = column * tile_.columns + column_part * tile_.part_columns
-
-            @pl.when(high - low == PART)
-            def whole() -> None:
-                rows = pl.ds(at, PART)
-                _store(spec, value, stored.at[warpgroup], lambda c: out.at[rows, pl.ds(start + c, STORED)])
-
-            @pl.when((high > low) & (high - low < PART))
-            def part() -> None:
-                target = lambda row, n, c: out.at[pl.ds(at + row, n), pl.ds(start + c, STORED)]  # noqa: E731
-                _store_part(spec, value, ladder.at[warpgroup], low, high, target)
-
-            after: Array = step + steps
-            return after
-
-        tiles(visits * column_tiles, compute_tile)
+        tiles(visits * own.column_tiles, partial(_compute_rows, own, _parts(tile_, warpgroup)))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _parts(tile_: Tile, warpgroup: Array) -> tuple[Array, Array]:
+    """A consumer has these parts of a tile's rows and of its columns."""
+    row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
+    column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
+    return row_part, column_part
+
+
+def _load_rows(own: _Rows, index: Array, step: Array) -> Array:
+    """The producer loads what a tile of the result is the product of, and returns the steps done."""
+    plgpu, tile_, ring = mosaic(), own.tile, own.ring
+    visit, column = placed(index, own.visits, own.column_tiles)
+    at = pl.multiple_of(own.table[visit, AT], ALIGNED)
+    begin = at + own.table[visit, LOW]
+
+    def load_group(group: Array, step: Array) -> Array:
+        # Of groups between the first and the last some may not have these rows, where groups overlap.
+        has = (own.bounds[group, 0] <= begin) & (begin < own.bounds[group, 1])
+        weights = lax.rem(group, jnp.int32(own.weights.shape[0]))
+
+        def load(k: Array, step: Array) -> Array:
+            def copies(slot: Array, barrier: Ref) -> None:
+                along = pl.ds(k * tile_.inner, tile_.inner)
+                for i in range(tile_.row_parts):
+                    part = pl.ds(at + i * PART, PART)
+                    plgpu.copy_gmem_to_smem(own.rows.at[part, along], ring.first.at[slot, i], barrier)
+                for i in range(tile_.column_parts):
+                    start = column * tile_.columns + i * tile_.part_columns
+                    across = pl.ds(start, tile_.part_columns)
+                    block = (weights, across, along) if own.transposed else (weights, along, across)
+                    plgpu.copy_gmem_to_smem(own.weights.at[block], ring.second.at[slot, i], barrier)
+
+            ring.load(step, copies)
+            return jnp.add(step, 1)
+
+        return steps_of(0, jnp.where(has, own.passes, 0), load, step)
+
+    return steps_of(own.table[visit, FIRST], own.table[visit, LAST] + 1, load_group, step)
+
+
+def _compute_rows(own: _Rows, parts: tuple[Array, Array], index: Array, step: Array) -> Array:
+    """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
+    spec, tile_, ring, (row_part, column_part) = own.spec, own.tile, own.ring, parts
+    visit, column = placed(index, own.visits, own.column_tiles)
+    steps = own.table[visit, COUNT] * own.passes
+
+    def product(sum_: Ref) -> Array:
+        def use(i: Array, slot: Array) -> None:
+            b = ring.second.at[slot, column_part]
+            mosaic().wgmma(sum_, ring.first.at[slot, row_part], b.transpose((1, 0)) if own.transposed else b)
+
+        ring.consume(step, steps, use)
+        total: Array = sum_[...]
+        return total
+
+    value = pl.run_scoped(product, mosaic().ACC((PART, tile_.part_columns), jnp.float32))
+    at = pl.multiple_of(own.table[visit, AT], ALIGNED) + row_part * PART
+    low, high = (jnp.clip(own.table[visit, c] - row_part * PART, 0, PART) for c in (LOW, HIGH))
+    start = column * tile_.columns + column_part * tile_.part_columns
+
+    @pl.when(high - low == PART)
+    def whole() -> None:
+        rows = pl.ds(at, PART)
+        _store(spec, value, own.stored.at[own.warpgroup], lambda c: own.out.at[rows, pl.ds(start + c, STORED)])
+
+    @pl.when((high > low) & (high - low < PART))
+    def part() -> None:
+        target = lambda row, n, c: own.out.at[pl.ds(at + row, n), pl.ds(start + c, STORED)]  # noqa: E731
+        _store_part(spec, value, own.ladder.at[own.warpgroup], low, high, target)
+
+    after: Array = step + steps
+    return after
 
 
 def _store(spec: GroupedMatmulSpec, value: Array, stored: Ref, target: Callable[[int], Ref]) -> None:
@@ -209,103 +254,141 @@ def _store_part(
 # ---------------------------------------------------------------------- gradient of the weights
 
 
+class _Weights(NamedTuple):
+    """This is the kernel of the gradient of the weights, as its warpgroups see it.
+
+    Attributes:
+      spec, tile: what is computed, and how.
+      bounds: of the groups.
+      lhs, dout, out: operands and result in main memory.
+      ring: the stages.
+      stored: what tiles go through on their way out.
+      masked: the barrier at which the consumers have cleared a stage.
+      row_tiles, column_tiles: of one group.
+      warpgroup: which one this is.
+    """
+
+    spec: GroupedMatmulSpec
+    tile: Tile
+    bounds: Ref
+    lhs: Ref
+    dout: Ref
+    out: Ref
+    ring: Ring
+    stored: Ref
+    masked: Ref
+    row_tiles: int
+    column_tiles: int
+    warpgroup: Array
+
+    def place(self, index: Array) -> tuple[Array, Array, Array]:
+        """The tile of this number is at (group, row, column)."""
+        each = self.row_tiles * self.column_tiles
+        group = lax.div(index, jnp.int32(each))
+        return (group, *placed(index - group * each, self.row_tiles, self.column_tiles))
+
+    def extent(self, group: Array) -> tuple[Array, Array, Array, Array]:
+        """A group takes (first row loaded, its first and the one behind its last, counted from there, steps)."""
+        begin, end = self.bounds[group, 0], self.bounds[group, 1]
+        at = pl.multiple_of(lax.div(begin, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
+        steps = lax.div(end - at + (self.tile.inner - 1), jnp.int32(self.tile.inner))
+        return at, begin - at, end - at, jnp.where(end > begin, steps, 0)
+
+
 def _weights_kernel(spec: GroupedMatmulSpec, tile_: Tile, *refs: Ref) -> None:
     bounds, lhs, dout, out, first, second, stored, full, free, masked = refs
     plgpu = mosaic()
     ring = Ring(first, second, full, free, tile_.stages)
     groups, inner, columns = out.shape
     row_tiles, column_tiles = -(-inner // tile_.rows), -(-columns // tile_.columns)
-    each = row_tiles * column_tiles
-    warpgroup = lax.axis_index("warpgroup")
-
-    def place(index: Array) -> tuple[Array, Array, Array]:
-        group = lax.div(index, jnp.int32(each))
-        return (group, *placed(index - group * each, row_tiles, column_tiles))
-
-    def extent(group: Array) -> tuple[Array, Array, Array, Array]:
-        """(first row loaded, the group's first and the one behind its last, counted from it, steps)."""
-        begin, end = bounds[group, 0], bounds[group, 1]
-        at = pl.multiple_of(lax.div(begin, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
-        steps = lax.div(end - at + (tile_.inner - 1), jnp.int32(tile_.inner))
-        return at, begin - at, end - at, jnp.where(end > begin, steps, 0)
+    count, warpgroup = groups * row_tiles * column_tiles, lax.axis_index("warpgroup")
+    own = _Weights(spec, tile_, bounds, lhs, dout, out, ring, stored, masked, row_tiles, column_tiles, warpgroup)
 
     @pl.when(warpgroup == CONSUMERS)
     def produce() -> None:
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-
-        def load_tile(index: Array, step: Array) -> Array:
-            group, row, column = place(index)
-            at, _, _, steps = extent(group)
-
-            def load(m: Array, step: Array) -> Array:
-                def copies(slot: Array, barrier: Ref) -> None:
-                    along = pl.ds(at + m * tile_.inner, tile_.inner)
-                    for i in range(tile_.row_parts):
-                        across = pl.ds(row * tile_.rows + i * PART, PART)
-                        plgpu.copy_gmem_to_smem(lhs.at[along, across], first.at[slot, i], barrier)
-                    for i in range(tile_.column_parts):
-                        start = column * tile_.columns + i * tile_.part_columns
-                        across = pl.ds(start, tile_.part_columns)
-                        plgpu.copy_gmem_to_smem(dout.at[along, across], second.at[slot, i], barrier)
-
-                ring.load(step, copies)
-                return jnp.add(step, 1)
-
-            return steps_of(0, steps, load, step)
-
-        ring.drain(tiles(groups * each, load_tile))
+        ring.drain(tiles(count, partial(_load_weights, own)))
 
     @pl.when(warpgroup < CONSUMERS)
     def consume() -> None:
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        row_part = warpgroup if tile_.row_parts == 2 else jnp.int32(0)
-        column_part = warpgroup if tile_.column_parts == 2 else jnp.int32(0)
-
-        def compute_tile(index: Array, step: Array) -> Array:
-            group, row, column = place(index)
-            _, low, high, steps = extent(group)
-
-            def clear(slot: Array, low: Array, high: Array) -> None:
-                # Rows beside the group's are another's, and may be inf or NaN, so that both operands are cleared there.
-                # Of what both warpgroups read each clears every other strip, and waits for the other.
-                def strip(ref: Ref) -> None:
-                    value = ref[...]
-                    row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
-                    ref[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
-
-                for ref, parts in ((first, tile_.row_parts), (second, tile_.column_parts)):
-                    own = ref.at[slot, warpgroup if parts == 2 else 0]
-                    strips, each = own.shape[1] // PART, 3 - parts
-                    for i in range(strips // each):
-                        at = i * each + (warpgroup if each == 2 else 0)
-                        strip(own.at[:, pl.ds(at * PART, PART)])
-                    if strips % each:
-                        pl.when(warpgroup == 0)(partial(strip, own.at[:, pl.ds((strips - 1) * PART, PART)]))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(masked)
-                plgpu.barrier_wait(masked)
-
-            def product(sum_: Ref) -> Array:
-                def use(i: Array, slot: Array) -> None:
-                    first_row, behind = low - i * tile_.inner, high - i * tile_.inner
-
-                    @pl.when((first_row > 0) | (behind < tile_.inner))
-                    def edge() -> None:
-                        clear(slot, first_row, behind)
-
-                    plgpu.wgmma(sum_, first.at[slot, row_part].transpose((1, 0)), second.at[slot, column_part])
-
-                ring.consume(step, steps, use)
-                total: Array = sum_[...]
-                return total
-
-            value = pl.run_scoped(product, plgpu.ACC((PART, tile_.part_columns), jnp.float32))
-            down = row * tile_.rows + row_part * PART
-            start = column * tile_.columns + column_part * tile_.part_columns
-            target = lambda c: out.at[group, pl.ds(down, PART), pl.ds(start + c, STORED)]  # noqa: E731
-            _store(spec, value, stored.at[warpgroup], target)
-            after: Array = step + steps
-            return after
-
-        tiles(groups * each, compute_tile)
+        tiles(count, partial(_compute_weights, own, _parts(tile_, warpgroup)))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _load_weights(own: _Weights, index: Array, step: Array) -> Array:
+    """The producer loads what a tile of the result is the product of, and returns the steps done."""
+    plgpu, tile_, ring = mosaic(), own.tile, own.ring
+    group, row, column = own.place(index)
+    at, _, _, steps = own.extent(group)
+
+    def load(m: Array, step: Array) -> Array:
+        def copies(slot: Array, barrier: Ref) -> None:
+            along = pl.ds(at + m * tile_.inner, tile_.inner)
+            for i in range(tile_.row_parts):
+                across = pl.ds(row * tile_.rows + i * PART, PART)
+                plgpu.copy_gmem_to_smem(own.lhs.at[along, across], ring.first.at[slot, i], barrier)
+            for i in range(tile_.column_parts):
+                start = column * tile_.columns + i * tile_.part_columns
+                across = pl.ds(start, tile_.part_columns)
+                plgpu.copy_gmem_to_smem(own.dout.at[along, across], ring.second.at[slot, i], barrier)
+
+        ring.load(step, copies)
+        return jnp.add(step, 1)
+
+    return steps_of(0, steps, load, step)
+
+
+def _compute_weights(own: _Weights, parts: tuple[Array, Array], index: Array, step: Array) -> Array:
+    """A consumer computes and stores its part of a tile of the result, and returns the steps done."""
+    tile_, ring, (row_part, column_part) = own.tile, own.ring, parts
+    group, row, column = own.place(index)
+    _, low, high, steps = own.extent(group)
+
+    def product(sum_: Ref) -> Array:
+        def use(i: Array, slot: Array) -> None:
+            first_row, behind = low - i * tile_.inner, high - i * tile_.inner
+
+            @pl.when((first_row > 0) | (behind < tile_.inner))
+            def edge() -> None:
+                _clear(own, slot, first_row, behind)
+
+            mosaic().wgmma(sum_, ring.first.at[slot, row_part].transpose((1, 0)), ring.second.at[slot, column_part])
+
+        ring.consume(step, steps, use)
+        total: Array = sum_[...]
+        return total
+
+    value = pl.run_scoped(product, mosaic().ACC((PART, tile_.part_columns), jnp.float32))
+    down = row * tile_.rows + row_part * PART
+    start = column * tile_.columns + column_part * tile_.part_columns
+    target = lambda c: own.out.at[group, pl.ds(down, PART), pl.ds(start + c, STORED)]  # noqa: E731
+    _store(own.spec, value, own.stored.at[own.warpgroup], target)
+    after: Array = step + steps
+    return after
+
+
+def _clear(own: _Weights, slot: Array, low: Array, high: Array) -> None:
+    """The consumers put zeros into a stage's rows beside ``low .. high``, and wait until all are there.
+
+    Rows beside the group's are another's, and may be inf or NaN, so that both operands are cleared there.  Of what both
+    warpgroups read each clears every other strip, and waits for the other.
+    """
+    plgpu, warpgroup = mosaic(), own.warpgroup
+
+    def strip(ref: Ref) -> None:
+        value = ref[...]
+        row = lax.broadcasted_iota(jnp.int32, value.shape, 0)
+        ref[...] = jnp.where((row >= low) & (row < high), value, jnp.zeros_like(value))
+
+    for ref, parts in ((own.ring.first, own.tile.row_parts), (own.ring.second, own.tile.column_parts)):
+        part = ref.at[slot, warpgroup if parts == 2 else 0]
+        strips, each = part.shape[1] // PART, 3 - parts
+        for i in range(strips // each):
+            at = i * each + (warpgroup if each == 2 else 0)
+            strip(part.at[:, pl.ds(at * PART, PART)])
+        if strips % each:
+            pl.when(warpgroup == 0)(partial(strip, part.at[:, pl.ds((strips - 1) * PART, PART)]))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(own.masked)
+    plgpu.barrier_wait(own.masked)

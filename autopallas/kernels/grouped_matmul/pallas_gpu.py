@@ -22,6 +22,7 @@ from autopallas.kernels.grouped_matmul import xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import PART, Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, group_bounds, visits
+from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -50,35 +51,34 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     return tuple(dict.fromkeys(BlockSizes(n, *block).fitted(spec) for n in rows for block in blocks))
 
 
-def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
-    """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
+    """One kernel computes it: that of rows by weights, or that of the weights' gradient."""
     if spec.first_dtype != spec.second_dtype or spec.first_dtype.name not in MATRIX_DTYPES:
         # In a mixture of experts, or a gradient: what is not of 16 bits is not cut to them.
-        return xla.forward(spec, block_sizes.fitted(spec), first, second, group_sizes)
+        return xla.forward(spec, block_sizes.fitted(spec), operands)
     if spec.epilogue is not None and reason_against(Device.current(), programs=[spec.epilogue]) is not None:
-        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
-    sizes = jnp.broadcast_to(group_sizes, (spec.batch, spec.groups))
+        return spec.finished(forward(spec.product, block_sizes, operands))
+    sizes = jnp.broadcast_to(operands.group_sizes, (spec.batch, spec.groups))
     kernel = _weights if spec.use == "drhs" else _rows
-    return kernel(spec, block_sizes, first, second, sizes)
+    return kernel(spec, block_sizes, operands._replace(group_sizes=sizes))
 
 
 def backward(
     spec: GroupedMatmulSpec,
     block_sizes: BlockSizes,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
+    operands: Operands,
     cotangent: Array,
     wanted: Sequence[bool] = (True, True),
-) -> tuple[Array | None, Array | None]:
-    """Gradients: each is one of the other two uses.  Arguments and results as in ``xla.backward``."""
-    return xla.gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+) -> Gradients:
+    """Each gradient is one of the other two uses."""
+    return xla.gradients(forward, spec, block_sizes, operands, cotangent, wanted)
 
 
-def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Array, group_sizes: Array) -> Array:
+def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> Array:
     """[B|1, M, K] by [B|1, G, K, N] to [B, M, N]; for "dlhs" [B|1, M, N] by [B|1, G, K, N] to [B, M, K]."""
     from autopallas.kernels.grouped_matmul.gpu_kernels import rows_call
 
+    rows, weights, group_sizes = operands
     tile, total = Tile.of(spec, sizes), spec.batch * spec.rows
     flat = _flat(spec, rows)
     held = _padded(weights.reshape(-1, *weights.shape[2:]), (1, PART, PART))
@@ -89,12 +89,12 @@ def _rows(spec: GroupedMatmulSpec, sizes: BlockSizes, rows: Array, weights: Arra
     return out[:total, : spec.result_shape()[1]].reshape(spec.batch, *spec.result_shape())
 
 
-def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, lhs: Array, dout: Array, group_sizes: Array) -> Array:
+def _weights(spec: GroupedMatmulSpec, sizes: BlockSizes, operands: Operands) -> Array:
     """[B|1, M, K] by [B|1, M, N] to [B, G, K, N]."""
     from autopallas.kernels.grouped_matmul.gpu_kernels import weights_call
 
-    lhs, dout = _flat(spec, lhs), _flat(spec, dout)
-    bounds = group_bounds(group_sizes, spec.rows).reshape(-1, 2)
+    lhs, dout = _flat(spec, operands.first), _flat(spec, operands.second)
+    bounds = group_bounds(operands.group_sizes, spec.rows).reshape(-1, 2)
     kernel = weights_call(spec, Tile.of(spec, sizes), len(lhs), len(bounds), lhs.shape[1], dout.shape[1])
     out = kernel(bounds, lhs, dout)
     return out[:, : spec.contracting, : spec.columns].reshape(spec.batch, *spec.result_shape())

@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.grouped_matmul import tpu_cores, xla
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, ProductSpec
 from autopallas.kernels.grouped_matmul.tpu_cores import Told
 from autopallas.kernels.grouped_matmul.visits import (
@@ -80,10 +81,11 @@ def candidates(spec: ProductSpec, device: Device) -> tuple[BlockSizes, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
-    """Grouped matmul.  Arguments and result as in ``xla.forward``."""
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
+    """One kernel computes it, where the groups do not overlap."""
     if spec.epilogue is not None and not _computable(spec.epilogue):
-        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
+        return spec.finished(forward(spec.product, block_sizes, operands))
+    first, second, group_sizes = operands
     batch = spec.batch
     kernel = _weights if spec.use == "drhs" else _rows
     if is_simulated():
@@ -97,7 +99,7 @@ def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, seco
 
     def streamed(first: Array, second: Array) -> Array:
         sizes = block_sizes.fitted(spec)
-        product = xla.forward(spec.product, sizes, first, second, group_sizes)
+        product = xla.forward(spec.product, sizes, Operands(first, second, group_sizes))
         return _finished_in_place(spec, product, sizes.row_block)
 
     # Negative sizes make groups overlap, and results sums over them, for which visits have no order.
@@ -131,14 +133,12 @@ def _computable(epilogue: ElementwiseProgram) -> bool:
 def backward(
     spec: GroupedMatmulSpec,
     block_sizes: BlockSizes,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
+    operands: Operands,
     cotangent: Array,
     wanted: Sequence[bool] = (True, True),
-) -> tuple[Array | None, Array | None]:
-    """Gradients: each is one of the other two uses.  Arguments and results as in ``xla.backward``."""
-    return xla.gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+) -> Gradients:
+    """Each gradient is one of the other two uses."""
+    return xla.gradients(forward, spec, block_sizes, operands, cotangent, wanted)
 
 
 class Tile(NamedTuple):

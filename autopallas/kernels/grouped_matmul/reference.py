@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -30,10 +31,9 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
     return Supported()
 
 
-def forward(
-    spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, first: Array, second: Array, group_sizes: Array
-) -> Array:
-    """The formula of :class:`GroupedMatmulSpec`, line by line.  Arguments and result as in ``xla.forward``."""
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, operands: Operands) -> Array:
+    """This is the formula of :class:`GroupedMatmulSpec`, line by line."""
+    first, second, group_sizes = operands
     dtype = spec.accumulation_dtype
     row = jnp.arange(spec.rows, dtype=group_sizes.dtype)
     end = jnp.cumsum(group_sizes, axis=-1, dtype=group_sizes.dtype)
@@ -62,13 +62,12 @@ def forward(
 def backward(
     spec: GroupedMatmulSpec,
     block_sizes: BlockSizes | None,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
+    operands: Operands,
     cotangent: Array,
     wanted: Sequence[bool] = (True, True),
-) -> tuple[Array | None, Array | None]:
-    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
-    _, pull = jax.vjp(lambda a, b: forward(spec.product, block_sizes, a, b, group_sizes), first, second)
+) -> Gradients:
+    """``jax.vjp`` of :func:`forward` gives the gradients."""
+    first, second, group_sizes = operands
+    _, pull = jax.vjp(lambda a, b: forward(spec.product, block_sizes, Operands(a, b, group_sizes)), first, second)
     dfirst, dsecond = pull(cotangent)
-    return dfirst if wanted[0] else None, dsecond if wanted[1] else None
+    return Gradients(dfirst if wanted[0] else None, dsecond if wanted[1] else None)

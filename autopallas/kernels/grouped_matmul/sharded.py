@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.site import GroupedMatmulSite, Labels
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.calls import SiteDescription
@@ -99,41 +100,39 @@ class _Kernel:
     part: Kernel
     across: tuple[str, ...]
 
-    def _here(self, spec: GroupedMatmulSpec, sizes: Array) -> tuple[Array, Array]:
-        """(the sizes of the groups here, the rows before them) for each batch."""
-        first = lax.axis_index(self.across) * spec.groups if self.across else jnp.zeros((), jnp.int32)
-        before = jnp.where(jnp.arange(sizes.shape[1]) < first, sizes, 0)
-        return lax.dynamic_slice_in_dim(sizes, first, spec.groups, 1), jnp.sum(before, 1, dtype=jnp.int32)
-
-    def forward(
-        self, spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, first: Array, second: Array, group_sizes: Array
-    ) -> Array:
-        """As of every implementation; of all devices, but for a product with groups."""
-        own, before = self._here(spec, group_sizes)
+    def _here(self, spec: GroupedMatmulSpec, operands: Operands) -> tuple[Operands, Array]:
+        """The groups here have these operands, with their rows in front, and in each batch so many rows before them."""
+        first, second, sizes = operands
+        group = lax.axis_index(self.across) * spec.groups if self.across else jnp.zeros((), jnp.int32)
+        others = jnp.where(jnp.arange(sizes.shape[1]) < group, sizes, 0)
+        own, before = lax.dynamic_slice_in_dim(sizes, group, spec.groups, 1), jnp.sum(others, 1, dtype=jnp.int32)
         first = _moved(first, -before)
+        return Operands(first, _moved(second, -before) if spec.use == "drhs" else second, own), before
+
+    def forward(self, spec: GroupedMatmulSpec, block_sizes: BlockSizes | None, operands: Operands) -> Array:
+        """The result is that of all devices, but for a product with groups."""
+        here, before = self._here(spec, operands)
+        out = self.part.forward(spec, block_sizes, here)
         if spec.use == "drhs":
-            return jnp.asarray(self.part.forward(spec, block_sizes, first, _moved(second, -before), own))
-        out = _moved(self.part.forward(spec, block_sizes, first, second, own), before)
+            return jnp.asarray(out)
+        out = _moved(out, before)
         return lax.psum(out, self.across) if self.across else out
 
     def backward(
         self,
         spec: GroupedMatmulSpec,
         block_sizes: BlockSizes | None,
-        first: Array,
-        second: Array,
-        group_sizes: Array,
+        operands: Operands,
         cotangent: Array,
         wanted: Sequence[bool],
-    ) -> tuple[Array | None, Array | None]:
-        """As of every implementation; of this device."""
-        own, before = self._here(spec, group_sizes)
+    ) -> Gradients:
+        """The gradients are those of this device."""
+        here, before = self._here(spec, operands)
         rows = spec.use == "drhs"
-        first, second = _moved(first, -before), _moved(second, -before) if rows else second
         cotangent = cotangent if rows else _moved(cotangent, -before)
-        dfirst, dsecond = self.part.backward(spec, block_sizes, first, second, own, cotangent, wanted)
+        dfirst, dsecond = self.part.backward(spec, block_sizes, here, cotangent, wanted)
         dfirst = None if dfirst is None else _moved(dfirst, before)
-        return dfirst, _moved(dsecond, before) if rows and dsecond is not None else dsecond
+        return Gradients(dfirst, _moved(dsecond, before) if rows and dsecond is not None else dsecond)
 
 
 def _renamed(source: Operand, label: Label, new: Label) -> Operand:

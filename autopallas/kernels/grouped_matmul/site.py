@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from autopallas.compat import Dtype
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
@@ -101,9 +102,9 @@ class GroupedMatmulSite:
         lhs, rhs, out = (b, m, k), (b, self.group_labels, k, n), (b, m, n)
         return {"forward": (lhs, rhs, out), "dlhs": (out, rhs, lhs), "drhs": (lhs, out, rhs)}[self.use]
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
         first, second, _ = self.axes
-        return (
+        return Operands(
             read(self.first, operands, self.sizes, first),
             read(self.second, operands, self.sizes, second),
             read(self.group_sizes, operands, self.sizes, (self.batch_labels, self._size_labels)),
@@ -123,7 +124,7 @@ class GroupedMatmulSite:
         # A kernel without epilogues is given none.  Where the product is saved, it is computed, epilogue or not.
         fused = not self.saves_product and getattr(kernel, "EPILOGUES", False)
         spec = self.spec if fused else self.spec.product
-        out = self._written(kernel.forward(spec, block_sizes, *self._canonical(operands)))
+        out = self._written(kernel.forward(spec, block_sizes, self._canonical(operands)))
         return ((out if fused else self.spec.finished(out),), (out,) if self.saves_product else ())
 
     def _written(self, out: jax.Array) -> jax.Array:
@@ -161,13 +162,13 @@ class GroupedMatmulSite:
             return (first, second), sizes
 
         (first, second), pull, sizes = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
-        given = cotangents[0]
+        canonical, given = Operands(first, second, sizes), cotangents[0]
         if self.epilogue is not None:
-            found = residuals or (self._written(kernel.forward(spec.product, block_sizes, first, second, sizes)),)
+            found = residuals or (self._written(kernel.forward(spec.product, block_sizes, canonical)),)
             (given,) = jax.vjp(spec.finished, found[0])[1](given)
         cotangent = read(Operand(0, self.result), (given,), self.sizes, self.axes[2])
         wanted = [self.first.position in active, self.second.position in active]
-        gradients = kernel.backward(spec.product, block_sizes, first, second, sizes, cotangent, wanted)
+        gradients = kernel.backward(spec.product, block_sizes, canonical, cotangent, wanted)
         filled = tuple(
             jnp.zeros_like(x) if gradient is None else gradient
             for x, gradient in zip((first, second), gradients, strict=True)

@@ -76,8 +76,7 @@ class GroupedMatmulSpec:
         dlhs      dlhs[m] = sum over the groups g of row m of   dout[m] rhs[g]^T       [B, M, K]
         drhs      drhs[g] = sum over the rows m of group g of   lhs[m]^T dout[m]       [B, G, K, N]
 
-    Operands: ``first`` and ``second``, which are (lhs, rhs), (dout, rhs) or (lhs, dout), and group_sizes [B|1, G], an
-    integer array; lhs [B|1, M, K], rhs [B|1, G, K, N], dout [B|1, M, N].
+    The arrays that it is computed from are those of :class:`autopallas.kernels.grouped_matmul.operands.Operands`.
     """
 
     use: Use

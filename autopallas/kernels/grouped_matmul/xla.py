@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Gradients, Operands
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -39,81 +40,55 @@ def supports(spec: GroupedMatmulSpec, device: Device) -> Supported | Unsupported
     return Supported()
 
 
-def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, first: Array, second: Array, group_sizes: Array) -> Array:
-    """Grouped matmul.
-
-    Args:
-      spec: what to compute.
-      block_sizes: the tile.
-      first: lhs [B|1, M, K], or dout [B|1, M, N] for "dlhs".
-      second: rhs [B|1, G, K, N], or dout [B|1, M, N] for "drhs".
-      group_sizes: [B|1, G], integer.
-
-    Returns:
-      out [B, M, N], or dlhs [B, M, K], or drhs [B, G, K, N].
-    """
+def forward(spec: GroupedMatmulSpec, block_sizes: BlockSizes, operands: Operands) -> Array:
+    """Each group's rows, tile by tile, meet that group's weights."""
     if spec.epilogue is not None:
         # Not tile by tile: a compiler makes one pass of it, in place, on all cores; and rows of groups that overlap
         # are sums, known only at the end.
-        return spec.finished(forward(spec.product, block_sizes, first, second, group_sizes))
+        return spec.finished(forward(spec.product, block_sizes, operands))
     single = _weights if spec.use == "drhs" else _rows
 
     def one(first: Array, second: Array, group_sizes: Array) -> Array:
         return single(spec, block_sizes.row_block, first, second, _bounds(spec, group_sizes))
 
     with jax.named_scope("autopallas_grouped_matmul_xla"):
-        return _each(spec.batch, one, (first, second, group_sizes))
+        return _each(spec.batch, one, operands)
 
 
 def backward(
     spec: GroupedMatmulSpec,
     block_sizes: BlockSizes,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
+    operands: Operands,
     cotangent: Array,
     wanted: Sequence[bool] = (True, True),
-) -> tuple[Array | None, Array | None]:
-    """Gradients: each is one of the other two uses.
-
-    Args:
-      spec, block_sizes, first, second, group_sizes: as in :func:`forward`; first and second with all of the batch.
-      cotangent: of the product, which is the result where there is no epilogue.
-      wanted: which of the gradients are asked for.
-
-    Returns:
-      The gradients of first and second in their dtypes; None where one is not wanted.
-    """
-    return gradients(forward, spec, block_sizes, first, second, group_sizes, cotangent, wanted)
+) -> Gradients:
+    """Each gradient is one of the other two uses."""
+    return gradients(forward, spec, block_sizes, operands, cotangent, wanted)
 
 
 def gradients(
     forward: Callable[..., Array],
     spec: GroupedMatmulSpec,
     block_sizes: BlockSizes,
-    first: Array,
-    second: Array,
-    group_sizes: Array,
+    operands: Operands,
     cotangent: Array,
     wanted: Sequence[bool],
-) -> tuple[Array | None, Array | None]:
-    """:func:`backward` by any implementation's ``forward``."""
+) -> Gradients:
+    """Any implementation's ``forward`` gives the gradients."""
+    first, second, group_sizes = operands
     forms: dict[str, tuple[tuple[Use, tuple[Array, Array]], tuple[Use, tuple[Array, Array]]]] = {
         "forward": (("dlhs", (cotangent, second)), ("drhs", (first, cotangent))),
         "dlhs": (("forward", (cotangent, second)), ("drhs", (cotangent, first))),
         "drhs": (("dlhs", (second, cotangent)), ("forward", (first, cotangent))),
     }
     found: list[Array | None] = []
-    for (use, operands), dtype, asked in zip(
-        forms[spec.use], (spec.first_dtype, spec.second_dtype), wanted, strict=True
-    ):
+    for (use, (a, b)), dtype, asked in zip(forms[spec.use], (spec.first_dtype, spec.second_dtype), wanted, strict=True):
         if not asked:
             found.append(None)
             continue
-        a, b = operands
         part = replace(spec.product, use=use, first_dtype=a.dtype, second_dtype=b.dtype, result_dtype=dtype)
-        found.append(forward(part, block_sizes, a, b, group_sizes))
-    return found[0], found[1]
+        found.append(forward(part, block_sizes, Operands(a, b, group_sizes)))
+    return Gradients(*found)
 
 
 def _each(batch: int, function: Callable[..., Array], arrays: Sequence[Array]) -> Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.cross_entropy import reference
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec, Statistic
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Score, Side, traced
 
@@ -200,9 +201,10 @@ def computed(module: Any, sizes: Any, case: Case, spec: CrossEntropySpec, operan
 
     @(lambda f: f if module is reference else jax.jit(f))
     def run(x: Any, w: Any, sides: Any) -> Any:
-        statistics, products = module.forward(spec, sizes, x, w, sides)
-        assert products == ()
-        return statistics, module.backward(spec, sizes, x, w, sides, statistics, cotangents, wanted)
+        operands = Operands(x, w, sides)
+        found = module.forward(spec, sizes, operands)
+        assert found.products == ()
+        return found.statistics, module.backward(spec, sizes, operands, found.residuals, cotangents, wanted)
 
     statistics, (dx, dw, dsides) = run(x, w, sides)
     found = {}

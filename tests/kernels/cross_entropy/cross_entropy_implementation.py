@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from cross_entropy_cases import (
 
 from autopallas.kernels.cross_entropy import reference
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Operands, Residuals
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Product, SideSpec
 from autopallas.sites.device import Device
@@ -131,12 +133,12 @@ class CrossEntropyImplementation:
         x, w, sides, _ = case.operands(BF16)
         w = w + 64
         rows = np.random.default_rng(0).uniform(0.5, 1.5, case.rows).astype(np.float32)
-        statistics, _ = module.forward(spec, self.sizes, x, w, sides)
+        operands = Operands(x, w, sides)
+        statistics, _ = module.forward(spec, self.sizes, operands)
         maximum = np.asarray(statistics[0], np.float64)
         cotangents = (None, jnp.asarray(rows / np.asarray(statistics[1])), jnp.asarray(-rows))
-        dx, _, _ = module.backward(
-            spec, self.sizes, x, w, sides, statistics, cotangents, (True, False, *(False for _ in sides))
-        )
+        wanted = (True, False, *(False for _ in sides))
+        dx, _, _ = module.backward(spec, self.sizes, operands, Residuals(statistics), cotangents, wanted)
         wide_x, wide_w = np.asarray(x, np.float64), np.asarray(w, np.float64)
         wide_w = wide_w.T if vocabulary_major else wide_w
         p = np.exp(wide_x @ wide_w - maximum[:, None])
@@ -151,7 +153,7 @@ class CrossEntropyImplementation:
         spec = case.spec(logit_dtype=logits)
         self.require(module, spec)
         x, w, sides, _ = case.operands()
-        (maximum, argmax, ties), _ = jax.jit(lambda *a: module.forward(spec, self.sizes, *a))(x, w, sides)
+        (maximum, argmax, ties), _ = jax.jit(partial(module.forward, spec, self.sizes))(Operands(x, w, sides))
         z = np.asarray(jnp.asarray(np.asarray(x) @ np.asarray(w)).astype(logits).astype(F32))
         np.testing.assert_array_equal(maximum, z.max(axis=1))
         np.testing.assert_array_equal(argmax, z.argmax(axis=1))
@@ -171,9 +173,10 @@ class CrossEntropyImplementation:
 
         @jax.jit
         def run(x, w):
-            (maximum, total), _ = module.forward(spec, SIZES[sizes].fitted(spec), x, w, sides)
+            (maximum, total), _ = module.forward(spec, SIZES[sizes].fitted(spec), Operands(x, w, sides))
             logsumexp = (maximum + jnp.log(total))[:, None]
-            return module.forward(probabilities, SIZES[sizes].fitted(spec), x, w, (*sides, logsumexp))[1][0]
+            given = Operands(x, w, (*sides, logsumexp))
+            return module.forward(probabilities, SIZES[sizes].fitted(spec), given).products[0]
 
         exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
         z = np.asarray(jnp.asarray(exact, F32).astype(BF16).astype(F32))
@@ -201,28 +204,30 @@ class CrossEntropyImplementation:
         spec = case.with_products(statistics_spec, form)
         x, w, sides, _ = case.operands(dtype)
         with jax.enable_x64(True):
-            operands = wide((x, w, sides))
+            operands = wide(Operands(x, w, sides))
             if form == "products":
-                maximum, total = reference.forward(promoted_spec(statistics_spec), None, *operands)[0]
+                maximum, total = reference.forward(promoted_spec(statistics_spec), None, operands).statistics
                 logsumexp = (maximum + jnp.log(total))[:, None]
                 sides = (*sides, np.asarray(logsumexp, np.float32))
-                operands = (*operands[:2], (*operands[2], logsumexp))
-            wanted = named_products(spec, reference.forward(promoted_spec(spec), None, *operands))
-        statistics, products = jax.jit(lambda *a: module.forward(spec, sizes.fitted(spec), *a))(x, w, sides)
-        for product, value in zip(spec.products, products, strict=True):
+                operands = operands._replace(sides=(*operands.sides, logsumexp))
+            wanted = named_products(spec, reference.forward(promoted_spec(spec), None, operands))
+        given = Operands(x, w, sides)
+        found = jax.jit(partial(module.forward, spec, sizes.fitted(spec)))(given)
+        for product, value in zip(spec.products, found.products, strict=True):
             assert value.dtype == product.dtype
-        own = lambda: named_products(spec, reference.forward(spec, None, x, w, sides))  # noqa: E731
-        self.agree(named_products(spec, (statistics, products)), wanted, own, dtype.name)
+        own = lambda: named_products(spec, reference.forward(spec, None, given))  # noqa: E731
+        self.agree(named_products(spec, found), wanted, own, dtype.name)
 
     def test_only_what_is_wanted_is_computed(self, module):
         case = BY_NAME["bias"]
         spec = case.spec()
         x, w, sides, cotangents = case.operands()
-        statistics, _ = jax.jit(lambda *a: module.forward(spec, self.sizes, *a))(x, w, sides)
+        operands = Operands(x, w, sides)
+        residuals = jax.jit(partial(module.forward, spec, self.sizes))(operands).residuals
 
         def gradients(*wanted):
             run = jax.jit(lambda *a: module.backward(spec, self.sizes, *a, cotangents, wanted))
-            return run(x, w, sides, statistics)
+            return run(operands, residuals)
 
         whole = oracle(case, F32, None, F32)
         for wanted in ((True, False, True, False), (False, True, False, True)):
@@ -242,11 +247,12 @@ class CrossEntropyImplementation:
         case = replace(BY_NAME["plain"], kinds=("max", "exp_sum", "argmax"))
         spec = case.spec()
         x, w, sides, (dmax, dtotal, _) = case.operands()
-        statistics, _ = jax.jit(lambda *a: module.forward(spec, self.sizes, *a))(x, w, sides)
+        operands = Operands(x, w, sides)
+        residuals = jax.jit(partial(module.forward, spec, self.sizes))(operands).residuals
         no_tangent = np.zeros(case.rows, jax.dtypes.float0)
 
         def dx(module, *cotangents):
-            return module.backward(spec, self.sizes, x, w, sides, statistics, cotangents, (True, False, False))[0]
+            return module.backward(spec, self.sizes, operands, residuals, cotangents, (True, False, False)).x
 
         found = jax.jit(lambda dtotal: dx(module, None, dtotal, no_tangent))(dtotal)
         np.testing.assert_allclose(found, dx(reference, jnp.zeros_like(dmax), dtotal, no_tangent), atol=2e-5)
@@ -261,9 +267,11 @@ class CrossEntropyImplementation:
 
         @jax.jit
         def run(x):
-            statistics, _ = module.forward(spec, self.sizes, x, w, sides)
+            operands = Operands(x, w, sides)
+            found = module.forward(spec, self.sizes, operands)
             wanted = (True, False, False)
-            return statistics, module.backward(spec, self.sizes, x, w, sides, statistics, cotangents, wanted)[0]
+            gradients = module.backward(spec, self.sizes, operands, found.residuals, cotangents, wanted)
+            return found.statistics, gradients.x
 
         statistics, dx = run(x)
         assert all(np.isnan(s).nonzero()[0].tolist() == [case.rows - 1] for s in statistics)
@@ -276,10 +284,10 @@ class CrossEntropyImplementation:
 
         @jax.jit
         def step(x, labels):
-            given = (labels, *sides[1:])
-            statistics, _ = module.forward(spec, self.sizes, x, w, given)
+            operands = Operands(x, w, (labels, *sides[1:]))
+            found = module.forward(spec, self.sizes, operands)
             wanted = (True, True, False, True)
-            return statistics, module.backward(spec, self.sizes, x, w, given, statistics, cotangents, wanted)
+            return found.statistics, module.backward(spec, self.sizes, operands, found.residuals, cotangents, wanted)
 
         xs, labels = jnp.stack([x, -x, 2 * x, x]), jnp.stack([sides[0], sides[0] + 1, sides[0], sides[0] - 1])
         pairs = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (xs, labels))
@@ -294,13 +302,15 @@ class CrossEntropyImplementation:
         self.require(module, spec)
         with jax.enable_x64(True):
             x, w, sides, cotangents = wide(case.operands())
-            statistics, _ = module.forward(spec, self.sizes, x, w, sides)
+            operands = Operands(x, w, sides)
+            statistics, _ = module.forward(spec, self.sizes, operands)
             assert all(s.dtype == np.float64 for s in statistics)
             z = np.asarray(x) @ np.asarray(w)
             logsumexp = np.log(np.exp(z).sum(axis=1))
             np.testing.assert_allclose(statistics[0] + np.log(statistics[1]), logsumexp, rtol=1e-13)
             cotangents = (None, None, jnp.ones(case.rows))
-            dx, *_ = module.backward(spec, self.sizes, x, w, sides, statistics, cotangents, (True, False, False))
+            wanted = (True, False, False)
+            dx, *_ = module.backward(spec, self.sizes, operands, Residuals(statistics), cotangents, wanted)
             np.testing.assert_allclose(dx, np.asarray(w).T[np.asarray(sides[0])[:, 0]], rtol=1e-13)
 
     @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32])
@@ -309,7 +319,7 @@ class CrossEntropyImplementation:
         labels = np.array([0, 1, 127, 5, 7, 100, 99, np.iinfo(dtype).max], dtype)
         spec = replace(case.spec(), sides=(SideSpec(np.dtype(dtype), (True, False)),))
         x, w, _, _ = case.operands()
-        (picked,), _ = module.forward(spec, BlockSizes(8, 64), x, w, (jnp.asarray(labels)[:, None],))
+        (picked,), _ = module.forward(spec, BlockSizes(8, 64), Operands(x, w, (jnp.asarray(labels)[:, None],)))
         z = np.asarray(x) @ np.asarray(w)
         wanted = [z[n, v] if v < 300 else 0 for n, v in enumerate(labels.astype(np.int64))]
         np.testing.assert_allclose(picked, wanted, atol=1e-5)

@@ -12,6 +12,7 @@ import pytest
 import autopallas
 from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.cross_entropy import gpu_statistics, gpu_values, pallas_gpu
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec, Statistic
 from autopallas.sites.elementwise import Score, Side, traced
 
@@ -62,7 +63,7 @@ def checked(found, estimates):
 def test_statistics(compiler, kinds, vocabulary_major, dtype):
     spec, types = described(dtype, vocabulary_major, kinds)
     sizes = pallas_gpu.candidates(spec, H100)[0]
-    found = compiler.compile(lambda x, w, *sides: pallas_gpu.forward(spec, sizes, x, w, sides), types)
+    found = compiler.compile(lambda x, w, *sides: pallas_gpu.forward(spec, sizes, Operands(x, w, sides)), types)
     plan = gpu_statistics.plan_of(spec, len(kinds))
     checked(found, {"statistics": plan.shared_bytes(spec)})
     parts = 4 * len(kinds) * N * -(-V // plan.columns)
@@ -91,9 +92,10 @@ def test_statistics_and_gradients(compiler, logit, dtype, vocabulary_major):
 
     def both(x, w, *rest):
         sides, cotangents = rest[: len(spec.sides)], rest[len(spec.sides) :]
-        statistics, _ = pallas_gpu.forward(spec, sizes, x, w, sides)
-        given = (None, *cotangents)
-        return statistics, pallas_gpu.backward(spec, sizes, x, w, sides, statistics, given, (True,) * len(types))
+        operands = Operands(x, w, sides)
+        found = pallas_gpu.forward(spec, sizes, operands)
+        given, wanted = (None, *cotangents), (True,) * len(types)
+        return found, pallas_gpu.backward(spec, sizes, operands, found.residuals, given, wanted)
 
     found = compiler.compile(both, [*types, *[jax.ShapeDtypeStruct((N,), F32)] * 2])
     stored = [spec.row_dtype, *(side.dtype for side in spec.sides if side.differentiable)]

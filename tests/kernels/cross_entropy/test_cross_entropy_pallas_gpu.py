@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from autopallas import compat
 from autopallas.kernels.cross_entropy import pallas_gpu, xla
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
 from autopallas.kernels.cross_entropy.gradients import Pull
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.spec import Product
 from autopallas.kernels.cross_entropy.statistics import stream
-from autopallas.kernels.cross_entropy.tiles import Operands
+from autopallas.kernels.cross_entropy.tiles import TileOperands
 from autopallas.kernels.gpu import too_few_threads
 from autopallas.sites import interpret
 from autopallas.sites.device import Device
@@ -88,7 +90,7 @@ def test_logits_are_rounded_to_their_dtype(racing):
     case = Case("rounded", whole=True, hidden=64, size=100.0, kinds=("max", "argmax", "ties"))
     spec = case.spec(BF16, logit_dtype=BF16)
     x, w, sides, _ = case.operands(BF16)
-    (maximum, argmax, ties), _ = jax.jit(lambda *a: pallas_gpu.forward(spec, SIZES["tiles"], *a))(x, w, sides)
+    (maximum, argmax, ties), _ = jax.jit(partial(pallas_gpu.forward, spec, SIZES["tiles"]))(Operands(x, w, sides))
     exact = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     z = np.asarray(jnp.asarray(exact).astype(BF16).astype(F32))
     np.testing.assert_array_equal(maximum, z.max(axis=1))
@@ -111,7 +113,7 @@ def test_products_that_mosaic_lacks_are_left_to_xla(racing):
     spec = replace(case.spec(BF16), products=(Product("rows", inverse, BF16),))
     assert isinstance(pallas_gpu.supports(spec, Device.current()), Supported)
     x, w, sides, _ = case.operands(BF16)
-    found, wanted = (m.forward(spec, SIZES["tiles"], x, w, sides)[1][0] for m in (pallas_gpu, xla))
+    found, wanted = (m.forward(spec, SIZES["tiles"], Operands(x, w, sides)).products[0] for m in (pallas_gpu, xla))
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -120,9 +122,10 @@ def test_without_cotangents_gradients_are_zero(racing):
     case = replace(BY_NAME["plain"], kinds=("max", "exp_sum"))
     spec = case.spec(BF16)
     x, w, sides, _ = case.operands(BF16)
-    statistics, _ = pallas_gpu.forward(spec, SIZES["tiles"], x, w, sides)
+    operands = Operands(x, w, sides)
+    residuals = pallas_gpu.forward(spec, SIZES["tiles"], operands).residuals
     wanted = (True, True, False)
-    dx, dw, _ = pallas_gpu.backward(spec, SIZES["tiles"], x, w, sides, statistics, (None, None), wanted)
+    dx, dw, _ = pallas_gpu.backward(spec, SIZES["tiles"], operands, residuals, (None, None), wanted)
     np.testing.assert_array_equal(dx, jnp.zeros_like(x))
     np.testing.assert_array_equal(dw, jnp.zeros_like(w))
 
@@ -133,8 +136,8 @@ def test_the_gradient_as_a_program_is_the_gradient(name):
     case = BY_NAME[name]
     spec = case.spec()
     x, w, sides, cotangents = case.operands()
-    operands = Operands.of(spec, x, w, sides)
-    statistics, _ = xla.forward(spec, SIZES["one tile"], x, w, sides)
+    operands = TileOperands.of(spec, Operands(x, w, sides))
+    statistics, _ = xla.forward(spec, SIZES["one tile"], Operands(x, w, sides))
     pull = Pull.of(spec, operands.labels, statistics, cotangents, lambda other: stream(other, SIZES["tiles"], operands))
     every = (0, spec.rows), (0, spec.vocabulary)
     tile = operands.tile(spec, operands.rows(every[0]), operands.columns(every[1]), *every)

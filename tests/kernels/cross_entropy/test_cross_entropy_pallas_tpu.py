@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import autopallas
 from autopallas.kernels.cross_entropy import cross_entropy, pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, SideSpec
 from autopallas.kernels.cross_entropy.tpu_memory import fitting, vmem_bytes
@@ -199,7 +200,7 @@ def test_what_is_lowered_for_a_tpu_are_the_kernels(major):
     types = [jax.ShapeDtypeStruct(s, BF16) for s in ((1000, 256), (5000, 256) if major else (256, 5000))]
 
     def train(x, w, labels):
-        return pallas_tpu.forward(spec, BlockSizes(512, 1024), x, w, (labels,))
+        return pallas_tpu.forward(spec, BlockSizes(512, 1024), Operands(x, w, (labels,)))
 
     with V5E.targeted():
         traced = jax.jit(train).trace(*types, jax.ShapeDtypeStruct((1000, 1), jnp.int32))

@@ -16,6 +16,7 @@ from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.cross_entropy import pallas_tpu
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.tpu_memory import fitting, vmem_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -45,7 +46,7 @@ def test_losses_with_their_gradients(compiler, name, major):
     types.append(jax.ShapeDtypeStruct((case.rows, 1), jnp.int32))
     sizes = BlockSizes(2048, 2048)
     with compiler.generation.device.targeted():
-        found = compiler.compile(lambda x, w, labels: pallas_tpu.forward(spec, sizes, x, w, (labels,)), types)
+        found = compiler.compile(lambda x, w, y: pallas_tpu.forward(spec, sizes, Operands(x, w, (y,))), types)
     assert found.failure is None
     assert found.temporary_bytes < case.rows * case.vocabulary * 2 / 10
     budget = tpu.generation(compiler.generation.device).budget
@@ -65,8 +66,9 @@ def test_statistics_of_every_kind_and_their_gradients(compiler, name):
     wanted = (True, True, *(s.differentiable for s in spec.sides))
 
     def both(x, w, sides, cotangents):
-        found, _ = pallas_tpu.forward(spec, sizes, x, w, sides)
-        return found, pallas_tpu.backward(spec, sizes, x, w, sides, found, cotangents, wanted)
+        operands = Operands(x, w, sides)
+        found = pallas_tpu.forward(spec, sizes, operands)
+        return found, pallas_tpu.backward(spec, sizes, operands, found.residuals, cotangents, wanted)
 
     assert all(c is None or c.dtype == np.float32 for c in cotangents)
     with compiler.generation.device.targeted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from cross_entropy_implementation import BY_NAME, SIZES, CrossEntropyImplementat
 
 from autopallas.kernels.cross_entropy import reference, tile_products, tiles
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes
+from autopallas.kernels.cross_entropy.operands import Operands
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideSpec, Statistic
 from autopallas.sites.device import Device
@@ -32,9 +34,10 @@ class TestXla(CrossEntropyImplementation):
         sizes = sizes.fitted(spec)
 
         def gradients(x, w):
-            statistics, _ = module.forward(spec, sizes, x, w, sides)
-            found = module.backward(spec, sizes, x, w, sides, statistics, cotangents, (True, True, False))
-            return statistics, found, module.forward(finish, sizes, x, w, sides)
+            operands = Operands(x, w, sides)
+            found = module.forward(spec, sizes, operands)
+            own = module.backward(spec, sizes, operands, found.residuals, cotangents, (True, True, False))
+            return found, own, module.forward(finish, sizes, operands)
 
         temporary = jax.jit(gradients).lower(x, w).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 1024 * 4 / 2
@@ -54,7 +57,7 @@ class TestXla(CrossEntropyImplementation):
         case = Case("wide", rows=64, hidden=512, vocabulary=8192, labels=(0, 8192), kinds=LOSS)
         spec = case.with_products(case.spec(), "finish")
         x, w, sides, _ = case.operands()
-        run = jax.jit(lambda x, w: module.forward(spec, BlockSizes(8, 8192), x, w, sides))
+        run = jax.jit(lambda x, w: module.forward(spec, BlockSizes(8, 8192), Operands(x, w, sides)))
         assert run.lower(x, w).compile().memory_analysis().temp_size_in_bytes < w.nbytes / 2
 
     def test_products_with_native_16_bit_dots(self, module, monkeypatch):
@@ -66,33 +69,33 @@ class TestXla(CrossEntropyImplementation):
     @pytest.mark.parametrize("majors", [(False, True), (True, False)], ids=str)
     @pytest.mark.parametrize("sizes", SIZES)
     def test_logits_of_several_heads(self, module, sizes, majors):
-        spec, x, w, sides = two_heads(*majors)
+        spec, operands = two_heads(*majors)
         with jax.enable_x64(True):
-            true = reference.forward(promoted_spec(spec), None, *wide((x, w, sides)))
-        found = module.forward(spec, SIZES[sizes].fitted(spec), x, w, sides)
+            true = reference.forward(promoted_spec(spec), None, wide(operands))
+        found = module.forward(spec, SIZES[sizes].fitted(spec), operands)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
 
         statistics = replace(spec, finish=(), products=())
         forward, backward = SIZES[sizes].fitted(statistics), SIZES[sizes].fitted(statistics)
         cotangents = [np.linspace(-1, 1, spec.rows, dtype=np.float32) * (n + 1) for n in range(len(spec.statistics))]
-        own = module.forward(statistics, forward, x, w, sides)[0]
-        wanted = (True,) * (2 + len(sides))
-        gradients = module.backward(statistics, backward, x, w, sides, own, cotangents, wanted)
+        own = module.forward(statistics, forward, operands).residuals
+        wanted = (True,) * (2 + len(operands.sides))
+        gradients = module.backward(statistics, backward, operands, own, cotangents, wanted)
         with jax.enable_x64(True):
-            given = *wide((x, w, sides, own, cotangents)), wanted
+            given = *wide((operands, own, cotangents)), wanted
             true = reference.backward(promoted_spec(statistics), None, *given)
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(true), strict=True):
             np.testing.assert_allclose(a, b, atol=5e-5 * np.abs(b).max())
-        alone = module.backward(statistics, backward, x, w, sides, own, cotangents, (False, False, True, False))
+        alone = module.backward(statistics, backward, operands, own, cotangents, (False, False, True, False))
         assert alone[:2] == (None, None)
         assert alone[2][1] is None
         np.testing.assert_array_equal(alone[2][0][1], gradients[2][0][1])
 
     def test_the_logits_of_no_head_are_stored(self, module):
-        spec, x, w, sides = two_heads(False, True, rows=512, vocabulary=1024)
-        run = jax.jit(lambda x, w, sides: module.forward(spec, BlockSizes(64, 64), x, w, sides))
-        temporary = run.lower(x, w, sides).compile().memory_analysis().temp_size_in_bytes
+        spec, operands = two_heads(False, True, rows=512, vocabulary=1024)
+        run = jax.jit(partial(module.forward, spec, BlockSizes(64, 64)))
+        temporary = run.lower(operands).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 1024 * 4 / 2
 
     @pytest.mark.parametrize("name", ["pallas_tpu", "pallas_gpu"])
@@ -105,7 +108,7 @@ class TestXla(CrossEntropyImplementation):
 
 
 def two_heads(*majors, rows=21, vocabulary=40):
-    """(spec, x, w, sides) of a divergence and of its gradient, the other head's logits first among the side inputs."""
+    """(spec, operands) of a divergence and of its gradient, the other head's logits first among the side inputs."""
     random = np.random.default_rng(0)
     sizes = 7, 5
     heads = [Head(n, F32, F32, major) for n, major in zip(sizes, majors, strict=True)]
@@ -133,4 +136,4 @@ def two_heads(*majors, rows=21, vocabulary=40):
         (SideSpec(F32, (True, True), heads[1]), SideSpec(F32, (True, False))), finish, products,
     )  # fmt: skip
     (x, w), side = arrays
-    return spec, x, w, (side, random.random((rows, 1), np.float32))
+    return spec, Operands(x, w, (side, random.random((rows, 1), np.float32)))

@@ -18,6 +18,7 @@ from autopallas.kernels.grouped_matmul import pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import capacity
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import TABLE
 from autopallas.sites.elementwise import Score, traced
 
@@ -47,7 +48,7 @@ def check(compiler, spec, sizes):
         for shape, dtype in ((spec.first_shape(), spec.first_dtype), (spec.second_shape(), spec.second_dtype))
     ]
     types.append(jax.ShapeDtypeStruct((spec.batch, spec.groups), jnp.int32))
-    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, sizes, *given), types)
+    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, sizes, Operands(*given)), types)
     print(f"\n{spec} {sizes}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
     assert found.faults() == ()
     (kernel,) = found.kernels
@@ -88,7 +89,7 @@ def test_odd_sizes_are_padded(compiler, use):
     spec = spec_of(use, "bfloat16", rows=1001, inner=701, columns=903, groups=7)
     types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
     types.append(jax.ShapeDtypeStruct((1, spec.groups), jnp.int32))
-    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, BlockSizes(128), *given), types)
+    found = compiler.compile(lambda *given: pallas_gpu.forward(spec, BlockSizes(128), Operands(*given)), types)
     assert found.faults() == ()
 
 

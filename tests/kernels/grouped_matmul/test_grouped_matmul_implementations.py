@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.sites.device import Device
@@ -101,9 +102,9 @@ def everything(module: Any, spec: GroupedMatmulSpec, block: BlockSizes) -> Any:
 
     @jax.jit
     def run(first: Any, second: Any, group_sizes: Any, cotangent: Any) -> Any:
-        result = module.forward(spec, block, first, second, group_sizes)
-        whole = [jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second)]
-        return result, *module.backward(spec, block, *whole, group_sizes, cotangent)
+        result = module.forward(spec, block, Operands(first, second, group_sizes))
+        whole = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second))
+        return result, *module.backward(spec, block, Operands(*whole, group_sizes), cotangent)
 
     return run
 
@@ -199,7 +200,7 @@ class GroupedMatmulImplementation:
         if isinstance(answer := module.supports(spec, Device.current()), Unsupported):
             pytest.skip(f"{self.name}: {answer.reason}")
         group_sizes = jnp.asarray([SIZES["rows past the sum"]])
-        found = jax.jit(partial(module.forward, spec, self.sizes))(first, second, group_sizes)
+        found = jax.jit(partial(module.forward, spec, self.sizes))(Operands(first, second, group_sizes))
         assert found.dtype == jnp.float32
         product = truth(use, first[0], second[0], SIZES["rows past the sum"])
         assert error(found[0], 1 / (1 + np.exp(-2 * product))) < TOLERANCES["bfloat16"]
@@ -227,7 +228,8 @@ class GroupedMatmulImplementation:
         spec = spec_of("forward", self.dtype)
         first, second, cotangent = operands(spec)
         group_sizes = jnp.asarray([SIZES["uneven"]])
-        dfirst, dsecond = module.backward(spec, self.sizes, first, second, group_sizes, cotangent, (False, True))
+        given = Operands(first, second, group_sizes)
+        dfirst, dsecond = module.backward(spec, self.sizes, given, cotangent, (False, True))
         assert dfirst is None
         assert dsecond.shape == second.shape
 
@@ -244,10 +246,11 @@ class TestXla(GroupedMatmulImplementation):
         first, second, cotangent = operands(spec)
         group_sizes = jnp.full((1, 16), 256, jnp.int32)
 
-        def both(*given: Any) -> Any:
-            return module.forward(spec, BlockSizes(128), *given[:3]), module.backward(spec, BlockSizes(128), *given)
+        def both(given: Operands, cotangent: Any) -> Any:
+            gradients = module.backward(spec, BlockSizes(128), given, cotangent)
+            return module.forward(spec, BlockSizes(128), given), gradients
 
-        compiled = jax.jit(both).lower(first, second, group_sizes, cotangent).compile()
+        compiled = jax.jit(both).lower(Operands(first, second, group_sizes), cotangent).compile()
         expanded = 16 * 4096 * 64 * 4
         assert compiled.memory_analysis().temp_size_in_bytes < expanded / 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from autopallas.kernels.grouped_matmul import pallas_gpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
 from autopallas.kernels.grouped_matmul.gpu_tiles import Tile
 from autopallas.kernels.grouped_matmul.gpu_visits import ALIGNED, AT, COUNT, FIRST, HIGH, LAST, LOW, capacity, visits
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
 from autopallas.sites import interpret
@@ -99,8 +101,9 @@ class TestPallasGpu(GroupedMatmulImplementation):
             first, second, _ = operands(spec)
             first = first.at[0, 4, 2].set(jnp.nan).at[0, 20, 1].set(jnp.inf)  # a row of group 1, and one past the sum
             second = second.at[0, 9, 3].set(jnp.inf) if use == "drhs" else second  # a row of group 3
-            run = jax.jit(lambda *a, spec=spec: module.forward(spec, self.sizes, *a))
-            found = np.asarray(run(first, second, jnp.asarray([SIZES["rows past the sum"]]))[0], np.float32)
+            run = jax.jit(partial(module.forward, spec, self.sizes))
+            given = Operands(first, second, jnp.asarray([SIZES["rows past the sum"]]))
+            found = np.asarray(run(given)[0], np.float32)
             finite = np.isfinite(found).reshape(len(found), -1).all(axis=1)
             assert set(np.flatnonzero(~finite)) == ({1, 3} if use == "drhs" else {4})
 

@@ -29,6 +29,7 @@ import autopallas
 from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import pallas_tpu, tpu_cores
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.pallas_tpu import Tile
 from autopallas.kernels.grouped_matmul.tuned_block_sizes import infer_block_sizes
@@ -87,7 +88,8 @@ class TestPallasTpu(GroupedMatmulImplementation):
         spec = spec_of("forward", batch=2, epilogue=program)
         first, second, _ = operands(spec)
         group_sizes = [SIZES["negative, so that groups overlap"], SIZES["uneven"]]
-        found = jax.jit(partial(module.forward, spec, BlockSizes(block)))(first, second, jnp.asarray(group_sizes))
+        given = Operands(first, second, jnp.asarray(group_sizes))
+        found = jax.jit(partial(module.forward, spec, BlockSizes(block)))(given)
         for example, sizes in enumerate(group_sizes):
             product = truth("forward", first[example], second[example], sizes)
             assert error_of(found[example], 1 / (1 + np.exp(-product))) < 1e-5
@@ -113,7 +115,7 @@ def test_the_simulated_tpu_finds_no_fault(name, use):
     first, second, cotangent = operands(spec)
     sizes = jnp.asarray([group_sizes], jnp.int32)
     with interpret.mode(pltpu.InterpretParams(uninitialized_memory="nan")):
-        found = jax.jit(lambda *a: pallas_tpu.forward(spec, block, *a))(first, second, sizes)
+        found = jax.jit(partial(pallas_tpu.forward, spec, block))(Operands(first, second, sizes))
     assert error_of(found, truths(spec, first, second, sizes, cotangent)["result"]) <= 1e-5
 
 
@@ -134,7 +136,7 @@ def test_cores_that_share_the_rows_do_not_race(use, group_sizes, inner_block, mo
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=TWO_CORES)
     simulated = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
     with interpret.mode(simulated), jax.sharding.use_abstract_mesh(mesh):
-        found = jax.jit(lambda *a: pallas_tpu.forward(spec, BlockSizes(16), *a))(first, second, sizes)
+        found = jax.jit(partial(pallas_tpu.forward, spec, BlockSizes(16)))(Operands(first, second, sizes))
     assert error_of(found, truths(spec, first, second, sizes, cotangent)["result"]) <= 1e-5
 
 
@@ -147,7 +149,7 @@ def test_cores_share_the_rows_where_columns_would_leave_one_idle(kind, columns, 
     types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
     types.append(jax.ShapeDtypeStruct((1, 4), jnp.int32))
     with Device("tpu", kind).lowered():
-        traced = jax.jit(lambda *a: pallas_tpu.forward(spec, BlockSizes(512), *a)).trace(*types)
+        traced = jax.jit(partial(pallas_tpu.forward, spec, BlockSizes(512))).trace(Operands(*types))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ("autopallas_grouped_matmul_forward_on_cores" in text) == shared
     assert "autopallas_grouped_matmul_forward" in text
@@ -272,8 +274,9 @@ def test_what_is_lowered_for_a_tpu_is_the_kernel():
     types = [jax.ShapeDtypeStruct((1, *s), jnp.bfloat16) for s in (spec.first_shape(), spec.second_shape())]
 
     def both(first: Any, second: Any, group_sizes: Any) -> Any:
-        out = pallas_tpu.forward(spec, BlockSizes(512), first, second, group_sizes)
-        return out, pallas_tpu.backward(spec, BlockSizes(512), first, second, group_sizes, out)
+        given = Operands(first, second, group_sizes)
+        out = pallas_tpu.forward(spec, BlockSizes(512), given)
+        return out, pallas_tpu.backward(spec, BlockSizes(512), given, out)
 
     with V5E.targeted():
         traced = jax.jit(both).trace(*types, jax.ShapeDtypeStruct((1, 4), jnp.int32))

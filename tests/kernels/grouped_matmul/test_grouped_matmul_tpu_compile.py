@@ -13,6 +13,7 @@ from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.grouped_matmul import pallas_tpu
 from autopallas.kernels.grouped_matmul.block_sizes import BlockSizes
+from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.sites.elementwise import Score, traced
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +47,7 @@ def test_every_generation_compiles_them(compiler, name, use, dtype):
     ]
     types.append(jax.ShapeDtypeStruct((spec.batch, spec.groups), jnp.int32))
     with compiler.generation.device.targeted():
-        found = compiler.compile(lambda *given: pallas_tpu.forward(spec, sizes, *given), types)
+        found = compiler.compile(lambda *given: pallas_tpu.forward(spec, sizes, Operands(*given)), types)
     assert found.failure is None
     (kernel,) = [o for o in found.operations if o.kernel]
     generation = tpu.generation(compiler.generation.device)
@@ -64,6 +65,6 @@ def test_an_epilogue_is_part_of_the_kernel(compiler, dtype):
     types = [jax.ShapeDtypeStruct((1, *shape), jnp.dtype(dtype)) for shape in (spec.first_shape(), spec.second_shape())]
     types.append(jax.ShapeDtypeStruct((1, 4), jnp.int32))
     with compiler.generation.device.targeted():
-        found = compiler.compile(lambda *given: pallas_tpu.forward(spec, BlockSizes(512), *given), types)
+        found = compiler.compile(lambda *given: pallas_tpu.forward(spec, BlockSizes(512), Operands(*given)), types)
     assert found.failure is None
     assert found.temporary_bytes < 2048 * 1024 * jnp.dtype(dtype).itemsize, "no array for the product"
