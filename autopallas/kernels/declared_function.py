@@ -148,11 +148,11 @@ def _docstring(operation: DeclaredOperation) -> str:
     for name, default in parameters(operation).items():
         meaning = meanings.get(name) or f"a {type(getattr(operation.sample, name)).__name__}"
         given = "" if default is inspect.Parameter.empty else f"; {default} by default"
-        arguments.append(f"{name}: {meaning[0].lower()}{meaning[1:].rstrip('.')}{given}.")
+        arguments.append(f"{name}: {_within(meaning).rstrip('.')}{given}.")
     main = main_operand(operation)
     by_default = f"that of {main}" if main is not None else str(result_dtype_of(operation, {}))
     lines = [
-        f"``{operation.name}`` computes {formula[0].lower()}{formula[1:]}",
+        f"``{operation.name}`` computes {_within(formula)}",
         "",
         "Differentiable in reverse mode once; forward mode and second derivatives are not available here",
         "(``autopallas.optimize`` has them).",
@@ -174,6 +174,11 @@ def _docstring(operation: DeclaredOperation) -> str:
         "  UnsupportedError: the named implementation cannot compute this, or none of several can.",
     ]
     return "\n".join(lines)
+
+
+def _within(sentence: str) -> str:
+    """A sentence within another one; a letter that stands for a size stays as it is."""
+    return sentence if sentence[1:2] == " " and sentence[0] != "A" else sentence[0].lower() + sentence[1:]
 
 
 def _meanings(spec: type) -> dict[str, str]:

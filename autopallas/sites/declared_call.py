@@ -95,8 +95,8 @@ def site_of(
 ) -> DeclaredSite:
     """The site that computes the operation from whole arrays.
 
-    Axes that the first letter of ``rows`` stands for count as the second one's where nothing that lacks the second one
-    varies along them.  Patterns see it so too: a call has the sizes of the place in a program that computes the same.
+    Where some operand lacks the second letter of ``rows``, the first one is for the axes along which such operands vary
+    too: those along which none does count as the second one's.  So a call has the sizes that a pattern finds.
 
     Args:
       operation: what is called.
@@ -119,7 +119,7 @@ def site_of(
 
     views = {name: view(operation.operands[name], own.get(first, ())) for name, own in axes.items()}
     result, shared = view(operation.result, batch), [i for i, n in enumerate(batch) if n > 1]
-    for second in (letter for letter in further[:1] if letter in found and letter in operation.result.split()):
+    for second in (letter for letter in further[:1] if letter in found and _tells_apart(operation, letter)):
         moved = [i for i in shared if all(((0, (i,)) in views[name]) == (second in own) for name, own in axes.items())]
         label[second] = (*moved, *label[second])
         shared = [i for i in shared if i not in moved]
@@ -164,6 +164,11 @@ def _axes(operation: DeclaredOperation, name: str, array: Shaped) -> _Axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must not be empty: leave the call out")
     rest = iter(array.shape)
     return {letter: tuple(islice(rest, several if letter == first else 1)) for letter in letters}
+
+
+def _tells_apart(operation: DeclaredOperation, second: str) -> bool:
+    """Whether an operand lacks a letter that the result has."""
+    return second in operation.result.split() and any(second not in x.split() for x in operation.operands.values())
 
 
 def _sizes(operation: DeclaredOperation, axes: Mapping[str, _Axes]) -> dict[str, int]:
