@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +16,12 @@ from test_declared import OPERATIONS, small
 
 import autopallas
 from autopallas.errors import AutopallasWarning, UnsupportedError
-from autopallas.kernels.declared_function import function_named
+from autopallas.kernels.declared_function import function_named, public_function
 from autopallas.kernels.rms_norm import rms_norm
+from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.declared_call import operand_names, parameters, site_of
 from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import Spec
 
 
 def normal(seed: int, *shape: int) -> jax.Array:
@@ -149,3 +154,49 @@ def test_refusals_name_the_argument_and_the_remedy(change, error, message):
 def test_a_list_of_implementations_falls_through_with_a_warning():
     with pytest.warns(AutopallasWarning, match="no implementation cudnn; using xla"):
         rms_norm(X, SCALE, implementation=["cudnn", "xla"])
+
+
+@dataclass(frozen=True)
+class PickedSpec(Spec):
+    """One of N numbers of each row: ``times * x[index]``."""
+
+    batch: int
+    rows: int
+    columns: int
+    x_dtype: np.dtype
+    index_dtype: np.dtype
+    result_dtype: np.dtype
+    times: int
+
+
+def picked(spec, x, index):
+    """The reference: the result is float32, whatever x is."""
+    x, index = jnp.broadcast_arrays(x, index[..., None])
+    return (spec.times * jnp.take_along_axis(x, index[..., :1], -1)[..., 0]).astype(spec.result_dtype)
+
+
+def test_operands_may_be_integers_and_the_result_of_no_operands_dtype(monkeypatch):
+    operation = DeclaredOperation(
+        "picked_for_a_test",
+        reference=picked,
+        operands={"x": "B M N", "index": "B M"},
+        result="B M",
+        sizes={"B": "batch", "M": "rows", "N": "columns"},
+        rows="B M",
+        sample=PickedSpec(1, 4, 8, np.dtype(jnp.bfloat16), np.dtype(np.int32), np.dtype(np.float32), 1),
+    )
+    monkeypatch.setitem(sys.modules, f"{operation.package}.operation", SimpleNamespace(OPERATION=operation))
+    function = public_function(operation)
+    index = jnp.arange(15).reshape(5, 3) % 8
+    found, gradient = jax.value_and_grad(lambda x: jnp.sum(function(x, index, times=3)))(X)
+    wanted = jax.value_and_grad(lambda x: 3 * jnp.sum(x * jax.nn.one_hot(index, 8)))(X)
+    np.testing.assert_allclose(found, wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, wanted[1], rtol=1e-5)
+    assert function(X.astype(jnp.bfloat16), index, times=3).dtype == jnp.float32
+    assert "result_dtype: the dtype of the result; float32 by default." in function.__doc__
+    with pytest.raises(TypeError, match="index must be an array of integer numbers, not float32; convert it"):
+        function(X, X[..., 0], times=3)
+    with pytest.raises(TypeError, match="times is a float; pass a Python int"):
+        function(X, index, times=3.0)
+    with pytest.raises(TypeError, match="missing a required argument: 'times'"):
+        function(X, index)
