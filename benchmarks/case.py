@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.operation import operation_named, operation_names
 from autopallas.workbench.cases import DIRECTIONS, Case, Direction
 
 __all__ = ["AUTOPALLAS", "DIRECTIONS", "KERNELS", "ORIGINAL", "Benchmark", "Candidate", "Case", "Chosen", "Direction"]
-__all__ += ["benchmark"]
+__all__ += ["DECLARED", "TUNED", "WRITTEN", "benchmark"]
 
 ORIGINAL = "original"
 """The name of the candidate that every ratio refers to: the computation as people write it."""
@@ -35,7 +37,7 @@ class Candidate:
 
 
 class Benchmark(Protocol):
-    """What the module of an operation offers."""
+    """What the module of an operation offers, or a declared operation has without one."""
 
     def grid(self, name: str) -> tuple[Case, ...]:
         """The cases of the grid "quick", "standard", "wide" or "table" (one for each row of the tuned table)."""
@@ -60,15 +62,30 @@ class Benchmark(Protocol):
 
 
 def benchmark(kernel: str) -> Benchmark:
-    """The benchmark of an operation by its name, imported when asked for."""
+    """The benchmark of an operation by its name: a module of this package, or what follows from its declaration."""
     import importlib
 
-    if kernel not in KERNELS:
+    if kernel in DECLARED:
+        from benchmarks.declared import DeclaredBenchmark
+
+        return DeclaredBenchmark.of(kernel)
+    if kernel not in WRITTEN:
         raise KeyError(kernel)
     module: Any = importlib.import_module(f"benchmarks.{kernel}")
     offered: Benchmark = module
     return offered
 
 
-KERNELS = ("attention", "cross_entropy", "grouped_matmul")
-"""The operations that have a benchmark, a module of this package each."""
+WRITTEN = ("attention", "cross_entropy", "grouped_matmul")
+"""The operations whose benchmark is a module of this package each."""
+
+DECLARED = tuple(
+    name for name in operation_names() if name not in WRITTEN and isinstance(operation_named(name), DeclaredOperation)
+)
+"""Those whose benchmark follows from their declaration."""
+
+KERNELS = (*WRITTEN, *DECLARED)
+"""The operations that have a benchmark."""
+
+TUNED = tuple(name for name in KERNELS if operation_named(name).has("tuned_block_sizes"))
+"""Those that have a tuned table."""

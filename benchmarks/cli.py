@@ -25,7 +25,7 @@ Every row is written as JSON and CSV; docs/benchmarks.md explains the fields.
 
 _EPILOG = """\
 examples:
-  python -m benchmarks                                the standard grid, six to eight minutes on two cores
+  python -m benchmarks                                the standard grid, seven to nine minutes on two cores
   python -m benchmarks --quick                        a sample, under two minutes
   python -m benchmarks --filter "float32 causal T2048" --filter "forward+backward T1024"
   python -m benchmarks table attention                measure block sizes and regenerate the tuned table

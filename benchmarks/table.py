@@ -23,7 +23,7 @@ from autopallas.sites.device import Device
 from autopallas.tuning import Measurement, measure
 from autopallas.tuning.coverage import stated
 from autopallas.tuning.table import Key, Row
-from benchmarks.case import KERNELS, ORIGINAL, Case, benchmark
+from benchmarks.case import ORIGINAL, TUNED, Case, benchmark
 from benchmarks.run import select
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 2e-2}
@@ -141,8 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status: 1 where a case gave no row."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.kernel not in KERNELS:
-        parser.error(f"no benchmark is called {options.kernel!r}; there are: {', '.join(KERNELS)}")
+    if options.kernel not in TUNED:
+        parser.error(f"no tuned table is called {options.kernel!r}; there are: {', '.join(TUNED)}")
     cases = select([options.kernel], "table", options.filter)
     if options.list:
         for case in cases:
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures the candidates for block sizes, the original among them, for each row of an operation's "
         "tuned table on this device, and writes the rows into the table's file. Rows that were not measured stay.",
     )
-    parser.add_argument("kernel", metavar="OPERATION", help=f"one of: {', '.join(KERNELS)}")
+    parser.add_argument("kernel", metavar="OPERATION", help=f"one of: {', '.join(TUNED)}")
     parser.add_argument("--implementation", help="what to tune (the first in the platform's order)")
     parser.add_argument("--filter", action="append", default=[], metavar="WORDS", help="only rows with all these words")
     parser.add_argument("--list", action="store_true", help="show what would be measured")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from autopallas.kernels.cross_entropy import tuned_block_sizes as tables_of_cros
 from autopallas.tuning import Failure, Measurement, Timing, table_files
 from autopallas.workbench.cases import cases_of
 from benchmarks import attention, cli, cross_entropy, environment, grouped_matmul, peak, resident, rows, table, terminal
-from benchmarks.case import AUTOPALLAS, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen
+from benchmarks.case import AUTOPALLAS, DECLARED, DIRECTIONS, KERNELS, ORIGINAL, Candidate, Case, Chosen, benchmark
+from benchmarks.declared import DeclaredBenchmark
 from benchmarks.rows import Machine
 
 CASES_OF_GROUPED_MATMUL = cases_of("grouped_matmul")
@@ -146,6 +148,28 @@ def test_arguments_that_are_no_dense_mixture_are_refused(wrong: tuple[int, tuple
     given[wrong[0]] = jax.ShapeDtypeStruct(wrong[1], given[wrong[0]].dtype)
     with pytest.raises(ValueError, match="must agree"):
         CASES_OF_GROUPED_MATMUL.case_of(given, "dense", "forward")
+
+
+@pytest.mark.parametrize("kernel", DECLARED)
+def test_a_declared_operation_is_measured_without_a_module_for_it(
+    kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = benchmark(kernel)
+    standard = [case for case in offered.grid("standard") if case.dtype == "float32"]
+    small = [replace(case, sizes=tuple((x, min(n, 8)) for x, n in case.sizes)) for case in standard]
+    monkeypatch.setattr(DeclaredBenchmark, "grid", lambda *_: tuple(small))
+    monkeypatch.setitem(peak.SIZE, jax.default_backend(), 64)
+    effort = ["--seconds", "0.2", "--repetitions", "3", "--no-resident-memory"]
+    assert cli.main([kernel, "--output", str(tmp_path), *effort]) == 0
+    found = json.loads((tmp_path / f"{kernel}-{jax.default_backend()}.json").read_text())
+    assert {row["direction"] for row in found} == set(DIRECTIONS)
+    assert [row["candidate"] for row in found] == [ORIGINAL, AUTOPALLAS, "xla, called"] * 2
+    for row in found:
+        assert row["failure"] is None
+        assert row["block_sizes"] is not None or row["candidate"] == ORIGINAL
+        assert row["wall_ratio"] > 0
+        assert row["teraflops"] > 0
+        assert row["max_error"] < 1e-5
 
 
 def test_arithmetic_is_counted_over_live_pairs() -> None:

@@ -28,7 +28,7 @@ from autopallas.sites.spec import BlockSizes, Dtype, NoBlockSizes, Spec
 if TYPE_CHECKING:
     from autopallas.tuning.row import Bucket, Rows
 
-__all__ = ["DeclaredOperation", "DeclaredSite"]
+__all__ = ["DeclaredOperation", "DeclaredSite", "Labels"]
 
 Labels: TypeAlias = tuple[Label, ...]
 Arrays: TypeAlias = Mapping[str, jax.Array]
@@ -67,7 +67,7 @@ class DeclaredOperation(Operation):
         if found is not None:
             return found
         if name in ("reference", "xla"):
-            return _Differentiated(self.reference)
+            return _Differentiated(f"{self.package}.{name}", self.reference)
         defaults: dict[str, object] = {
             "block_sizes": SimpleNamespace(BlockSizes=NoBlockSizes),
             "tuned_block_sizes": _NoTable(),
@@ -254,7 +254,8 @@ class DeclaredSite:
 class _Differentiated:
     """The implementation that a reference is: its derivative is JAX's."""
 
-    def __init__(self, reference: Callable[..., jax.Array]):
+    def __init__(self, name: str, reference: Callable[..., jax.Array]):
+        self.__name__ = name  # as a module has one
         self._reference = reference
 
     def supports(self, spec: Spec, device: Device) -> Supported | Unsupported:

@@ -250,7 +250,7 @@ def _digest(description: Description) -> str:
 
 def checked_sizes(data: object) -> Sizes:
     """Block sizes by name, few and within bounds, or EntryError."""
-    if not isinstance(data, dict) or not 0 < len(data) <= _MOST_SIZES:
+    if not isinstance(data, dict) or len(data) > _MOST_SIZES:
         raise EntryError(f"block_sizes is {_short(data)}, not an object of up to {_MOST_SIZES}")
     for name, value in data.items():
         checked_text(name, "the name of a block size")

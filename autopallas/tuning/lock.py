@@ -291,7 +291,7 @@ def _site(data: object, where: str) -> LockedSite:
 
 
 def _sizes(data: object, where: str) -> Sizes:
-    if not isinstance(data, dict) or not data or len(data) > 16:
+    if not isinstance(data, dict) or len(data) > 16:
         raise LockError(f"{where} is {_short(data)}, not an object of up to 16")
     for name, value in data.items():
         _text(name, where)

@@ -1,24 +1,29 @@
 """One computation at one size, spelled as people write it: what tables are measured on, and benchmarks.
 
 An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists; so may its parts,
-which add variants of their own.
+which add variants of their own.  A declared one without that module has cases by its declaration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from autopallas import compat
-from autopallas.compat import ArrayFunction, Shaped
+from autopallas.compat import ArrayFunction, Dtype, PyTree, Shaped
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
+from autopallas.sites.declared import DeclaredOperation, DeclaredSite
+from autopallas.sites.declared_call import operand_names, parameters, shape_in_letters, site_of
 from autopallas.sites.operation import operation_folders, operation_named
+from autopallas.sites.spec import Spec
 
-__all__ = ["DIRECTIONS", "Case", "Cases", "Direction", "cases_of", "match_of"]
+__all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of"]
 
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
@@ -101,6 +106,109 @@ class _Together:
         return self._of(case.mask).direct(case)
 
 
+PLAIN = "plain"
+"""The one variant of a declared operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredCases:
+    """The cases of a declared operation: its reference, of the operands and the parameters of its sample.
+
+    What has the dtype of the result in the sample has that of the case.
+    """
+
+    operation: DeclaredOperation
+
+    @property
+    def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
+        return {PLAIN: self._original}
+
+    def _original(self, *arrays: jax.Array) -> jax.Array:
+        spec = self._site(arrays).spec
+        return self.operation.reference(spec, **dict(zip(self._names(), arrays, strict=True)))
+
+    def _names(self) -> list[str]:
+        """The operands that the sample has."""
+        return [name for name in operand_names(self.operation) if self._dtype(name) is not None]
+
+    def _dtype(self, name: str) -> Dtype | None:
+        dtype: Dtype | None = getattr(self.operation.sample, f"{name}_dtype")
+        return dtype
+
+    def _site(self, arrays: Sequence[Shaped]) -> DeclaredSite:
+        values = {name: getattr(self.operation.sample, name) for name in parameters(self.operation)}
+        return site_of(self.operation, dict(zip(self._names(), arrays, strict=True)), values)
+
+    def _spec(self, case: Case) -> Spec:
+        """The sample with the sizes and the dtype of a case."""
+        own = self._dtype("result")
+        names = [f"{name}_dtype" for name in (*self._names(), "result") if self._dtype(name) == own]
+        sizes = {self.operation.sizes[letter]: size for letter, size in case.sizes}
+        return replace(self.operation.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
+
+    def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
+        """The size of the sample in both directions, in float32 and bfloat16 where the result is floating."""
+        sample, own = self.operation.sample, str(self._dtype("result"))
+        dtypes = ("float32", "bfloat16") if jnp.issubdtype(own, jnp.floating) else (own,)
+        sizes = tuple((letter, getattr(sample, name)) for letter, name in self.operation.sizes.items())
+        return tuple(Case(self.operation.name, direction, d, PLAIN, sizes) for direction in DIRECTIONS for d in dtypes)
+
+    def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+        spec = self._spec(case)
+        types = [
+            jax.ShapeDtypeStruct(self.operation.shape(spec, name), getattr(spec, f"{name}_dtype"))
+            for name in self._names()
+        ]
+        if case.direction == "forward":
+            return tuple(types)
+        return (*types, jax.eval_shape(self._original, *types))
+
+    def in_direction(self, case: Case, function: ArrayFunction) -> ArrayFunction:
+        if case.direction == "forward":
+            return function
+
+        def forward_and_backward(*arguments: jax.Array) -> PyTree:
+            *operands, cotangent = arguments
+            active = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+            def of_active(*chosen: jax.Array) -> PyTree:
+                given = dict(zip(active, chosen, strict=True))
+                return function(*(given.get(i, x) for i, x in enumerate(operands)))
+
+            output, pull_back = jax.vjp(of_active, *(operands[i] for i in active))
+            return output, pull_back(cotangent)
+
+        return forward_and_backward
+
+    def case_of(self, types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
+        names = self._names()
+        if len(types) != len(names):
+            shapes = (f"{n} {shape_in_letters(self.operation, self.operation.operands[n])}" for n in names)
+            raise ValueError(f"{self.operation.name} takes {', '.join(shapes)}")
+        try:
+            spec = self._site(types).spec
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        dtype: Dtype = getattr(spec, "result_dtype")  # noqa: B009 (every spec has it, their base has not)
+        sizes = tuple((letter, getattr(spec, name)) for letter, name in self.operation.sizes.items())
+        case = Case(self.operation.name, direction, str(dtype), variant, sizes)
+        for name, wanted in zip(names, self.types(case), strict=False):
+            if getattr(spec, f"{name}_dtype") != wanted.dtype:
+                raise ValueError(f"{name} must be {wanted.dtype} where the result is {dtype}")
+        return case
+
+    def direct(self, case: Case) -> ArrayFunction | None:
+        from autopallas.kernels.declared_function import public_function
+
+        values = {name: getattr(self.operation.sample, name) for name in parameters(self.operation)}
+        function = public_function(self.operation)
+
+        def called(*arrays: jax.Array, **more: object) -> PyTree:
+            return function(**dict(zip(self._names(), arrays, strict=True)), **values, **more)
+
+        return called
+
+
 def cases_of(operation: str) -> Cases | None:
     """The cases of an operation by its name, those of its parts included, or None where it has none."""
     found = tuple(_modules(operation))
@@ -109,9 +217,12 @@ def cases_of(operation: str) -> Cases | None:
 
 def _modules(operation: str) -> Iterator[Cases]:
     for folder in operation_folders(operation):
-        cases = cast("Cases | None", operation_named(folder).module("cases"))
+        own = operation_named(folder)
+        cases = cast("Cases | None", own.module("cases"))
         if cases is not None:
             yield cases
+        elif isinstance(own, DeclaredOperation):
+            yield DeclaredCases(own)
 
 
 def match_of(case: Case) -> Match:

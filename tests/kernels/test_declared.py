@@ -14,20 +14,27 @@ import pytest
 from support.compare import compare, with_gradients
 
 import autopallas
+from autopallas.autotune.tuner import Tuner
 from autopallas.graph import Graph, flatten
+from autopallas.options import resolve
 from autopallas.patterns import find
+from autopallas.plan.choose_implementation import plan
 from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.device import Device
 from autopallas.sites.encoding import encoded, saved_site
 from autopallas.sites.operation import Supported, operation_named, operation_names
+from autopallas.tuning.lock import written
+from autopallas.workbench.cases import DIRECTIONS, cases_of
+from autopallas.workbench.cases import match_of as match_of_case
 
 OPERATIONS = [name for name in operation_names() if isinstance(operation_named(name), DeclaredOperation)]
 PACKAGE = Path(autopallas.__file__).parent
 
 
-def small(op):
-    """The operation with a small sample in float32."""
+def small(op, sizes=()):
+    """The operation with a small sample in float32; ``sizes`` are those wanted, by the names of the spec."""
     operation = operation_named(op)
-    sizes = {name: 7 + 2 * n for n, name in enumerate(operation.sizes.values())}
+    sizes = {name: 7 + 2 * n for n, name in enumerate(operation.sizes.values())} | dict(sizes)
     dtypes = {
         f.name: np.dtype(np.float32)
         for f in dataclasses.fields(operation.sample)
@@ -36,8 +43,8 @@ def small(op):
     return dataclasses.replace(operation, sample=dataclasses.replace(operation.sample, **sizes, **dtypes))
 
 
-def program_and_arguments(op):
-    program, types = small(op).program()
+def program_and_arguments(op, sizes=()):
+    program, types = small(op, sizes).program()
     random = np.random.default_rng(0)
     return program, tuple(jnp.asarray(random.standard_normal(t.shape), t.dtype) for t in types)
 
@@ -95,6 +102,41 @@ def test_without_evidence_the_original_stays_and_a_search_measures(op):
     optimized(*arguments)
     (site,) = optimized.report().sites
     assert site.measured is not None or "search" in site.reason
+    again = autopallas.explain(autopallas.optimize(program, implementation=site.implementation), *arguments)
+    assert site.measured is None or again.sites[0].measured == site.measured, "it is kept on disk"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_its_cases_are_recognised_and_computed_by_its_own_function(op, direction):
+    offered = cases_of(op)
+    first = offered.table_grid()[0]
+    sizes = tuple((letter, min(size, 5 + number)) for number, (letter, size) in enumerate(first.sizes))
+    case = dataclasses.replace(first, direction=direction, dtype="float32", sizes=sizes)
+    types = offered.types(case)
+    operands = types[:-1] if direction == "forward+backward" else types
+    assert offered.case_of(operands, case.mask, direction) == case
+    spec = match_of_case(case).spec
+    assert [getattr(spec, operation_named(op).sizes[letter]) for letter, _ in sizes] == [size for _, size in sizes]
+    random = np.random.default_rng(0)
+    arguments = [jnp.asarray(random.standard_normal(t.shape), t.dtype) for t in types]
+    original, direct = offered.ORIGINALS[case.mask], offered.direct(case)
+    for a, b in zip(
+        *(jax.tree.leaves(jax.jit(offered.in_direction(case, f))(*arguments)) for f in (original, direct)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_lockfile_decides_it(op, tmp_path):
+    """Its block sizes are none, or few."""
+    program, arguments = program_and_arguments(op)
+    match, device, options = match_of(op), Device.current(), resolve({"objective": "always"})
+    decisions = plan([match], device, options, Tuner(device, options))
+    lock = tmp_path / "sites.lock"
+    lock.write_text(written([match], decisions, "model:program", "", device, "/").to_json())
+    report = autopallas.explain(autopallas.optimize(program, lock=lock), *arguments)
+    assert [(site.op, site.verdict, site.block_sizes_from) for site in report.sites] == [(op, "applied", "explicit")]
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -105,21 +147,26 @@ def test_options_and_implementations_know_it(op):
     report = autopallas.explain(autopallas.optimize(program, implementation="reference"), *arguments)
     assert [site.implementation for site in report.sites] == ["reference"]
     match = match_of(op)
-    answers = dict(match.site.operation.candidates(match.spec, autopallas.sites.device.Device.current(), None))
+    answers = dict(match.site.operation.candidates(match.spec, Device.current(), None))
     assert any(isinstance(answer, Supported) for answer in answers.values())
 
 
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 import autopallas
+from autopallas.sites.operation import operation_named
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_declared import program_and_arguments
 
 for op in OPERATIONS:
-    program, (x, *others) = program_and_arguments(op)
-    x = jax.numpy.concatenate([x] * 8, 1)[:, :8]
+    operation = operation_named(op)
+    divided = operation.rows.split()[-1]
+    program, arguments = program_and_arguments(op, {operation.sizes[divided]: 8})
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "data")))
+    sample = operation.sample
+    given = [letters for n, letters in operation.operands.items() if getattr(sample, f"{n}_dtype") is not None]
+    specs = [PartitionSpec(*("data" if own == divided else None for own in letters.split())) for letters in given]
+    x, *others = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arguments, specs, strict=True))
     everything = tuple(range(1 + len(others)))
     gradient = lambda f: jax.jit(jax.grad(lambda *a: jax.numpy.sum(jax.numpy.sin(f(*a))), everything))
     optimized = autopallas.optimize(program, objective="always", strict=True)

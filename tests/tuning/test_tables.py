@@ -17,13 +17,14 @@ from autopallas.compile.tpu import GENERATIONS
 from autopallas.environment import OPERATIONS
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
 from autopallas.tuning import processor, table_files
 from autopallas.tuning.table import DEVICES, LEAST_MEMORY, Bucket, Row, lookup, table_device
 from autopallas.tuning.table_files import Files, device_of, folder_of
-from autopallas.workbench.cases import DIRECTIONS, Case, cases_of, match_of
+from autopallas.workbench.cases import DIRECTIONS, Case, match_of
 
 BUCKETS = tuple(Bucket(name, {}) for name in "abcd")
-TUNED = [op for op in OPERATIONS if cases_of(op) is not None]
+TUNED = [op for op in OPERATIONS if operation_named(op).has("tuned_block_sizes")]
 
 
 def row(*sizes: int) -> Row:

@@ -28,7 +28,7 @@ class RmsNormSpec(Spec):
     scale_dtype: Dtype | None
     shift_dtype: Dtype | None
     result_dtype: Dtype
-    epsilon: float
+    epsilon: float = 1e-6
     outside: bool = False
     """Whether epsilon is added to the root, and not to the mean."""
 

@@ -1,0 +1,196 @@
+"""The public function of a declared operation: its arguments, its docstring and its derivative by the declaration."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.compat import ArrayFunction
+from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.declared import DeclaredOperation, DeclaredSite
+from autopallas.sites.declared_call import (
+    checked_parameters,
+    kind_of,
+    main_operand,
+    operand_names,
+    parameters,
+    result_dtype_of,
+    shape_in_letters,
+    site_of,
+)
+from autopallas.sites.device import Device
+from autopallas.sites.operation import operation_named
+from autopallas.sites.spec import BlockSizes, NoBlockSizes
+from autopallas.tuning.direct import block_sizes_for
+
+__all__ = ["function_named", "public_function"]
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
+
+@functools.cache
+def function_named(name: str) -> ArrayFunction:
+    """The public function of the declared operation of a name."""
+    operation = operation_named(name)
+    assert isinstance(operation, DeclaredOperation)
+    return public_function(operation)
+
+
+def public_function(operation: DeclaredOperation) -> Callable[..., jax.Array]:
+    """The function that computes a declared operation.
+
+    Its arguments are the operands in the order of the reference's, and by name the parameters of the spec,
+    ``result_dtype``, ``implementation`` and ``block_sizes``.
+    """
+    signature = _signature(operation)
+
+    def function(*given: object, **named: object) -> jax.Array:
+        try:
+            bound = signature.bind(*given, **named)
+        except TypeError as error:
+            raise TypeError(f"{operation.name}{signature}: {error}") from None
+        bound.apply_defaults()
+        arguments = bound.arguments
+        values = checked_parameters(operation, {name: arguments[name] for name in parameters(operation)})
+        arrays = {
+            n: arguments[n] for n, lacks in operand_names(operation).items() if not lacks or arguments[n] is not None
+        }
+        dtype = arguments["result_dtype"]
+        site = site_of(operation, arrays, values, None if dtype is None else np.dtype(dtype))
+        block_sizes = _checked_block_sizes(operation, arguments["block_sizes"])
+        device = Device.current()
+
+        def call(module: ModuleType) -> jax.Array:
+            name = module.__name__.rpartition(".")[2]
+            chosen = block_sizes_for(operation.name, site.spec, device, name, block_sizes)
+            result: jax.Array = _computed(site, name, chosen, tuple(arrays.values()))
+            return result
+
+        return operation.first_that_works(site.spec, device, arguments["implementation"], call)
+
+    function.__name__ = function.__qualname__ = operation.name
+    function.__module__ = operation.package
+    function.__doc__ = _docstring(operation)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _computed(site: DeclaredSite, name: str, block_sizes: tuple[BlockSizes, BlockSizes], operands: Arrays) -> jax.Array:
+    """The kernel ``name`` on whole arrays, with its derivative; block sizes for forward alone, and for both."""
+    (result,), _ = kernel_forward(site, name, block_sizes[0])(*operands)
+    found: jax.Array = result
+    return found
+
+
+def _forward(
+    site: DeclaredSite, name: str, block_sizes: tuple[BlockSizes, BlockSizes], operands: Arrays
+) -> tuple[jax.Array, Arrays]:
+    (result,), _ = kernel_forward(site, name, block_sizes[1])(*operands)
+    return result, operands
+
+
+def _backward(
+    site: DeclaredSite,
+    name: str,
+    block_sizes: tuple[BlockSizes, BlockSizes],
+    operands: Arrays,
+    cotangent: jax.Array,
+) -> tuple[tuple[jax.Array | None, ...]]:
+    active = tuple(i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating))
+    gradients = kernel_backward(site, name, block_sizes[1], active)(operands, (), (), (cotangent,))
+    found = dict(zip(active, gradients, strict=True))
+    return (tuple(found.get(i) for i in range(len(operands))),)
+
+
+_computed.defvjp(_forward, _backward)
+
+
+def _signature(operation: DeclaredOperation) -> inspect.Signature:
+    one, empty = inspect.Parameter, inspect.Parameter.empty
+    own = [
+        one(name, one.POSITIONAL_OR_KEYWORD, default=None if lacks else empty)
+        for name, lacks in operand_names(operation).items()
+    ]
+    named = parameters(operation) | dict.fromkeys(("result_dtype", "implementation", "block_sizes"))
+    own += [one(name, one.KEYWORD_ONLY, default=default) for name, default in named.items()]
+    return inspect.Signature(own)
+
+
+def _checked_block_sizes(operation: DeclaredOperation, given: BlockSizes | None) -> BlockSizes | None:
+    kind: object = operation.part("block_sizes").BlockSizes
+    if given is None or type(given) is kind:
+        return given
+    own = f"pass {operation.package}.block_sizes.BlockSizes"
+    remedy = f"{operation.name} has none: leave them out" if kind is NoBlockSizes else own
+    raise TypeError(f"block_sizes is a {type(given).__name__}; {remedy}")
+
+
+def _docstring(operation: DeclaredOperation) -> str:
+    """The formula of the spec, and the shapes of what goes in and comes out."""
+    spec, first = type(operation.sample), operation.rows.split()[0]
+    formula = inspect.cleandoc(spec.__doc__ or "what its reference says.").split("\n\n")[0]
+    letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for letter, name in operation.sizes.items())
+    meanings, arguments = _meanings(spec), []
+    for name, lacks in operand_names(operation).items():
+        shape = shape_in_letters(operation, operation.operands[name])
+        arguments.append(f"{name}: {shape}, {kind_of(operation, name)}{'; may be left out' if lacks else ''}.")
+    for name, default in parameters(operation).items():
+        meaning = meanings.get(name) or f"a {type(getattr(operation.sample, name)).__name__}"
+        given = "" if default is inspect.Parameter.empty else f"; {default} by default"
+        arguments.append(f"{name}: {_within(meaning).rstrip('.')}{given}.")
+    main = main_operand(operation)
+    by_default = f"that of {main}" if main is not None else str(result_dtype_of(operation, {}))
+    lines = [
+        f"``{operation.name}`` computes {_within(formula)}",
+        "",
+        "Differentiable in reverse mode once; forward mode and second derivatives are not available here",
+        "(``autopallas.optimize`` has them).",
+        "",
+        f"Letters: {letters}; {first}... is any number of axes, or none, along which arrays are broadcast as by NumPy.",
+        "",
+        "Arguments:",
+        *(f"  {line}" for line in arguments),
+        f"  result_dtype: the dtype of the result; {by_default} by default.",
+        '  implementation: None for the best one here, a name ("xla", "reference", ...), or a sequence of names to try',
+        "    in order, with a warning for each that cannot be used.",
+        "  block_sizes: tile sizes, where the operation has any; from the cache or the tuned table by default.",
+        "",
+        "Returns:",
+        f"  {shape_in_letters(operation, operation.result)}.",
+        "",
+        "Raises:",
+        "  TypeError, ValueError: an argument has the wrong type, dtype, rank or size.",
+        "  UnsupportedError: the named implementation cannot compute this, or none of several can.",
+    ]
+    return "\n".join(lines)
+
+
+def _within(sentence: str) -> str:
+    """A sentence within another one; a letter that stands for a size stays as it is."""
+    return sentence if sentence[1:2] == " " and sentence[0] != "A" else sentence[0].lower() + sentence[1:]
+
+
+def _meanings(spec: type) -> dict[str, str]:
+    """What is written under the fields of a spec, where its source is at hand."""
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(spec))).body
+    except (OSError, SyntaxError, ValueError):
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for one, below in pairwise(definition.body):
+        match one, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = " ".join(text.split())
+    return found
