@@ -137,7 +137,7 @@ def _by_label(
 def _chosen(parts: ShardableAxes, uses: Sequence[_Use], exact: bool) -> dict[Label, tuple[str, ...]]:
     """Chooses the mesh axes of each label that may be sharded; labels of results come first.
 
-    The values in between decide, if there are any; otherwise the results, if their shardings are ``exact``; otherwise
+    The intermediate values decide, if there are any; otherwise the results, if their shardings are ``exact``; otherwise
     the operands.
     """
     chosen: dict[Label, tuple[str, ...]] = {}

@@ -26,7 +26,7 @@ Divided: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(slots=True)
 class Found:
-    """Shardings of a site's operands, its results and the values in between; None where uses differ or it is unknown.
+    """Shardings of a site's operands, its results and intermediate values; None where uses differ or it is unknown.
 
     ``exact``: whether the results' shardings hold where the results are computed, not only where they are used.
     """
