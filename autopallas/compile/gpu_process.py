@@ -1,4 +1,4 @@
-"""The child process of :mod:`autopallas.compile.gpu`: ``python gpu_compiler.py TARGET DUMP``.
+"""The child process of :mod:`autopallas.compile.gpu`: ``python gpu_process.py TARGET DUMP``.
 
 It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for the GPU that the file
 TARGET describes, and answers with a line of JSON.  DUMP is the folder into which Mosaic GPU was told to write its

@@ -1,4 +1,4 @@
-"""The child process of :mod:`autopallas.compile.tpu`: ``python tpu_compiler.py TOPOLOGY``.
+"""The child process of :mod:`autopallas.compile.tpu`: ``python tpu_process.py TOPOLOGY``.
 
 It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for one device of the
 topology, and answers with a line of JSON.  It imports nothing of autopallas.
