@@ -144,7 +144,7 @@ IrValues: TypeAlias = "Sequence[ir.Value[ir.Type]]"
 JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
 """A jaxpr, open or closed."""
 JaxprAtom: TypeAlias = Var | Literal
-"""What an equation reads: a variable or a literal."""
+"""Operand of an equation: a variable or a literal."""
 MeshLike: TypeAlias = Mesh | AbstractMesh
 """A mesh of devices, or an abstract mesh, of which only the axes are known."""
 
@@ -355,7 +355,7 @@ def is_high(equation: JaxprEqn) -> bool:
 
 
 def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Returns what JAX lowers a call of a "high" primitive to, or None if some result is a float, with a derivative."""
+    """Returns what JAX lowers a call of a "high" primitive to; None for other calls, and if a result is a float."""
     if equation.primitive.name != "call_hi_primitive" or equation.effects:
         return None
     if any(np.dtype(v.aval.dtype).kind not in "iub" for v in equation.outvars):
@@ -523,7 +523,7 @@ def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:
 
 
 def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
-    """Like :func:`shape_of`, but keeps an automatic mesh too, since derivatives are written otherwise on one."""
+    """Like :func:`shape_of`, but keeps an automatic mesh too, since derivatives are written differently on one."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types:

@@ -37,7 +37,7 @@ __all__ = ["Tuner"]
 
 @dataclass(frozen=True, slots=True)
 class _Miss:
-    """What a search begins with: its key, an earlier result without block sizes, and the next best choice."""
+    """Start of a search: its key, an earlier result without block sizes, and the next best choice."""
 
     key: TuningKey
     known: Entry | None

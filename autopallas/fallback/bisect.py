@@ -40,7 +40,7 @@ trace key."""
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A replaced site."""
+    """A replaced site that may have failed."""
 
     key: TuningKey
     op: str

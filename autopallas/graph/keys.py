@@ -35,7 +35,8 @@ def chosen_key(equation: JaxprEqn, operands: Sequence[int], given: Sequence[int 
 
 
 def branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int | None) -> Hashable:
-    """Returns the key of a value in one branch: if another cond on the same predicate gave it, its value there."""
+    """Returns the key of a value within one branch.  If another cond on the same predicate gave the value, the key
+    leads to what that cond's same branch gave."""
     return "branch", operands[0], len(equation.params["branches"]), child.position, number
 
 

@@ -81,7 +81,7 @@ class Rows:
 
     @property
     def choice(self) -> tuple[Hashable, ...]:
-        """What is selected, wherever the axis is."""
+        """Description of the selection that does not depend on the axis."""
         return self.parts[self.part], self.start, self.size, self.stride, self.mode, self.fill is None
 
     def within(self, start: jax.Array) -> jax.Array:

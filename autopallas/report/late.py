@@ -25,7 +25,7 @@ class _Kept:
 
 
 class Entry:
-    """What happened to one replaced site where it was lowered, per platform."""
+    """Events at one replaced site where it was lowered, per platform."""
 
     __slots__ = ("_kept", "_ran")
 

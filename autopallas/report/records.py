@@ -78,7 +78,7 @@ class NearMiss:
     location: str
     reason: str
     advice: str = ""
-    """What to write instead, if that is known."""
+    """Advice on what to write instead, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Failure:
     """An exception inside autopallas; the program ran on without the rewrite concerned."""
 
     stage: str
-    """Stage of the pipeline: "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
+    """Stage of the pipeline, such as "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
     error: str
     """Type and message of the exception."""
     op: str = ""
@@ -111,7 +111,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened to one traced signature of one function.
+    """Record of what happened to one traced signature of one function.
 
     ``str(report)`` is for people, ``to_json`` for programs, ``to_html`` for a browser.
 
@@ -214,7 +214,7 @@ def plain(value: object) -> Json:
     return str(value)
 
 
-def _parsed(kind: Any, data: object, where: str) -> Any:  # an annotation has no type, nor what it describes
+def _parsed(kind: Any, data: object, where: str) -> Any:  # neither an annotation nor its values have a static type
     """Returns ``data`` as the annotated type ``kind``; raises ValueError naming ``where`` it is not."""
 
     def wrong(expected: str) -> ValueError:

@@ -226,7 +226,7 @@ def _primitive(
                 return results
         return compute(False, *operands, decision=decision, **params)
 
-    def impl(  # only without jit
+    def impl(  # runs only without jit
         *operands: jax.Array, decision: Decision, **params: Unpack[_Further]
     ) -> list[jax.Array]:
         device = Device.current()

@@ -137,7 +137,7 @@ class _Splicer:
                 self._give(body, number, variable)
 
     def _give(self, body: Body, number: int, variable: Var) -> None:
-        """Makes one body read ``variable`` wherever it computed a value itself."""
+        """Makes one body read ``variable`` instead of a value wherever it computed that value itself."""
         edit, numbers = self._edit(body), self.graph.numbers[body]
         for holder, position in self.graph.occurrences(number):
             if holder is body:

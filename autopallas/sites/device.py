@@ -1,4 +1,4 @@
-"""Devices for which programs are compiled."""
+"""Describes the devices for which programs are compiled."""
 
 from __future__ import annotations
 

@@ -78,11 +78,11 @@ class Kernel(Protocol):
 
     @property
     def forward(self) -> ArrayFunction:
-        """``forward(spec, block_sizes, ...)``."""
+        """``forward(spec, block_sizes, ...)`` computes the results."""
 
     @property
     def backward(self) -> ArrayFunction:
-        """``backward(spec, block_sizes, ...)``."""
+        """``backward(spec, block_sizes, ...)`` computes the gradients."""
 
 
 class Implementation(Kernel, Protocol):
@@ -90,7 +90,7 @@ class Implementation(Kernel, Protocol):
 
     @property
     def supports(self) -> Callable[..., Supported | Unsupported]:
-        """``supports(spec, device)``."""
+        """``supports(spec, device)`` tells whether it can compute the spec there."""
 
 
 class BlockSizesModule(Protocol):

@@ -110,7 +110,7 @@ class ShardedSite:
 
     @property
     def standalone(self) -> SiteDescription:
-        """What one device computes, as a site of its own."""
+        """Site that one device computes by itself."""
         return self.site.standalone(self.division)
 
     def local(self, types: Sequence[Shaped], results: bool = False) -> list[jax.ShapeDtypeStruct]:

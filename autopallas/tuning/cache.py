@@ -60,7 +60,7 @@ def directory() -> Path | None:
         if sys.platform == "darwin":
             return Path.home() / "Library" / "Caches" / "autopallas"
         return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "autopallas"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
 
 

@@ -31,12 +31,12 @@ S = TypeVar("S")
 __all__ = ["Conditions", "conditions_of", "gap", "products", "stated"]
 
 REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
-"""What a user can do about a site that no row holds for."""
+"""Advice to the user about a site that no row holds for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a site's original depends on, beyond the key of its row.
+    """Conditions that a site's original depends on, beyond the key of its row.
 
     Attributes:
       batch: how many independent parts it has, all leading axes together; 1 if the operation has no such axis.

@@ -32,7 +32,7 @@ _NEXT_TO_NOTHING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one implementation at a site's device, dtype and size.
+    """Evidence about one implementation at a site's device, dtype and size.
 
     Attributes:
       kind: "measured", "quickly measured" or "simulated".

@@ -31,7 +31,7 @@ _PERFORMANCE_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class Description(TypedDict, total=False):
-    """What a key describes, in JSON's types: all of a tuning result, or more of one probe."""
+    """Fields that a key is computed from, in JSON's types; a probe's key has more of them than a tuning result's."""
 
     operation: str
     implementation: str

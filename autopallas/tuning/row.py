@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Evidence: TypeAlias = Literal["measured", "quickly measured", "simulated", "estimated"]
-"""Kind of evidence.  Rows of tables are never "quickly measured": that is the result of a short search here."""
+"""Kind of evidence.  Rows of tables are never "quickly measured": that is what a short search on this machine gives."""
 Key: TypeAlias = tuple[str, str, str, str, str]
 """(implementation, direction, dtype, bucket, invariants)"""
 

@@ -32,7 +32,7 @@ class SiteCheck:
     location: str
     """"file:line (function)" of the user's code."""
     direction: str
-    """"forward", "tangent" or "backward": which kernel this is about."""
+    """"forward" or "backward": the kernel that was checked."""
     implementation: str
     calls: int
     """How often the site ran during the check."""

@@ -27,7 +27,7 @@ _LESS_MEMORY = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What is known of a site's candidates without running them.
+    """Ranking of a site's candidates without running them.
 
     Attributes:
       time: the row of the one that is fastest by simulation, with block sizes by name; None: none compiles.
