@@ -1,7 +1,7 @@
 """Makes existing JAX programs fast without changing them.
 
-Put ``@autopallas.optimize`` on a function or on an existing ``jax.jit`` function: the places where it spells out a
-reference computation, in whatever spelling, run as tuned fused kernels, and ``fn.report()`` says what was replaced and
+Put ``@autopallas.optimize`` on a function or on an existing ``jax.jit`` function.  Wherever it spells out a reference
+computation, in whatever spelling, it then runs a tuned fused kernel, and ``fn.report()`` says what was replaced and
 why.
 """
 

@@ -1,4 +1,4 @@
-"""``python -m autopallas`` and the console script ``autopallas``."""
+"""Runs the command line: ``python -m autopallas`` and the console script ``autopallas``."""
 
 from __future__ import annotations
 

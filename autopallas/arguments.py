@@ -1,4 +1,4 @@
-"""Arguments of a call: which leaves are arrays that a trace can follow, and which are held fixed."""
+"""Splits the arguments of a call into arrays, which a trace can follow, and leaves that are held fixed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Untraceable", "join", "split", "traceable"]
 
 
 class Untraceable(TypeError):
-    """A value that no trace can follow: a string, an arbitrary object."""
+    """Raised for a value that no trace can follow, such as a string or an arbitrary object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """The part of a call that is held fixed: its structure, and the leaves that are no arrays.
+    """The part of a call that is held fixed: its structure, and the leaves that are not arrays.
 
-    Hashable, and equal only for leaves of the same type: 1, 1.0 and True are different arguments.
+    It is hashable, and equal only for leaves of the same type: 1, 1.0 and True are different arguments.
     """
 
     structure: jax.tree_util.PyTreeDef
     leaves: tuple[tuple[type, object] | None, ...]
-    """Per leaf: None for an array, else (type, value)."""
+    """Per leaf: None for an array, otherwise (type, value)."""
 
 
 def traceable(leaf: object) -> bool:
-    """Whether ``jax.jit`` takes a leaf of this type."""
+    """Returns whether ``jax.jit`` accepts a leaf of this type."""
     return (
         isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
         or hasattr(leaf, "__jax_array__")
@@ -45,14 +45,14 @@ def _is_array(leaf: object) -> bool:
 
 
 def split(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> tuple[list[Array], Static]:
-    """(the arrays among the leaves, the rest)."""
+    """Returns (the arrays among the leaves, the rest)."""
     leaves, structure = jax.tree.flatten((tuple(args), kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     return arrays, Static(structure, tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves))
 
 
 def join(static: Static, arrays: Sequence[ArrayLike]) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """The inverse of :func:`split`."""
+    """Inverts :func:`split`."""
     left = iter(arrays)
     leaves = [next(left) if fixed is None else fixed[1] for fixed in static.leaves]
     args, kwargs = jax.tree.unflatten(static.structure, leaves)

@@ -1,4 +1,4 @@
-"""Every JAX name that is not public, or that differs between the supported versions (0.10 to 0.12)."""
+"""Wraps every JAX name that is not public, or that differs between the supported versions (0.10 to 0.12)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Dtype: TypeAlias = np.dtype[np.generic]
 Array: TypeAlias = jax.Array | np.ndarray
 """An array, on a device or on the host."""
 PyTree: TypeAlias = Any
-"""A tree of arrays, as a user's functions take and give them: it has no type that can be said."""
+"""A tree of arrays, as a user's functions take and return them; no type can describe it."""
 Params: TypeAlias = dict[str, Any]
-"""The parameters of an equation by name, whose types are each primitive's own: JAX gives them none."""
+"""Parameters of an equation by name; their types depend on the primitive, and JAX does not declare them."""
 ArrayFunction: TypeAlias = Callable[..., PyTree]
-"""A function of arrays whose results are arrays, or trees of them: what JAX's transformations take and give."""
+"""A function of arrays whose results are arrays or trees of them, as JAX's transformations take and return."""
 
 
 class Shaped(Protocol):
-    """What has a shape and a dtype: an array, or the type of one."""
+    """Anything with a shape and a dtype: an array, or the type of one."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -42,9 +42,9 @@ class Shaped(Protocol):
 
 
 LoweringContext: TypeAlias = mlir.LoweringRuleContext
-"""Where an equation is being lowered."""
+"""Context in which an equation is lowered."""
 
-if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's annotations leave open
+if TYPE_CHECKING:  # declares what this package uses of classes whose attributes JAX does not annotate
     from jax._src.core import JaxprEqnContext
     from jax._src.pallas.mosaic.core import TensorCoreMesh
     from jaxlib.mlir import ir
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # what this package uses of classes whose attributes JAX's an
 
         def __init__(self, varying: frozenset[str] = ...) -> None: ...
 
-    class ShapedArray:  # of what is no array (a token, a mutable array) nothing but its hash may be asked
+    class ShapedArray:  # for a type of no array (a token, a mutable array) only its hash may be used
         shape: tuple[int, ...]
         dtype: Dtype
         ndim: int
@@ -144,9 +144,9 @@ IrValues: TypeAlias = "Sequence[ir.Value[ir.Type]]"
 JaxprLike: TypeAlias = Jaxpr | ClosedJaxpr
 """A jaxpr, open or closed."""
 JaxprAtom: TypeAlias = Var | Literal
-"""What an equation reads."""
+"""Operand of an equation: a variable or a literal."""
 MeshLike: TypeAlias = Mesh | AbstractMesh
-"""A mesh of devices, or one of which only the axes are known."""
+"""A mesh of devices, or an abstract mesh, of which only the axes are known."""
 
 __all__ = [
     "Array",
@@ -222,7 +222,7 @@ __all__ = [
 
 
 def is_plain_jit(equation: JaxprEqn) -> bool:
-    """Whether an inner jit only groups equations: no sharding, layout, donation or compiler option of its own."""
+    """Returns whether an inner jit only groups equations: it has no sharding, layout, donation or compiler option."""
     params = equation.params
     return (
         equation.primitive.name in ("jit", "pjit")
@@ -235,29 +235,29 @@ def is_plain_jit(equation: JaxprEqn) -> bool:
 
 
 def has_input_effects(effects: Set[object]) -> bool:
-    """Whether some effect names an input by position (reads and writes of mutable arrays)."""
+    """Returns whether an effect names an input by position (reads and writes of mutable arrays)."""
     return any(hasattr(effect, "input_index") or hasattr(effect, "input") for effect in effects)
 
 
 def has_side_effects(equation: JaxprEqn) -> bool:
-    """Whether an equation does something beside computing its results.  That it names a mesh axis is no such thing."""
+    """Returns whether an equation does more than compute its results.  Naming a mesh axis does not count."""
     effects = equation.effects
     return bool(effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in effects)
 
 
 def user_frames(traceback: Traceback) -> Iterator[Frame]:
-    """The frames of a traceback that are not JAX's, innermost first."""
+    """Yields the frames of a traceback that are not JAX's, innermost first."""
     return source_info_util.user_frames(traceback)
 
 
 def is_transposed(equation: JaxprEqn) -> bool:
-    """Whether reverse-mode differentiation made an equation, as a part of the backward."""
+    """Returns whether reverse-mode differentiation made an equation, as a part of the backward."""
     stack = equation.source_info.name_stack.stack
     return bool(stack) and any(isinstance(s, source_info_util.Transform) and s.name == "transpose" for s in stack)
 
 
 def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are loop constants, and how many are carried; the rest is read slice by slice."""
+    """Returns how many of a scan's operands are loop constants, and how many are carried; the rest are slices."""
     if "num_consts" in equation.params:
         return int(equation.params["num_consts"]), int(equation.params["num_carry"])
     constants, carried, _ = equation.params["ft_in"].update(equation.invars).unpack()
@@ -265,8 +265,8 @@ def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def extended_scan(params: Params, given: int, read: int, stacked: int) -> Params:
-    """A scan's parameters after its body got further loop constants in front, and further slices to read and further
-    results to stack, each at the end."""
+    """Returns a scan's parameters after its body got ``given`` more loop constants in front, and ``read`` more slices
+    and ``stacked`` more results, each at the end."""
     if "num_consts" in params:
         return params | {"num_consts": params["num_consts"] + given}
     from jax._src import flattree  # type: ignore[attr-defined]
@@ -280,8 +280,8 @@ def extended_scan(params: Params, given: int, read: int, stacked: int) -> Params
 
 
 def spread(params: Params, aval: ShapedArray) -> tuple[PartitionSpec, ShapedArray]:
-    """(the partition spec, the type outside) with which a value leaves a shard_map that another one is to give it to:
-    the parts of the devices side by side along the first axis."""
+    """Returns (the partition spec, the outer type) with which a value leaves one shard_map in order to enter another:
+    the devices' parts lie side by side along the first axis."""
     from jax._src import core
 
     unsharded: Any = core.unshard_aval
@@ -293,9 +293,9 @@ def spread(params: Params, aval: ShapedArray) -> tuple[PartitionSpec, ShapedArra
 
 
 def emit(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> Sequence[jax.Array]:
-    """The results of a closed jaxpr's equations, which become those of the program that is being traced.
+    """Emits a closed jaxpr's equations into the program that is being traced, and returns their results.
 
-    They are copied, not traced anew, where that can be done.
+    The equations are copied where possible, and otherwise traced anew.
     """
     from jax._src import core
     from jax._src.interpreters import partial_eval
@@ -337,7 +337,7 @@ def new_jaxpr(
     effects: Set[object],
     info: DebugInfo,
 ) -> Jaxpr:
-    """An open jaxpr.  It says whether JAX has to lower some of its equations to others before it compiles them."""
+    """Returns an open jaxpr, marked if JAX has to lower some of its equations to others before it compiles them."""
     found: Any = Jaxpr
     jaxpr: Jaxpr = found(
         list(constvars), list(invars), list(outvars), list(equations), effects, debug_info=info,
@@ -347,7 +347,7 @@ def new_jaxpr(
 
 
 def is_high(equation: JaxprEqn) -> bool:
-    """Whether JAX lowers an equation to others before it compiles it ("hijax"), or one of a body that it holds."""
+    """Returns whether JAX lowers an equation, or one in its bodies, to others before it compiles it ("hijax")."""
     if not equation.params:
         return False
     primitive: Any = equation.primitive
@@ -355,7 +355,7 @@ def is_high(equation: JaxprEqn) -> bool:
 
 
 def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """What JAX lowers a call of a "high" primitive to, if no derivative is asked of it: its results are no floats."""
+    """Returns what JAX lowers a call of a "high" primitive to; None for other calls, and if a result is a float."""
     if equation.primitive.name != "call_hi_primitive" or equation.effects:
         return None
     if any(np.dtype(v.aval.dtype).kind not in "iub" for v in equation.outvars):
@@ -367,26 +367,26 @@ def lowered_call(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 @cache
 def multiplication_params() -> Params:
-    """The parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
+    """Returns the parameters of a plain ``lax.mul``: some versions have an explicit result dtype."""
     return dict(jax.make_jaxpr(jax.lax.mul)(np.float32(1), np.float32(1)).eqns[0].params)
 
 
 def make_jaxpr(function: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> ClosedJaxpr:
-    """The closed jaxpr of a function."""
+    """Returns the closed jaxpr of a function."""
     made: Any = jax.make_jaxpr(function)(*args, **kwargs)
     closed: ClosedJaxpr = made
     return closed
 
 
 def make_jaxpr_and_shapes(function: ArrayFunction, *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
-    """The same, and the tree of the types of its results."""
+    """Returns the closed jaxpr of a function, and the tree of its results' types."""
     made: Any = jax.make_jaxpr(function, return_shape=True)(*args)
     both: tuple[ClosedJaxpr, PyTree] = made
     return both
 
 
 def jit_settings(function: object) -> Params | None:
-    """The keyword arguments with which an existing ``jax.jit`` function was made, or None if it is not one."""
+    """Returns the keyword arguments with which a ``jax.jit`` function was made, or None for any other function."""
     info = getattr(function, "_jit_info", None)
     if info is None or not hasattr(function, "lower"):
         return None
@@ -411,7 +411,7 @@ def jit_settings(function: object) -> Params | None:
 
 
 class Jitted(Protocol):
-    """What ``jax.jit`` gives."""
+    """Interface of a function that ``jax.jit`` returns."""
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree: ...
 
@@ -428,7 +428,7 @@ Setting = TypeVar("Setting")
 
 
 class TraceContext(Protocol[Setting]):
-    """A context variable of JAX's."""
+    """Interface of JAX's context variables."""
 
     @property
     def value(self) -> Setting: ...
@@ -437,19 +437,19 @@ class TraceContext(Protocol[Setting]):
 
 
 def trace_context(default: Setting) -> TraceContext[Setting]:
-    """A context variable whose value is part of the key of every jit cache."""
+    """Returns a context variable whose value is part of the key of every jit cache."""
     context: TraceContext[Setting] = jax.make_user_context(default_value=default)
     return context
 
 
 def numeric_setting() -> tuple[bool, str | None]:
-    """(whether 64-bit types are enabled, the default precision of dots), of this thread."""
+    """Returns this thread's (whether 64-bit types are enabled, default precision of dots)."""
     config: Any = jax.config
     return bool(config.jax_enable_x64), config.jax_default_matmul_precision
 
 
 def distributed_store() -> tuple[Any, int] | None:
-    """(the key-value store of ``jax.distributed``, this process's number), or None where it was not initialized."""
+    """Returns (the key-value store of ``jax.distributed``, this process's number), or None if it is not initialized."""
     from jax._src import distributed
 
     state: Any = distributed.global_state
@@ -457,7 +457,7 @@ def distributed_store() -> tuple[Any, int] | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a measurement or a report depends on."""
+    """Returns the versions that a measurement or a report depends on."""
     import platform
 
     import jaxlib
@@ -468,8 +468,10 @@ def versions() -> dict[str, str]:
 def array_type(
     shape: Sequence[int], dtype: DTypeLike, operands: Sequence[Shaped], like: Shaped | None = None
 ) -> ShapedArray:
-    """The type of an array computed from ``operands``: it varies over every manual mesh axis that they vary over, and
-    is divided over explicit mesh axes as ``like`` is, which has its shape or is given for each index of a first axis.
+    """Returns the type of an array computed from ``operands``.
+
+    It varies over every manual mesh axis that they vary over.  Over explicit mesh axes it is sharded as ``like``, which
+    has its shape, or its shape without leading axes.
     """
     inside: list[Any] = [a for a in operands if hasattr(a, "manual_axis_type") and a.manual_axis_type.varying]
     sharding = explicit_sharding(like)
@@ -479,7 +481,7 @@ def array_type(
     if not inside:
         return ShapedArray(tuple(shape), dtype, **({} if sharding is None else {"sharding": sharding}))
     varying = frozenset().union(*(a.manual_axis_type.varying for a in inside))
-    if sharding is None:  # names the mesh whose axes these are
+    if sharding is None:  # the sharding names the mesh whose axes these are
         sharding = inside[0].sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
     varied: ShapedArray = inside[0].update(
         shape=tuple(shape),
@@ -492,7 +494,7 @@ def array_type(
 
 
 def explicit_sharding(aval: object) -> NamedSharding | None:
-    """How an array is divided by its type: where its mesh has explicit axes; else None."""
+    """Returns the sharding in an array's type if its mesh has explicit axes; otherwise None."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -501,13 +503,13 @@ def explicit_sharding(aval: object) -> NamedSharding | None:
 
 
 def axis_types(aval: object) -> tuple[AxisType, ...]:
-    """The types of the axes of the mesh over which an array is; none where there is no mesh."""
+    """Returns the types of the axes of the mesh in an array's type; none where there is no mesh."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return () if mesh is None or mesh.empty else tuple(mesh.axis_types)
 
 
 def on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
-    """A context in which the mesh of some arrays is in force, as it is where a program computes with them."""
+    """Returns a context with the mesh of some arrays in force, as it is where a program computes with them."""
     meshes = (getattr(getattr(aval, "sharding", None), "mesh", None) for aval in avals)
     mesh = next((m for m in meshes if isinstance(m, jax.sharding.AbstractMesh) and not m.empty), None)
     if mesh is None or mesh == jax.sharding.get_abstract_mesh():
@@ -516,12 +518,12 @@ def on_mesh_of(avals: Sequence[object]) -> AbstractContextManager[object]:
 
 
 def shape_of(aval: Shaped) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, and how it is divided where the type says that."""
+    """Returns the shape and dtype of an array, and its sharding if its type has explicit mesh axes."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=explicit_sharding(aval))
 
 
 def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
-    """The same, and over which automatic mesh it is: derivatives are written otherwise there."""
+    """Like :func:`shape_of`, but keeps an automatic mesh too, since derivatives are written differently on one."""
     sharding = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or jax.sharding.AxisType.Manual in mesh.axis_types:
@@ -530,7 +532,7 @@ def typed_like(aval: Shaped) -> jax.ShapeDtypeStruct:
 
 
 def divided_like(x: jax.Array, like: object) -> jax.Array:
-    """``x`` with the sharding that a type has over explicit axes; as it is where it has none."""
+    """Returns ``x`` with the sharding that a type has over explicit axes; unchanged if the type has none."""
     wanted = explicit_sharding(like)
     if wanted is None or explicit_sharding(jax.typeof(x)) == wanted:
         return x
@@ -539,26 +541,26 @@ def divided_like(x: jax.Array, like: object) -> jax.Array:
 
 
 def invariant_type(aval: ShapedArray) -> ShapedArray:
-    """The type of an array, said to be the same along every manual mesh axis."""
+    """Returns an array's type, changed to be invariant along every manual mesh axis."""
     kind = getattr(aval, "manual_axis_type", None)
     return aval.update(manual_axis_type=type(kind)()) if kind is not None and kind.varying else aval
 
 
 def whole_type(aval: ShapedArray) -> ShapedArray:
-    """The same, and without explicit mesh axes, of which there is then but one device."""
+    """Like :func:`invariant_type`, but also removes explicit mesh axes, since there is only one device then."""
     if explicit_sharding(aval) is not None:
         return ShapedArray(aval.shape, aval.dtype)
     return invariant_type(aval)
 
 
 def lowering_device(context: LoweringContext) -> jax.Device | None:
-    """The first device that a module is being lowered for, or None where only its platform is known."""
+    """Returns the first device that a module is being lowered for, or None where only its platform is known."""
     devices = getattr(context.module_context.axis_context, "device_assignment", None)
     return devices[0] if devices else None
 
 
 def tensor_cores(axis: str, count: int) -> TensorCoreMesh:
-    """The mesh of the TensorCores that one TPU device has."""
+    """Returns the mesh of the TensorCores of one TPU device."""
     from jax.experimental.pallas import tpu as pltpu
 
     own = getattr(pltpu, "TensorCoreMesh", None)  # since JAX 0.11
@@ -568,7 +570,7 @@ def tensor_cores(axis: str, count: int) -> TensorCoreMesh:
 
 
 def is_partitioned(context: LoweringContext) -> bool:
-    """Whether the compiler is to divide what is lowered here among several devices."""
+    """Returns whether the compiler shards what is lowered in this context over several devices."""
     axes: Any = context.module_context.axis_context
     if hasattr(axes, "manual_axes"):
         return any(n > 1 for name, n in axes.mesh.shape.items() if name not in axes.manual_axes)
@@ -576,13 +578,13 @@ def is_partitioned(context: LoweringContext) -> bool:
 
 
 def mesh_in_force() -> Mesh | None:
-    """The mesh of ``jax.set_mesh``, or None."""
+    """Returns the mesh of ``jax.set_mesh``, or None."""
     mesh: Mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
 
 
 def set_mesh(mesh: MeshLike | None) -> AbstractContextManager[object]:
-    """A context with a mesh in force; None: with what is."""
+    """Returns a context with a mesh in force; for None, the present one stays in force."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(cast(Mesh, mesh))
 
 
@@ -592,7 +594,7 @@ _MARK = "autopallas_mark"
 def mark_lowering(
     context: LoweringContext, operand: ir.Value[ir.RankedTensorType], *, name: str
 ) -> IrValues:
-    """An identity that divides its operand as it is divided, and that :func:`propagated` finds by its name."""
+    """Lowers an identity that Shardy propagates through unchanged, and that :func:`propagated` finds by its name."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -605,7 +607,7 @@ def mark_lowering(
         [operand.type],
         [operand],
         _MARK,
-        has_side_effect=ir.BoolAttr.get(True),  # or it would go as dead code where only a derivative is wanted
+        has_side_effect=ir.BoolAttr.get(True),  # otherwise it goes as dead code where only a derivative is wanted
         backend_config=ir.StringAttr.get(name),
         api_version=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 2),
     )
@@ -614,9 +616,9 @@ def mark_lowering(
 
 
 def propagated(lowered: jax.stages.Lowered) -> list[tuple[str, tuple[tuple[str, ...], ...] | None]]:
-    """How Shardy divides the marked values of a lowered program: (name, mesh axes per dimension).
+    """Returns how Shardy shards the marked values of a lowered program: (name, mesh axes per dimension).
 
-    None in place of the axes where a part of an axis would be needed to say it.
+    The axes are None where only a part of a mesh axis would describe the sharding.
     """
     from jaxlib.mlir import passmanager
     from jaxlib.mlir.dialects import sdy
@@ -654,18 +656,18 @@ def propagated(lowered: jax.stages.Lowered) -> list[tuple[str, tuple[tuple[str, 
 
 
 def exporting(context: LoweringContext) -> bool:
-    """Whether a module is being lowered by ``jax.export``."""
+    """Returns whether ``jax.export`` is lowering the module."""
     return bool(context.module_context.lowering_parameters.for_export)
 
 
 def exported(function: ArrayFunction, types: Sequence[Shaped], platform: str) -> bytes:
-    """A function lowered for a platform, be it here or not, as bytes that another process of this version can use."""
+    """Lowers a function for a platform, present or not, to bytes that another process of this version can use."""
     from jax import export
 
     names = {"gpu": "rocm" if "rocm" in getattr(jax.devices()[0].client, "platform_version", "") else "cuda"}
     name = names.get(platform, platform)
     traced = jax.jit(function).trace(*types)
-    # Kernels are custom calls, of which no stability is promised; none is needed within one version.
+    # Kernels are custom calls, for which no stability is promised; within one version none is needed.
     calls = set(re.findall(r'custom_call @"?([^"(]+)"?\(', traced.lower(lowering_platforms=(name,)).as_text()))
     unchecked = [export.DisabledSafetyCheck.custom_call(call) for call in sorted(calls)]
     with config.export_ignore_forward_compatibility(True):
@@ -674,14 +676,14 @@ def exported(function: ArrayFunction, types: Sequence[Shaped], platform: str) ->
 
 
 def missing_mosaic_gpu() -> str | None:
-    """Why kernels for Mosaic GPU cannot be written here, or None."""
+    """Returns why kernels for Mosaic GPU cannot be written with this version of JAX, or None."""
     if tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11):
         return f"its Mosaic GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
     return None
 
 
 def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **settings: object) -> ArrayFunction:
-    """``plgpu.kernel``, with the keyword arguments that this version takes; the cost from 0.12."""
+    """Calls ``plgpu.kernel`` with the keyword arguments that this version takes; the cost from 0.12."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu
 
@@ -693,7 +695,7 @@ def mosaic_gpu_kernel(body: Callable[..., None], *, cost: dict[str, int], **sett
 
 
 def is_outermost() -> bool:
-    """Whether nothing is being traced around this call."""
+    """Returns whether nothing is being traced around this call."""
     from jax._src.core import trace_state_clean
 
     return bool(trace_state_clean())

@@ -1,7 +1,7 @@
-"""The ``AUTOPALLAS_*`` environment variables: one table, from which they are parsed and documented.
+"""Declares the ``AUTOPALLAS_*`` environment variables in one table, from which they are parsed and documented.
 
 The environment is read whenever a function is traced, not at import, so a variable set before the first call counts.
-A variable that this table does not hold, or a value that it does not accept, is an error: a misspelt switch that is
+A variable that is not in the table, or a value that it does not accept, is an error: a misspelt switch that is
 silently ignored costs more than one that stops the program.
 """
 
@@ -19,7 +19,7 @@ from autopallas.sites.operation import IMPLEMENTATIONS, operation_names
 __all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
 
 OPERATIONS = operation_names()
-"""What may be looked for: the folders of ``kernels``."""
+"""Names of the operations that can be looked for: the folders of ``kernels``."""
 OBJECTIVES = ("time", "memory", "always")
 REPORT_SUFFIXES = (".json", ".html", ".txt")
 
@@ -28,7 +28,7 @@ _PREFIX = "AUTOPALLAS_"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the environment asks for; None where a variable is unset or empty."""
+    """Parsed values of the environment variables; None where a variable is unset or empty."""
 
     disable: bool | None = None
     backend: str | tuple[str, ...] | None = None
@@ -53,14 +53,14 @@ class Variable:
     accepts: str
     meaning: str
     parse: Callable[[str, str], Any]
-    """``parse(name, text)`` gives the value, or raises OptionError naming the variable and what it accepts."""
+    """``parse(name, text)`` returns the value, or raises OptionError naming the variable and what it accepts."""
 
 
 def one_of(label: str, value: object, choices: Iterable[str]) -> str:
-    """``value``, if it is one of ``choices``.
+    """Returns ``value`` if it is one of ``choices``.
 
     Args:
-      label: what the value was given for, as the message shall name it.
+      label: what the value was given for, as the message names it.
       value: anything.
       choices: the valid names.
 
@@ -99,7 +99,7 @@ def _names(choices: tuple[str, ...]) -> Callable[[str, str], tuple[str, ...]]:
 
 
 def _backend(name: str, text: str) -> str | tuple[str, ...]:
-    # One name is a demand and fails fast; a list says where to fall back to.
+    # One name is a demand and fails fast; a list says what to fall back to.
     names = _names(IMPLEMENTATIONS)(name, text)
     return names[0] if len(names) == 1 else names
 

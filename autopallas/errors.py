@@ -1,4 +1,4 @@
-"""The exceptions that autopallas raises on purpose.  Everything else that escapes is a bug."""
+"""Exceptions that autopallas raises on purpose.  Any other exception that escapes is a bug."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["AutopallasWarning", "OptionError", "RequirementError", "UnsupportedE
 
 
 class OptionError(ValueError):
-    """An option or an ``AUTOPALLAS_*`` variable has a name or a value that does not exist."""
+    """Raised if an option or an ``AUTOPALLAS_*`` variable has a name or a value that does not exist."""
 
 
 class RequirementError(RuntimeError):
-    """``require={...}`` asked for more replaced sites than were replaced."""
+    """Raised if fewer sites were replaced than ``require={...}`` asks for."""
 
 
 class UnsupportedError(RuntimeError):
-    """No requested implementation can compute what was asked of it."""
+    """Raised if no requested implementation can compute a site."""
 
 
 class VerificationError(RuntimeError):
-    """A rewritten program's numbers differ from the original's by more than the tolerance.
+    """Raised if a rewritten program's numbers differ from the original's by more than the tolerance.
 
-    ``verification`` is the :class:`autopallas.Verification` that says which, and by how much.
+    ``verification`` is the :class:`autopallas.Verification` that says which numbers differ, and by how much.
     """
 
     def __init__(self, message: str, verification: Verification | None = None):
@@ -34,4 +34,4 @@ class VerificationError(RuntimeError):
 
 
 class AutopallasWarning(UserWarning):
-    """Something went wrong inside autopallas; the program still runs, without the rewrite concerned."""
+    """Warns that something went wrong inside autopallas; the program still runs, without the rewrite concerned."""

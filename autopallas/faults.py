@@ -1,12 +1,12 @@
-"""An exception costs the candidate in which it was raised, and nothing else.
+"""Contains exceptions: an exception costs the candidate in which it was raised, and nothing else.
 
-Whoever goes through candidates (nodes that may be sites, sites to be planned, sites to be described) does the work on
-each of them in ``with contained(place):``.  An exception in there becomes a :class:`~autopallas.report.Failure` of that
-candidate, and the next candidate has its turn.  Blocks lie within each other: one around a whole pattern says which
-operation it looks for and catches what the pattern's own preparation raises.
+Code that loops over candidates (nodes that may be sites, sites to plan, sites to describe) works on each of them in
+``with contained(place):``.  An exception inside becomes a :class:`~autopallas.report.Failure` of that candidate, and
+the loop goes on with the next one.  Blocks nest: one around a whole pattern tells which operation the pattern looks
+for, and catches exceptions in the pattern's own preparation.
 
-Failures are collected by the :func:`collecting` around; without one, and under the option ``strict``, every exception
-is raised.
+The enclosing :func:`collecting` collects the failures; without one, and under the option ``strict``, every exception is
+raised.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopallas.report.records import Failure
 __all__ = ["MEANT", "collecting", "contained", "in_words", "one_line"]
 
 MEANT = (OptionError, RequirementError, UnsupportedError, VerificationError)
-"""Errors that are answers to the user, not failures inside: they are always raised."""
+"""Errors that are answers to the user, not internal failures: they are always raised."""
 
 
 class Failures:
-    """The failures so far, each once."""
+    """The failures so far, each only once."""
 
     def __init__(self, strict: bool):
         self.strict = strict
@@ -46,7 +46,7 @@ _around: contextvars.ContextVar[contained | None] = contextvars.ContextVar("arou
 
 @contextlib.contextmanager
 def collecting(strict: bool = False) -> Iterator[list[Failure]]:
-    """A context in which exceptions in candidates are collected; with ``strict`` they are raised.
+    """Enters a context in which exceptions in candidates are collected; with ``strict`` they are raised.
 
     Example:
       >>> with collecting() as failures:
@@ -66,22 +66,22 @@ def collecting(strict: bool = False) -> Iterator[list[Failure]]:
 
 
 class _Placed(Protocol):
-    """What stands at an equation: a node of a graph."""
+    """Anything located at an equation: a node of a graph."""
 
     @property
     def equation(self) -> JaxprEqn | None: ...
 
 
 class contained(contextlib.AbstractContextManager["contained", bool]):
-    """A context for the work on one candidate: an exception is noted as its failure, and goes no further.
+    """Context for the work on one candidate: records an exception as its failure, and suppresses it.
 
     Attributes:
-      error: the exception in one line, once one was caught; else empty.
+      error: the exception in one line, once one was caught; otherwise empty.
 
     Args:
       place: the candidate: a node or equation of a program, or its place as text.
-      op: the operation; by default that of the context around.
-      stage: the stage of the pipeline; by default that of the context around.
+      op: the operation; by default that of the enclosing context.
+      stage: the stage of the pipeline; by default that of the enclosing context.
     """
 
     __slots__ = ("_outer", "_token", "error", "op", "place", "stage")
@@ -110,19 +110,19 @@ class contained(contextlib.AbstractContextManager["contained", bool]):
 
 
 def _location(place: str | JaxprEqn | _Placed | None) -> str:
-    """Where in the user's code a candidate is; "" where that is not known."""
+    """Returns where in the user's code a candidate is; "" where that is not known."""
     if isinstance(place, str):
         return place
     return jaxprs.location(place if place is None or isinstance(place, JaxprEqn) else place.equation)
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type, and the first line of its message."""
+    """Returns an exception's type, and the first line of its message."""
     return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 def in_words(failures: list[Failure]) -> str:
-    """What to warn of: the first failures by name, and how many there are."""
+    """Returns the text of a warning: names the first failures, and counts the others."""
     shown = [f"{f.op}{f' at {f.location}' * bool(f.location)} ({f.stage}: {f.error})" for f in failures[:3]]
     more = f" and {len(failures) - len(shown)} more, which the report names" if len(failures) > len(shown) else ""
     return f"autopallas left out what an exception was raised in: {'; '.join(shown)}{more}"

@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way of what makes many objects at once and keeps them."""
+"""Pauses Python's garbage collector around code that makes many objects at once and keeps them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 __all__ = ["paused"]
 
 _OF_PYTHON = 1000
-"""More objects than Python itself has frozen (from 3.12 on: hundreds), and fewer than a program would."""
+"""More objects than Python itself freezes (hundreds, from 3.12 on), and fewer than a program would."""
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No collection within, which would go through all of JAX's objects again and again and find nothing to free.
+    """Prevents collections inside, which would go through all of JAX's objects repeatedly and find nothing to free.
 
-    Nor right behind it: what was made within counts as old then, and is looked at by the next full collection.  Else
-    the first object made afterwards would have all of them gone through.
+    Also prevents one right afterwards: the objects made inside then count as old, and only the next full collection
+    looks at them.  Otherwise the first object made afterwards would trigger a pass through all of them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -25,7 +25,7 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if gc.get_freeze_count() <= _OF_PYTHON:  # what a program has frozen stays so
+            if gc.get_freeze_count() <= _OF_PYTHON:  # what a program has frozen stays frozen
                 gc.freeze()
-                gc.unfreeze()  # to the oldest generation, in constant time
+                gc.unfreeze()  # moves all to the oldest generation, in constant time
             gc.enable()

@@ -1,6 +1,6 @@
-"""What holds after each pass of the pipeline, checked under strict: a pass that breaks it is named.
+"""Checks, under strict, what must hold after each pass of the pipeline, and names the pass that breaks it.
 
-Every check is linear in the program.
+Every check is linear in the size of the program.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["InvariantError", "check_bodies", "check_decisions", "check_graph", "
 
 
 class InvariantError(RuntimeError):
-    """A pass of the pipeline gave what cannot be right."""
+    """Raised if the result of a pass of the pipeline cannot be right."""
 
 
 def _broken(name: str, what: str) -> InvariantError:
@@ -32,13 +32,14 @@ def _broken(name: str, what: str) -> InvariantError:
 
 
 def check_bodies(name: str, root: Body) -> None:
-    """Checks a tree of bodies: in each, every variable is defined once, and before it is read; what an equation gives a
-    body fits the body's inputs, and what the body gives the equation's results.
+    """Checks a tree of bodies.
 
-    Bodies may share variables: the branches of a ``cond`` over one function are one jaxpr.
+    In each body, every variable is defined once, and before it is read.  What an equation passes to a body fits the
+    body's inputs, and what the body returns fits the equation's results.  Bodies may share variables: the branches of a
+    ``cond`` over one function are one jaxpr.
 
     Raises:
-      InvariantError: that is not so, after the pass ``name``.
+      InvariantError: an invariant does not hold after the pass ``name``.
     """
     for body in root.walk():
         where = f"in {' > '.join(body.path) or 'the program'}"
@@ -68,7 +69,7 @@ def _define(name: str, own: set[Var], variables: Iterable[Var]) -> None:
 
 
 def _check_link(name: str, equation: JaxprEqn, child: Child) -> None:
-    """Whether a body takes what its equation gives it, and gives what the equation gives."""
+    """Raises unless a body's inputs and results fit its equation's operands and results."""
     kind, inner = equation.primitive.name, child.body
     taken, given = _shapes(v.aval for v in inner.invars), _shapes(v.aval for v in inner.outvars)
     operands, results = _shapes(v.aval for v in equation.invars), _shapes(v.aval for v in equation.outvars)
@@ -97,11 +98,13 @@ def _shapes(avals: Iterable[object]) -> list[tuple[int, ...]]:
 
 
 def check_graph(name: str, graph: Graph) -> None:
-    """Checks a numbered graph: every variable has one number, whose type is its own; operands come before results; each
-    definition gives what it is said to define; the bodies are held where they are said to be.
+    """Checks a numbered graph.
+
+    Every variable has one number, whose type is its own.  Operands come before results.  Each definition gives the
+    value that it is said to define.  The bodies are held where they are said to be.
 
     Raises:
-      InvariantError: that is not so, after the pass ``name``.
+      InvariantError: an invariant does not hold after the pass ``name``.
     """
     bodies = list(graph.root.walk())
     if set(bodies) != set(graph.numbers):
@@ -145,11 +148,13 @@ def _kind(aval: object) -> tuple[object, object]:
 
 
 def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
-    """Checks sites: operands and results are values of the program, of the types that the site's original has; labels
-    of axes fit the operands; no site reads what it replaces, and no two replace the same.
+    """Checks sites.
+
+    Operands and results are values of the program, with the types that the site's original has.  Labels of axes fit the
+    operands and results.  No site reads what it replaces, and no two sites replace the same value.
 
     Raises:
-      InvariantError: that is not so, after the pass ``name``.
+      InvariantError: an invariant does not hold after the pass ``name``.
     """
     taken: set[int] = set()
     for match in matches:
@@ -174,7 +179,7 @@ def check_sites(name: str, graph: Graph, matches: Sequence[Match]) -> None:
                 if not 0 <= position < len(part.operands):
                     raise _broken(name, f"{where} has a gradient of no operand")
             if not _has_labels(part.site) or getattr(part.site, "prelude", None) is not None:
-                continue  # behind a prelude, labels are of what it makes of the operands
+                continue  # after a prelude, labels belong to its results, not to the operands
             shapes, axes = [graph.shape(number) for number in part.operands], part.site.shardable_axes()
             for use in axes.operands:
                 known = 0 <= use.position < len(shapes)
@@ -190,7 +195,7 @@ def _has_labels(site: SiteDescription) -> TypeGuard[Divisible]:
 
 
 def _fits(view: View, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
-    """Whether labels exist and stay within an array."""
+    """Returns whether all labels exist and stay within an array."""
     if len(view) != len(shape) or not all(0 <= label < len(sizes) for _, labels in view for label in labels):
         return False
     ends = (offset + math.prod(sizes[label] for label in labels) for offset, labels in view)
@@ -198,11 +203,10 @@ def _fits(view: View, shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
 
 
 def check_decisions(name: str, matches: Sequence[Match], decisions: Sequence[Decision]) -> None:
-    """Checks decisions: there is one for each site, and what is applied is an implementation of a site that may be
-    replaced.
+    """Checks decisions: each site has one, and applied ones name an implementation for a site without an obstacle.
 
     Raises:
-      InvariantError: that is not so, after the pass ``name``.
+      InvariantError: an invariant does not hold after the pass ``name``.
     """
     if len(matches) != len(decisions):
         raise _broken(name, "there is not one decision for each site")
@@ -216,10 +220,10 @@ def check_decisions(name: str, matches: Sequence[Match], decisions: Sequence[Dec
 
 
 def check_program(name: str, original: ClosedJaxpr, program: ClosedJaxpr) -> None:
-    """Checks a rewritten program: it takes and gives what the original does, and defines what it reads.
+    """Checks a rewritten program: it has the original's signature, and defines what it reads.
 
     Raises:
-      InvariantError: that is not so, after the pass ``name``.
+      InvariantError: an invariant does not hold after the pass ``name``.
     """
     for ours, theirs in ((program.in_avals, original.in_avals), (program.out_avals, original.out_avals)):
         if list(map(_kind, ours)) != list(map(_kind, theirs)):

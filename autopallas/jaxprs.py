@@ -48,7 +48,7 @@ __all__ = [
 
 
 def open_jaxpr(body: JaxprLike) -> tuple[Jaxpr, list[jax.Array]]:
-    """A jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
+    """Returns a jaxpr and its constants, whether ``body`` is open, closed, or (from 0.12) both at once."""
     found: Any = body
     return (found.jaxpr, list(found.consts)) if hasattr(body, "consts") else (found, [])
 
@@ -61,7 +61,7 @@ def rebuild(
     outvars: Sequence[JaxprAtom],
     eqns: Sequence[JaxprEqn],
 ) -> JaxprLike:
-    """A jaxpr with the effects of ``body``, open or closed as that is."""
+    """Returns a jaxpr with the effects of ``body``, open or closed as ``body`` is."""
     info = debug_info("autopallas", len(invars), len(outvars))
     effects = open_jaxpr(body)[0].effects
     new = compat.new_jaxpr(constvars, invars, outvars, eqns, effects, info)
@@ -72,17 +72,17 @@ def rebuild(
 
 
 def debug_info(name: str, arguments: int, results: int) -> DebugInfo:
-    """Debug information for a jaxpr that no Python function gave."""
+    """Returns debug information for a jaxpr that does not come from a Python function."""
     return DebugInfo("autopallas", name, ("",) * arguments, ("",) * results)
 
 
 def is_leaf(equation: JaxprEqn) -> bool:
-    """Whether an equation is one of those, most of all, that have no jaxpr among their parameters; others may too."""
+    """Returns whether an equation's primitive is known to have no jaxpr parameter; others may have none either."""
     return equation.primitive in _LEAVES
 
 
 def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
-    """The jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
+    """Returns the jaxprs among an equation's parameters: (parameter, position in a tuple or None, jaxpr)."""
     found: list[tuple[str, int | None, JaxprLike]] = []
     if is_leaf(equation):
         return found
@@ -101,18 +101,18 @@ def bodies(equation: JaxprEqn) -> list[tuple[str, int | None, JaxprLike]]:
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)
 _PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types of most parameters, none of which is a jaxpr."""
+"""Types of most parameters; none of them is a jaxpr."""
 _LEAVES = frozenset(
     getattr(jax.lax, f"{name}_p")
     for name in """add sub mul div neg max min exp log sqrt rsqrt tanh erf logistic integer_pow pow select_n eq ge gt le
     lt ne and or not dot_general reduce_sum reduce_max convert_element_type broadcast_in_dim reshape transpose squeeze
     slice concatenate iota""".split()
 )
-"""The primitives of most equations, none of which has a jaxpr for a parameter."""
+"""Primitives of most equations; none of them has a jaxpr parameter."""
 
 
 def name_stacks(calls: Sequence[JaxprEqn]) -> NameStack | None:
-    """The name stacks of calls, each of which holds the next, one behind the other; None of no calls."""
+    """Concatenates the name stacks of calls, each of which holds the next; returns None without calls."""
     return reduce(add, [call.source_info.name_stack for call in calls]) if calls else None
 
 
@@ -123,11 +123,11 @@ def inline_equation(
     calls: Sequence[JaxprEqn],
     around: NameStack | None,
 ) -> JaxprEqn:
-    """An equation of an inlined body: other variables, and the name stacks of the enclosing calls, ``around``, in
-    front."""
+    """Returns an equation of an inlined body with other variables, and with the name stacks of the enclosing calls,
+    ``around``, in front."""
     source = equation.source_info
     traceback, stack = source.traceback, source.name_stack
-    for call in reversed(calls):  # a library's jit: the line that calls it is the user's
+    for call in reversed(calls):  # for a library's jit, the line of the user that calls it
         if traceback is not None and _place(traceback) != "unknown":
             break
         outer = call.source_info.traceback
@@ -139,7 +139,7 @@ def inline_equation(
 def location(equation: JaxprEqn | None) -> str:
     """ "file:line (function)" of the code that made an equation, or "unknown".
 
-    Where an installed package made it, the line of the user's that led there comes first:
+    If an installed package made it, the user's line that led there comes first:
     "file:line (function), in package/file:line (function)".
     """
     if equation is None or equation.source_info.traceback is None:
@@ -149,7 +149,7 @@ def location(equation: JaxprEqn | None) -> str:
 
 @lru_cache(maxsize=4096)
 def _place(traceback: Traceback) -> str:
-    innermost = ""  # that in a package, without the path to it
+    innermost = ""  # the innermost place in a package, without the path to it
     whole = "unknown"
     for frame in compat.user_frames(traceback):
         line = f":{frame.start_line} ({frame.function_name})"
@@ -164,7 +164,7 @@ def _place(traceback: Traceback) -> str:
 
 @lru_cache(maxsize=4096)
 def _in_package(file: str) -> str | None:
-    """The part of a path behind the folder of installed packages, or of this one; None of a file elsewhere."""
+    """Returns a path relative to the folder of installed packages, or to this package; None for a file elsewhere."""
     if file.startswith(_OURS):
         return "autopallas/" + file.removeprefix(_OURS).replace(os.sep, "/")
     parts = file.replace(os.sep, "/").rsplit("/site-packages/", 1)
@@ -176,20 +176,23 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def operation_name(equation: JaxprEqn) -> str:
-    """The name of an equation's primitive; "scatter-apply" of a ``scatter`` that applies a function to what is there,
-    which shares its primitive with the one that replaces it."""
+    """Returns the name of an equation's primitive.
+
+    It is "scatter-apply" for a ``scatter`` that applies a function to the present elements, which shares its primitive
+    with the ``scatter`` that replaces them.
+    """
     name: str = equation.primitive.name
     applies = name == "scatter" and equation.params["update_jaxpr"] is not None
     return "scatter-apply" if applies else name
 
 
 def name_stack(equation: JaxprEqn) -> str:
-    """The scopes and transformations under which an equation was made: "transpose(jvp(loss))/layer"."""
+    """Returns the scopes and transformations under which an equation was made: "transpose(jvp(loss))/layer"."""
     return str(equation.source_info.name_stack)
 
 
 def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
-    """An equation whose result is a variable in another shape."""
+    """Returns an equation that reshapes a variable."""
     equation: JaxprEqn
     (equation,) = jax.make_jaxpr(lambda x: jax.lax.reshape(x, shape))(np.zeros(variable.aval.shape, bool)).eqns
     result = Var(compat.array_type(shape, variable.aval.dtype, [variable.aval]))
@@ -197,8 +200,8 @@ def reshape_equation(variable: Var, shape: tuple[int, ...]) -> JaxprEqn:
 
 
 def zeros_equation(aval: ShapedArray) -> tuple[JaxprEqn, Var]:
-    """An equation whose result is nothing but zeros, and that result."""
-    shape, dtype = (*aval.shape, 1), aval.dtype  # an axis more: what has none would be a literal
+    """Returns an equation whose result is all zeros, and that result."""
+    shape, dtype = (*aval.shape, 1), aval.dtype  # one axis more, since a scalar would be a literal
     program = jax.make_jaxpr(lambda: jax.lax.broadcast(jax.lax.full((), 0, dtype), shape))()
     (equation,) = program.eqns
     result = Var(aval)
@@ -206,14 +209,14 @@ def zeros_equation(aval: ShapedArray) -> tuple[JaxprEqn, Var]:
 
 
 def reader(like: JaxprEqn, operands: Sequence[Var], result: Var) -> JaxprEqn:
-    """An equation that stands for anything that reads some operands and gives a result: it is never run."""
+    """Returns an equation that stands for anything that reads some operands and gives a result; it is never run."""
     return like.replace(
         primitive=jax.lax.copy_p, invars=list(operands), outvars=[result], params={}, effects=frozenset()
     )
 
 
 def without_dead_code(program: JaxprLike) -> ClosedJaxpr:
-    """A closed jaxpr without the equations whose results nobody reads; same inputs and results."""
+    """Returns a closed jaxpr without the equations whose results nobody reads, with the same inputs and results."""
     jaxpr, consts = open_jaxpr(program)
     equations = _needed(jaxpr)
     if equations is not None:
@@ -225,7 +228,7 @@ def without_dead_code(program: JaxprLike) -> ClosedJaxpr:
 
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
-    """The equations whose results are read; None where one that is read only in part could be made smaller."""
+    """Returns the equations whose results are read; None where one could shrink because only part of it is read."""
     from jax.interpreters.partial_eval import dce_rules
 
     found = live_equations(jaxpr.eqns, jaxpr.outvars)
@@ -234,7 +237,7 @@ def _needed(jaxpr: Jaxpr) -> list[JaxprEqn] | None:
 
 
 def live_equations(equations: Sequence[JaxprEqn], results: Sequence[Var | Literal]) -> list[JaxprEqn]:
-    """The equations from which results are computed, and those with side effects, in order."""
+    """Returns, in order, the equations from which the results are computed, and those with side effects."""
     read = {atom for atom in results if isinstance(atom, Var)}
     found: list[JaxprEqn] = []
     for equation in reversed(equations):

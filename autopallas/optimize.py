@@ -1,4 +1,4 @@
-"""The decorator: an optimized function, which is called as the function was."""
+"""Defines the decorator: it makes an optimized function, which is called as the original function was."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Kwargs: TypeAlias = dict[str, PyTree]
 
 
 class Optimized(Generic[P, R]):
-    """A function whose reference computations run as tuned kernels; made by :func:`optimize`, called as before."""
+    """A function whose reference computations run as tuned kernels; :func:`optimize` makes it from the function."""
 
-    __slots__ = ("__dict__", "__weakref__", "_run", "_spread")  # what each call looks at is found at once
+    __slots__ = ("__dict__", "__weakref__", "_run", "_spread")  # slots, since every call reads these attributes
 
     def __init__(self, function: Callable[P, R], explicit: dict[str, object]):
         functools.update_wrapper(self, function)
@@ -65,7 +65,7 @@ class Optimized(Generic[P, R]):
         self._dry = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:  # a call that needs nothing special pays for no more than this frame
+        try:  # the common call pays only for this frame
             if self._spread and not call_shardings.is_recording():
                 with call_shardings.recording_shardings(args, kwargs):
                     return self(*args, **kwargs)
@@ -94,7 +94,7 @@ class Optimized(Generic[P, R]):
         return f"<autopallas.optimize of {self._function!r}>"
 
     def __reduce__(self) -> str | tuple[type[Optimized[P, R]], tuple[Callable[P, R], dict[str, object]]]:
-        """By name where the module has it under its own, as for functions; else with the function within."""
+        """Pickles by name where the module holds this object under its own name; otherwise as function and options."""
         name: str = getattr(self, "__qualname__", "")
         found: object = sys.modules.get(self.__module__)
         for part in name.split("."):
@@ -102,35 +102,35 @@ class Optimized(Generic[P, R]):
         return name if found is self else (Optimized, (self._function, self._explicit))
 
     def report(self) -> Report:
-        """What was done to the signature that was traced last, as far as it is known by now; empty before any."""
+        """Returns what was done to the signature traced last, as far as it is known by now; empty before any trace."""
         return self._report()
 
     # ------------------------------------------------------------------ the API of jit
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As of ``jax.jit``: the rewritten program, lowered."""
+        """Lowers the rewritten program, as ``jax.jit(f).lower`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.lower, args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-        """As of ``jax.jit``: the rewritten program, traced."""
+        """Traces the rewritten program, as ``jax.jit(f).trace`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.trace, args, kwargs)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
-        """As of ``jax.jit``: shapes and dtypes of the result."""
+        """Returns shapes and dtypes of the result, as ``jax.jit(f).eval_shape`` does."""
         with first_call.unchecked(), inspection_only():
             return self._placed(self._jit.eval_shape, args, kwargs)
 
     def clear_cache(self) -> None:
-        """As of ``jax.jit``: the next call traces anew."""
+        """Clears the cache, as for ``jax.jit``, so that the next call traces anew."""
         self._jit.clear_cache()
         self._fixed.clear_cache()
 
     # ------------------------------------------------------------------ tracing
 
     def _placed(self, use: Callable[..., T], args: Args, kwargs: Kwargs) -> T:
-        """``use(*args, **kwargs)``, with the arguments' shardings recorded where its trace needs them."""
+        """Calls ``use``; if its trace asks for the arguments' shardings, retries with them recorded."""
         if not self._spread:
             try:
                 return use(*args, **kwargs)
@@ -140,7 +140,7 @@ class Optimized(Generic[P, R]):
             return use(*args, **kwargs)
 
     def _traced(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """What jit traces: the original's jaxpr, rewritten."""
+        """Traces the original and rewrites its jaxpr; jit traces this function."""
         options = resolve(self._explicit)
         if options.disabled or pipeline.inside.value or no_site_is_allowed():
             return self._inner(*args, **kwargs)
@@ -166,7 +166,7 @@ class Optimized(Generic[P, R]):
         shardings, rewritten = None, program
         try:
             shardings = call_shardings.known(program, args, kwargs, arrays, shapes, self._settings)
-        except Exception as error:  # what may be divided among devices must not be taken for what is not
+        except Exception as error:  # a program that may be sharded must not be taken for one that is not
             if options.strict:
                 raise
             text = f"{type(error).__name__}: {error}"
@@ -201,13 +201,13 @@ class Optimized(Generic[P, R]):
     # ------------------------------------------------------------------ failures
 
     def _recovered(self, error: Exception, args: Args, kwargs: Kwargs) -> tuple[R] | None:
-        """The result of a call that failed where a replaced site was at fault; None where the error is to be raised."""
+        """Returns the result of a failed call if a replaced site was at fault; None if the error is to be raised."""
         if not self._replaced or self._as_it_is or isinstance(error, MEANT) or is_users_error(error):
             return None
         options = resolve(self._explicit)
         leaves = jax.tree.leaves((args, kwargs))
         if options.strict or isinstance(options.implementation, str) or jax.process_count() > 1:
-            return None  # a process that ran another program than the others would hang them all
+            return None  # one process that runs another program than the others would hang them all
         call = _Repeated(self, args, kwargs)
         if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
             return None
@@ -222,24 +222,25 @@ class Optimized(Generic[P, R]):
             if any(b.suspect and isinstance(options.implementation_for(b.suspect.op), str) for b in blamed):
                 return None
             record_failures(blamed)
-            at_exit.withdraw(self._report)  # of what was replaced, some could not be run
+            at_exit.withdraw(self._report)  # some of the sites in this report could not be run
             self.clear_cache()
-            call.trace()  # the next call needs it, and it says in the report what holds from now on
+            call.trace()  # traces for the next call, and puts what now holds in the report
         self._report.add(*(Failure(b.stage, b.error) for b in blamed if b.suspect is None))
         return (result,)
 
     # ------------------------------------------------------------------ plain functions
 
     def _may_be_ours(self, error: Exception, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a plain function failed because it was compiled: it would not have, had it been called as it is."""
+        """Returns whether a plain function failed only because jit compiled it, and may work when called as it is."""
         if isinstance(error, (*_CONCRETE, Untraceable)):
             return self._plain
         return self._plain and not all(map(traceable, jax.tree.leaves((args, kwargs))))
 
     def _plain_call(self, use: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """A plain function may take and give what jit does not, or look at the values of numbers.
+        """Calls a plain function, which may take and return what jit does not, or look at the values of numbers.
 
-        It is compiled by jit if it can be; else with everything that is no array held fixed; else it runs as it is.
+        Compiles it with jit if possible; otherwise with everything that is not an array held fixed; otherwise runs it
+        as it is.
         """
         if self._as_it_is is None:
             try:
@@ -267,14 +268,14 @@ _CONCRETE = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-"""What jit raises where a function looks at the value of an argument."""
+"""Errors that jit raises where a function looks at the value of an argument."""
 
 _RETRIED = (*_CONCRETE, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """A call of an optimized function, to be done again."""
+    """A call of an optimized function that can be repeated."""
 
     function: Optimized[..., PyTree]
     args: Args
@@ -301,7 +302,7 @@ class _Repeated:
 def _emit(
     rewritten: ClosedJaxpr, program: ClosedJaxpr, report: LiveReport, arrays: Sequence[ArrayLike], strict: bool
 ) -> Sequence[jax.Array]:
-    """The equations of the rewritten program, or of the original where that cannot be traced."""
+    """Emits the equations of the rewritten program, or of the original where the rewritten one cannot be traced."""
     if rewritten is not program and not strict:
         try:
             return compat.emit(rewritten, arrays)
@@ -313,7 +314,7 @@ def _emit(
 
 
 def _left(program: ClosedJaxpr, report: LiveReport, reason: str, *failures: Failure) -> ClosedJaxpr:
-    """The original, and in the report why."""
+    """Returns the original, and enters the reason in the report."""
     report.leave(reason)
     report.add(*failures)
     return program
@@ -337,10 +338,9 @@ def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments
 ):
     """Makes a function run its reference computations as tuned kernels, without changing what it computes.
 
-    Works as a decorator, bare or with options, and as a function; on a plain function, which is then compiled with
-    ``jax.jit``, and on an existing jit function, whose static, donated and sharded arguments it keeps.  The result can
-    be called inside jit, grad, vmap, scan and checkpoint.  The outermost optimized function owns the rewrite of all
-    that it calls.
+    Works as a decorator, bare or with options, and as a function.  A plain function is compiled with ``jax.jit``; an
+    existing jit function keeps its static, donated and sharded arguments.  The result can be called inside jit, grad,
+    vmap, scan and checkpoint.  The outermost optimized function owns the rewrite of everything that it calls.
 
     Args:
       fn: the function.
@@ -375,11 +375,11 @@ def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments
 
 
 def explain(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Report:
-    """What :func:`optimize` would do with a call, without compiling or running anything.
+    """Reports what :func:`optimize` would do with a call, without compiling or running anything.
 
     Args:
-      fn: a function; of an optimized one its own options count.
-      *args, **kwargs: the call's arguments; ``jax.ShapeDtypeStruct`` serves for an array.
+      fn: a function; if it is optimized, its own options apply.
+      *args, **kwargs: the call's arguments; a ``jax.ShapeDtypeStruct`` may stand for an array.
 
     Returns:
       The report.

@@ -1,4 +1,4 @@
-"""What a user may ask of the rewrite, and which request wins.
+"""Defines the options of the rewrite, and which setting wins.
 
 Precedence, highest first: ``AUTOPALLAS_DISABLE`` and ``AUTOPALLAS_BACKEND*``, the arguments of ``optimize``, the
 innermost ``with autopallas.options(...)``, the rest of the environment, the defaults of :class:`Options`.
@@ -25,11 +25,11 @@ __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolv
 
 Objective: TypeAlias = Literal["time", "memory", "always"]
 Setting: TypeAlias = tuple[tuple[str, object], ...]
-"""Options that were given, as sorted (name, value) pairs: hashable, so that it can be part of a key."""
+"""Options as given, in sorted (name, value) pairs: hashable, so that they can be part of a key."""
 
 
 class OptionArguments(TypedDict, total=False):
-    """The options as keywords, in the forms that users may write; :class:`Options` says what each means."""
+    """Options as keywords, in the forms that users may write; :class:`Options` explains each one."""
 
     objective: Objective
     implementation: str | Sequence[str] | None
@@ -57,36 +57,36 @@ class Options:
     """"time": a site is replaced where that is known to be faster; "memory": where it needs less temporary memory;
     "always": wherever it is legal, without evidence."""
     implementation: str | tuple[str, ...] | None = None
-    """None: by evidence.  One name: this or an error.  Several: the first that works, else the original."""
+    """None: chosen by evidence.  One name: that one or an error.  Several: the first that works, else the original."""
     ops: tuple[str, ...] | None = None
-    """The operations to look for; None: all."""
+    """Operations to look for; None: all."""
     require: tuple[tuple[str, int], ...] = ()
-    """The least number of applied sites per operation; fewer raise RequirementError."""
+    """Smallest number of applied sites per operation; fewer raise RequirementError."""
     strict: bool = False
-    """Whether an exception inside autopallas is raised.  Else the program stays as it was, with a warning."""
+    """Whether an exception inside autopallas is raised.  Otherwise the program stays as it was, with a warning."""
     autotune: bool | None = None
-    """Whether block sizes are searched for where no table knows them; None: on CPUs quickly."""
+    """Whether block sizes are searched for where no table has them; None: on accelerators, and quickly on CPUs."""
     tune_seconds: float = 30.0
-    """The time that the searches for one site may take, in seconds."""
+    """Time limit for all searches for one site, in seconds."""
     verify: bool = False
     """Whether the first call of each signature is checked against a float64 evaluation of the original."""
     fuel: int | None = None
-    """At most this many sites are replaced; None: no limit.  For finding the site at fault by bisection."""
+    """Largest number of sites to replace; None: no limit.  Serves to find the site at fault by bisection."""
     lock: str | None = None
-    """The path of a lockfile, which then decides sites, implementations and block sizes."""
+    """Path of a lockfile, which then decides sites, implementations and block sizes."""
     assume_finite: bool = True
     """Whether an inf or NaN that the original multiplies by an exact zero may vanish."""
     disabled: bool = False
     """Whether ``AUTOPALLAS_DISABLE`` asks for every function to run as it was written."""
     implementation_of: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
-    """What ``AUTOPALLAS_BACKEND_<OPERATION>`` asks for; see :meth:`implementation_for`."""
+    """Settings of ``AUTOPALLAS_BACKEND_<OPERATION>``; see :meth:`implementation_for`."""
 
     def implementation_for(self, op: str) -> str | tuple[str, ...] | None:
-        """The implementation or implementations asked for one operation, or None."""
+        """Returns the implementation or implementations requested for one operation, or None."""
         return dict(self.implementation_of).get(op, self.implementation)
 
     def looks_for(self, op: str) -> bool:
-        """Whether sites of this operation are wanted."""
+        """Returns whether sites of this operation are wanted."""
         return self.ops is None or op in self.ops
 
 
@@ -138,7 +138,7 @@ def _require(name: str, value: object) -> tuple[tuple[str, int], ...]:
     if value is None:
         return ()
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-        value = dict(value)  # its own result: options are checked where they are given and where they are used
+        value = dict(value)  # checked before: options are checked where they are given and where they are used
     if not isinstance(value, Mapping):
         raise _bad(name, value, 'give a mapping from operation to number of sites, such as {"attention": 2}')
     known = (*OPERATIONS, *(pattern.name for pattern in declared()))
@@ -199,7 +199,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
 
 
 def validated(given: Mapping[str, object]) -> Setting:
-    """Checks options by name and value, and brings them into their one hashable form.
+    """Checks options by name and value, and converts them to their one hashable form.
 
     Args:
       given: options as a user wrote them.
@@ -229,7 +229,7 @@ _active: compat.TraceContext[Setting] = compat.trace_context(())
 
 
 def active() -> Setting:
-    """The options of the ``with options(...)`` blocks around this call, in this thread, as hashable data."""
+    """Returns the options of the enclosing ``with options(...)`` blocks, in this thread, as hashable data."""
     return _active.value
 
 
@@ -240,7 +240,7 @@ def options(**given: Unpack[OptionArguments]) -> Iterator[None]:
     Blocks nest: an inner block changes the options that it names and keeps the others.
 
     Args:
-      **given: any field of :class:`Options` but those that only the environment sets.
+      **given: any field of :class:`Options` except those that only the environment sets.
 
     Returns:
       A context manager.
@@ -260,13 +260,13 @@ def options(**given: Unpack[OptionArguments]) -> Iterator[None]:
 
 
 def resolve(explicit: Mapping[str, object]) -> Options:
-    """The options in force now, for a function that was given ``explicit`` ones.
+    """Returns the options in force now, for a function that was given ``explicit`` options.
 
     Args:
-      explicit: the options that stand at the function itself.
+      explicit: the options given to the function itself.
 
     Returns:
-      Every option's value, by the precedence that this module's head gives.
+      Every option's value, by the precedence that this module's docstring states.
 
     Raises:
       OptionError: an option or an environment variable has a name or a value that does not exist.

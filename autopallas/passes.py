@@ -1,4 +1,4 @@
-"""Runs the passes of the pipeline: each has a name and a time, and what it gives is checked under strict."""
+"""Runs the passes of the pipeline: names and times each one, and under strict checks its result."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ R = TypeVar("R")
 class Passes:
     """The passes over one program, in order.
 
-    A pass gives a tree of bodies, a graph, sites, decisions, a program, or several of these.  They are counted, and
-    with ``checked`` their invariants are checked, so that a broken pass is known by its name.
+    A pass returns a tree of bodies, a graph, sites, decisions, a program, or several of these.  Their equations and
+    sites are counted.  With ``checked``, their invariants are checked, so that the pass that breaks one is named.
 
     Attributes:
       stage: the stage of the pass that runs or ran last.
-      done: the records of those that ran to their end.
+      done: the records of the passes that have finished.
     """
 
     def __init__(self, program: ClosedJaxpr, checked: bool):
@@ -44,7 +44,7 @@ class Passes:
         self._sites = 0
 
     def __call__(self, stage: str, name: str, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """The result of ``work(*args, **kwargs)``, which is a pass."""
+        """Runs the pass ``work(*args, **kwargs)`` and returns its result."""
         self.stage = stage
         start = time.perf_counter()
         result = work(*args, **kwargs)
@@ -55,7 +55,7 @@ class Passes:
         return result
 
     def _look(self, name: str, part: object) -> None:
-        """Counts what a pass gave, and checks it."""
+        """Counts what is in the result of a pass, and checks it."""
         if isinstance(part, Body):
             self._equations = sum(len(body.equations) for body in part.walk())
             if self._checked:
@@ -80,7 +80,7 @@ class Passes:
 
 
 def _equations(program: ClosedJaxpr | Jaxpr) -> int:
-    """How many equations a program and its bodies have; a site is one."""
+    """Counts the equations of a program and its bodies; a site counts as one."""
     found, todo = 0, [program]
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())

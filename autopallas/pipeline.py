@@ -1,4 +1,4 @@
-"""The whole pipeline on one screen, from a jaxpr to a jaxpr: graph, patterns, sharding, plan, rewrite, report."""
+"""The whole pipeline on one screen, from jaxpr to jaxpr: graph, patterns, sharding, plan, rewrite, report."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = ["OptimizedFunction", "inside", "require", "rewrite", "rewritten", "wa
 
 @runtime_checkable
 class OptimizedFunction(Protocol):
-    """An optimized function, as far as others than the decorator know it."""
+    """Interface of an optimized function for modules other than the decorator's."""
 
     _inner: ArrayFunction
-    """The function that is traced."""
+    """Function that is traced."""
     _explicit: Mapping[str, object]
-    """Its own options."""
+    """Options of the function itself."""
 
 
 inside = compat.trace_context(False)
@@ -53,11 +53,11 @@ inside = compat.trace_context(False)
 def rewrite(
     program: ClosedJaxpr, options: Options, probes: bool = True, shardings: Shardings | None = None
 ) -> tuple[ClosedJaxpr, Report]:
-    """The pipeline from a closed jaxpr to a closed jaxpr, and what happened on the way.
+    """Runs the pipeline from a closed jaxpr to a closed jaxpr, and reports on it.
 
-    The program comes back as it is where nothing was replaced, or where a stage failed that all sites share; a failure
-    in the work on one site costs that site.  ``probes`` says whether kernels may be compiled for it, ``shardings`` how
-    its arguments and results are spread over devices.
+    The program is returned unchanged if nothing was replaced, or if a stage failed that all sites share; a failure in
+    the work on one site costs only that site.  ``probes`` tells whether kernels may be compiled for it, ``shardings``
+    how its arguments and results are spread over devices.
     """
     result, report = rewritten(program, options, probes, shardings)
     return result, report()
@@ -66,7 +66,7 @@ def rewrite(
 def rewritten(
     program: ClosedJaxpr, options: Options, probes: bool, shardings: Shardings | None
 ) -> tuple[ClosedJaxpr, LiveReport]:
-    """The same, and a report into which later news are entered."""
+    """Does the same as :func:`rewrite`, and returns a report that later events can update."""
     device = Device.current()
     tuner = Tuner(device, options, probes)
     run = Passes(program, checked=options.strict)
@@ -123,7 +123,7 @@ def rewritten(
 
 
 def _failures(sites: Sequence[Site]) -> list[Failure]:
-    """The implementations that should have worked and did not, once for each operation and reason."""
+    """Returns the implementations that should have worked and did not, once for each operation and reason."""
     found: dict[tuple[str, str, str], Failure] = {}
     for site in sites:
         for _, stage, error in site.attempts:
@@ -140,5 +140,5 @@ def require(report: Report, options: Options) -> None:
 
 
 def warn(message: str) -> None:
-    """A warning of this package, at the line of the call."""
+    """Issues a warning of this package, at the line of the call."""
     warnings.warn(message, AutopallasWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Places in source code, in words: "file:line (function)", and behind it the line of an installed package."""
+"""Formats places in source code: "file:line (function)", followed by the line of an installed package."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _IN = "), in "
 
 
 def in_package(place: str, within: str) -> str:
-    """The user's place with that in an installed package to which it led."""
+    """Returns the user's place, followed by the place in an installed package to which it led."""
     return f"{place}, in {within}"
 
 
 def users_place(location: str) -> str:
-    """A location without that in an installed package.
+    """Returns a location without the place in an installed package.
 
     Example:
       >>> users_place(in_package("train.py:4 (loss)", "flax/linen/linear.py:287 (__call__)"))

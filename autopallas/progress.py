@@ -1,4 +1,4 @@
-"""One line of progress on a terminal: a bar with ``rich`` (extra ``cli``), characters without it, nothing elsewhere."""
+"""Shows one line of progress on a terminal: a bar with ``rich`` (extra ``cli``), else characters; elsewhere nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAR = 16
 
 
 class Progress:
-    """``with Progress(title) as say``: ``say(text)`` shows the text, and a bar where it holds "3/8" or "3 of 8".
+    """``with Progress(title) as say``: ``say(text)`` shows the text, and a bar if it contains "3/8" or "3 of 8".
 
     Example:
       >>> with Progress("tuning attention") as say:
@@ -68,7 +68,7 @@ class Progress:
 
 
 def fraction(text: str) -> tuple[int, int]:
-    """(done, of how many) as a text says it; (0, 0) where it does not.
+    """Parses (done, total) from a text; returns (0, 0) where it has none.
 
     Example:
       >>> fraction("[3/8] attention"), fraction("compiling")
@@ -82,7 +82,7 @@ def fraction(text: str) -> tuple[int, int]:
 
 
 def _bars() -> Bars | None:
-    """A display that goes away at its end, or None without ``rich``."""
+    """Returns a display that disappears at its end, or None without ``rich``."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -95,5 +95,5 @@ def _bars() -> Bars | None:
         TextColumn("{task.fields[text]}", markup=False),
         TimeElapsedColumn(),
     )
-    both = sys.stdout is not None and sys.stdout.isatty()  # else what is printed must go where it was to go
+    both = sys.stdout is not None and sys.stdout.isatty()  # otherwise printed text must go where it was to go
     return Display(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both)

@@ -1,1 +1,1 @@
-"""What runs kernels to learn how fast they are: probes, trials, searches."""
+"""Runs kernels to learn how fast they are: probes, trials, searches."""

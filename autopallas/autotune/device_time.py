@@ -1,4 +1,4 @@
-"""How long a device was busy with each of several runs, by JAX's profiler."""
+"""Measures how long a device was busy with each of several runs, by JAX's profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["busy_seconds", "profiled"]
 
 
 class Event(Protocol):
-    """What a profile says of an event."""
+    """Interface of an event in a profile."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ class Event(Protocol):
 
 
 class Line(Protocol):
-    """Events of one kind."""
+    """Interface of a line in a profile: events of one kind."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,7 @@ class Line(Protocol):
 
 
 class Plane(Protocol):
-    """A device, or the processes that use it."""
+    """Interface of a plane in a profile: a device, or the processes that use it."""
 
     @property
     def name(self) -> str: ...
@@ -54,16 +54,16 @@ def profiled(runs: Sequence[Callable[[], object]]) -> list[float] | None:
     """Runs functions one after the other under the profiler.
 
     Args:
-      runs: each waits for its result.
+      runs: the functions; each waits for its result.
 
     Returns:
-      The seconds that the device was busy with each; None where the profiler does not say: on a CPU, or while somebody
+      The seconds that the device was busy with each; None if the profiler does not tell: on a CPU, or while somebody
       else profiles.  The functions have been run in any case.
     """
     with tempfile.TemporaryDirectory(prefix="autopallas-", ignore_cleanup_errors=True) as folder:
         try:
             jax.profiler.start_trace(folder)
-        except Exception:  # one profile at a time
+        except Exception:  # only one profile can be active
             _run(runs)
             return None
         try:
@@ -85,14 +85,14 @@ def _run(runs: Sequence[Callable[[], object]]) -> None:
 
 
 def busy_seconds(planes: Iterable[Plane], count: int) -> list[float] | None:
-    """The seconds that the device was busy with each run: overlapping events count once.
+    """Returns the seconds that the device was busy with each run; overlapping events count once.
 
     Args:
-      planes: of a profile, which have a name and lines of events, with ``start_ns`` and ``duration_ns``.
-      count: of runs.
+      planes: those of a profile, which have a name and lines of events, with ``start_ns`` and ``duration_ns``.
+      count: the number of runs.
 
     Returns:
-      One for each run; None unless the device was seen to be busy with every one.
+      One number for each run; None unless the device was seen to be busy with every one.
     """
     spans: dict[str, tuple[float, float]] = {}
     events: list[tuple[float, float]] = []

@@ -1,7 +1,8 @@
-"""Probes: before a kernel is spliced into a program, it is compiled alone, and run once on dummy inputs.
+"""Probes kernels: compiles each one alone, and runs it once on dummy inputs, before it is spliced into a program.
 
 So a kernel that cannot be compiled, or that hangs the compiler, costs one failure per machine, and none in the user's
-program, also where no frame of this package exists when that is compiled: under somebody else's jit or grad.
+program.  This also holds where no frame of this package exists when that program is compiled, as under somebody else's
+jit or grad.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autopallas.tuning.probe_cache import ProbeResult, ProbeResults, probe_key
 __all__ = ["Prober"]
 
 SECONDS = 60.0
-"""How long a probe of one kernel may take."""
+"""Time limit for the probe of one kernel."""
 
 _PLAIN = ("xla", "reference")
 """Implementations in plain JAX, which XLA compiles like any other part of the program."""
@@ -39,7 +40,7 @@ _probing = threading.Lock()
 
 
 class Prober:
-    """What is known to fail, and what a probe finds out, for the sites of one program.
+    """Known failures, and what probes find out, for the sites of one program.
 
     Args:
       device: where the program will run.
@@ -55,7 +56,7 @@ class Prober:
         self._verdicts = ProbeResults.current()
         self._child: Child | None = None
         self.found: list[tuple[SiteWorkload, str, str, str]] = []
-        """What failed just now: (match, implementation, stage, error)."""
+        """New failures: (match, implementation, stage, error)."""
 
     def __enter__(self) -> Prober:
         return self
@@ -66,20 +67,20 @@ class Prober:
             self._child = None
 
     def wanted(self, implementation: str) -> bool:
-        """Whether a kernel is probed.  Plain JAX on a CPU, interpreted kernels too, is not: that would cost a
-        second compilation, of what fails no more often than the program around it."""
+        """Returns whether a kernel is probed.  Plain JAX and interpreted kernels on a CPU are not: a probe would cost a
+        second compilation, of code that fails no more often than the program around it."""
         return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
 
     def objection(
         self, match: SiteWorkload, name: str, block_sizes: BlockSizes, again: bool, measured: bool
     ) -> tuple[str, str] | None:
-        """None where an implementation may be used for a site; else the stage that fails, and how.
+        """Returns None if an implementation may be used for a site, else the stage that fails, and the error.
 
         Args:
           match: the site.
           name: the implementation.
           block_sizes: its block sizes.
-          again: whether a failure that is remembered does not count.
+          again: whether to ignore a failure that is remembered.
           measured: whether it was compiled and run just now.
         """
         probing = self.runs and not self._lock and self.wanted(name)
@@ -107,7 +108,7 @@ class Prober:
         self, match: SiteWorkload, name: str, block_sizes: BlockSizes, key: TuningKey, measured: bool
     ) -> tuple[str, str] | None:
         with _probing:
-            known = self._verdicts.get(key)  # another thread may have probed the same meanwhile
+            known = self._verdicts.get(key)  # another thread may have probed the same kernel meanwhile
             if known is not None:
                 return None if known.outcome == "works" else (known.stage, known.error)
             fault = None if measured else self._probed(match, name, block_sizes)
@@ -139,8 +140,8 @@ class Prober:
             return "compile", f"the process that compiled it died: {error}"
 
     def _process(self) -> Child | None:
-        """A child on the same kind of device; None where this process has to do it itself."""
-        if self._child is None and self._device.platform != "tpu":  # which belongs to one process
+        """Returns a child on the same kind of device; None if this process has to do the work itself."""
+        if self._child is None and self._device.platform != "tpu":  # a TPU belongs to one process
             try:
                 child = Child(compat.numeric_setting()[0])
             except ChildError:
@@ -156,7 +157,7 @@ class Prober:
     def _agreed(
         self, match: SiteWorkload, name: str, block_sizes: BlockSizes, key: TuningKey, probing: bool
     ) -> tuple[str, str] | None:
-        """What all processes found out: one that fails is enough for all."""
+        """Returns what all processes found out: a failure in one counts for all."""
         shared = agreement()
         if not probing:
             return None
@@ -170,7 +171,7 @@ class Prober:
 
 
 def _exported(match: SiteWorkload, name: str, block_sizes: BlockSizes, device: Device) -> bytes:
-    """All kernels of a site as one program."""
+    """Exports all kernels of a site as one program."""
     functions = [_kernels(part, name, block_sizes) for part in match.passes]
     counts = [len(part.original.in_avals) for part in match.passes]
 
@@ -189,8 +190,8 @@ def _exported(match: SiteWorkload, name: str, block_sizes: BlockSizes, device: D
 def _kernels(
     part: SiteWorkload, name: str, block_sizes: BlockSizes
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    """Forward and backward of one pass; the backward also where the program does not hold it, since a transformation
-    around the program may ask for it."""
+    """Returns the forward and backward of one pass.  The backward is included even if the program does not hold it,
+    since a transformation around the program may ask for it."""
 
     def run(operands: Sequence[jax.Array]) -> list[jax.Array]:
         results, residuals = kernel_forward(part.site, name, block_sizes)(*operands)

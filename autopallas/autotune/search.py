@@ -1,4 +1,4 @@
-"""The search for the block sizes of one site: compile, compare with the reference, time, within a budget of seconds."""
+"""Searches block sizes for one site: compiles, compares with the reference, and times, within a budget of seconds."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["ORIGINAL", "Tried", "candidates_of", "free_bytes", "search"]
 ORIGINAL = "original"
 
 _SCREENING_SHARE = 0.6
-"""The part of the budget that compiling and comparing may take; the rest is for timing."""
+"""Share of the budget that compiling and comparing may take; the rest is for timing."""
 _FINALISTS = 4
 _CLOSE = 1.5
-"""A candidate whose first timed run took this much longer than the best one's is not timed again."""
+"""Factor by which a candidate's first timed run may exceed the best one's before it is not timed again."""
 _ROUNDS = 3
 _QUICK_CANDIDATES = 2
 _QUICK_SCREENING_SHARE = 0.3
-"""The part of a quick search's budget after which one candidate that works is enough."""
+"""Share of a quick search's budget after which one candidate that works is enough."""
 _QUICK_ROUNDS = 1
-"""Rounds of a quick search, where one run of the original takes longer than ``_LONG_SECONDS``."""
+"""Rounds of a quick search, if one run of the original takes longer than ``_LONG_SECONDS``."""
 _LONG_SECONDS = 0.1
 _RUNS_BEFORE = 2
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
@@ -52,11 +52,11 @@ class Tried:
       block_sizes: by name.
       stage: where it failed; "budget": its turn did not come; an empty string: nowhere.
       error: how it failed.
-      microseconds: of one run; None where it was not run.
-      temporary_bytes: as the compiler planned them; None where it was not compiled.
-      difference: the greatest from the reference.
-      row: what it cost, and the original, where it was in the race.
-      cycles, vmem_bytes: simulated, and by the compiler's account, where it was compiled for a TPU that is not there.
+      microseconds: the time of one run; None if it was not run.
+      temporary_bytes: as the compiler planned them; None if it was not compiled.
+      difference: the greatest difference from the reference.
+      row: what it and the original cost, if it was in the race.
+      cycles, vmem_bytes: simulated, and by the compiler's account, if it was compiled for a TPU that is not present.
     """
 
     block_sizes: Sizes
@@ -72,7 +72,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class _Works:
-    """A candidate that is right."""
+    """A candidate whose results are right."""
 
     compiled: jax.stages.Compiled
     seconds: float
@@ -99,11 +99,11 @@ class _Search:
         self.limit = free_bytes()
 
     def left(self, share: float = 1.0) -> float:
-        """The seconds that are left of a share of the budget."""
+        """Returns the seconds that are left of a share of the budget."""
         return self.begin + share * self.seconds - self.clock()
 
     def run(self, candidates: Sequence[BlockSizes]) -> tuple[BlockSizes | None, Row[BlockSizes] | None, str]:
-        """(the best block sizes or None, what they cost, why there are none)."""
+        """Returns (the best block sizes or None, what they cost, why there are none)."""
         needed = Trial.bytes_needed(self.match)
         if self.limit is not None and needed > self.limit:
             return None, None, f"its inputs and results need {needed} bytes, and {self.limit} are free"
@@ -146,7 +146,7 @@ class _Search:
         return self._raced(works, compiled, original.wall[-1], trial)
 
     def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
-        """How far each candidate came."""
+        """Returns how far each candidate came."""
         late = Tried({}, "budget", self._used_up())
         return [self.tried.get(c) or replace(late, block_sizes=c.to_dict()) for c in candidates]
 
@@ -179,7 +179,7 @@ class _Search:
             return None, Failure(stage, f"{type(error).__name__}: {error}")
 
     def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree) -> Timing:
-        """One run that is compared, and one that is timed."""
+        """Does one run that is compared, and one that is timed."""
         measured = measure(
             {"it": compiled},
             trial.arguments,
@@ -192,7 +192,7 @@ class _Search:
         return measured["it"]
 
     def _screened(self, sizes: BlockSizes, trial: Trial, reference: PyTree, original: Timing) -> _Works | None:
-        """A candidate that works and is right, or None."""
+        """Returns a candidate that works and is right, or None."""
         compiled, failure = self._compiled(trial.kernel(self.implementation, sizes), trial)
         timing = Timing()
         if compiled is not None:
@@ -202,7 +202,7 @@ class _Search:
             fault = trial.fault(timing.differences, original.differences)
             failure = None if fault is None else Failure("compare", fault)
         if failure is not None and (failure.stage == "memory" or any(s in failure.error for s in _OUT_OF_MEMORY)):
-            failure = Failure("memory", failure.error)  # which says something of this moment, not of the kernel
+            failure = Failure("memory", failure.error)  # this describes the moment, not the kernel
         self.tried[sizes] = Tried(
             block_sizes=sizes.to_dict(),
             stage="" if failure is None else failure.stage,
@@ -220,7 +220,7 @@ class _Search:
     # ------------------------------------------------------------------ the race
 
     def _finalists(self, works: Mapping[BlockSizes, _Works], original_seconds: float) -> list[BlockSizes]:
-        """The few that may be the fastest, and the one that may need the least memory in bearable time."""
+        """Returns the few that may be the fastest, and the one that may need the least memory in acceptable time."""
         runs = self.rounds + _RUNS_BEFORE
         room = self.left() - runs * original_seconds
         fastest = min(work.seconds for work in works.values())
@@ -271,14 +271,14 @@ class _Search:
 
 
 def _leanest(rows: Mapping[str, Row[BlockSizes]], fastest: Row[BlockSizes]) -> Row[BlockSizes] | None:
-    """The row of least memory among those that are not too slow, where it needs less than the fastest."""
+    """Returns the row of least memory among those that are not too slow, if it needs less than the fastest."""
     bearable = [row for row in rows.values() if row.kernel_us <= MEMORY_SLOWDOWN * row.original_us]
     least = min(bearable, key=lambda row: (row.kernel_bytes, row.kernel_us), default=None)
     return least if least is not None and least.kernel_bytes < fastest.kernel_bytes else None
 
 
 def _score(timing: Timing, clock: Clock) -> float | None:
-    """Mean and spread together, for a candidate that is fast now and then is not a fast one."""
+    """Adds mean and standard deviation, since a candidate that is fast only now and then is not a fast one."""
     sample = timing.samples(clock)
     if timing.failure is not None or not sample:
         return None
@@ -291,11 +291,11 @@ def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quic
     if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
         return None
     microseconds = kernel.median * 1e6
-    gain = ratio.median if own < base else min(ratio.median, 1.0)  # a gain that the spread hides is none
+    gain = ratio.median if own < base else min(ratio.median, 1.0)  # a gain that the spread hides does not count
     processors = measured.ratio(name, clock="cpu") if quick else None
     if processors is not None:
-        # In a few runs the time that passes says as much of what else runs on the machine, and that of processors says
-        # nothing of how many are used: the gain has to show in both.
+        # In a few runs, wall time also depends on what else runs on the machine, and processor time does not show how
+        # many processors are used: the gain has to show in both.
         gain = min(gain, processors.median)
     return Row(
         block_sizes=sizes,
@@ -310,7 +310,7 @@ def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quic
 
 
 def free_bytes() -> int | None:
-    """What is left of the device's memory, or of the machine's; None where that is not known."""
+    """Returns what is left of the device's memory, or of the machine's; None if that is not known."""
     statistics = jax.local_devices()[0].memory_stats()
     if statistics and "bytes_limit" in statistics:
         return int(statistics["bytes_limit"]) - int(statistics.get("bytes_in_use", 0))
@@ -321,13 +321,13 @@ def free_bytes() -> int | None:
 
 
 def candidates_of(match: SiteWorkload, implementation: str, first: BlockSizes, device: Device) -> list[BlockSizes]:
-    """The block sizes to try, best guess first: those of the implementation, else those of the operation.
+    """Returns the block sizes to try, best guess first: those of the implementation, else those of the operation.
 
     Args:
       match: the site.
       implementation: the implementation's name; its module may have a function ``candidates(spec, device)``.
       first: block sizes to begin with.
-      device: where it is to run.
+      device: where it will run.
     """
     module = match.site.operation.implementation(implementation)
     kind = operation_named(match.op).part("block_sizes").BlockSizes
@@ -349,18 +349,18 @@ def search(
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
-    No step begins after the budget; the one that runs then is not broken off.
+    No step begins after the budget; a step that runs then is not interrupted.
 
     Args:
       match: the site, as recognised.
       implementation: the implementation's name.
-      key: what the result is for.
+      key: the key of the result.
       first: block sizes to begin with, such as the nearest known ones.
       seconds: the budget.
       known: an earlier, unfinished result; what was wrong then is not tried again.
       clock: a clock in seconds.
-      observe: called with all candidates and how far each came, those that failed or had no turn included.
-      quick: whether only the best guesses are tried, for a result that says so.
+      observe: called with all candidates and how far each came, including those that failed or had no turn.
+      quick: whether only the best guesses are tried; the result then says so.
 
     Returns:
       The result, with or without block sizes.

@@ -1,4 +1,4 @@
-"""One site as functions that can be run on their own: the original, each candidate, and the reference."""
+"""Turns one site into functions that can run on their own: the original, each candidate, and the reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Trial"]
 Arrays: TypeAlias = Sequence[jax.Array]
 
 _DIFFERENT_INTEGERS = 0.02
-"""Of integers, such as the position of a maximum, some may differ by rounding; this is for the mean difference."""
+"""Limit for the mean difference of integers; some, such as the position of a maximum, may differ by rounding."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Trial:
 
     Attributes:
       passes: the matches.
-      arguments: for each pass, (operands, cotangents of its results where the program holds its backward).
+      arguments: for each pass, (operands, cotangents of its results if the program holds its backward).
     """
 
     passes: tuple[SiteWorkload, ...]
@@ -42,7 +42,7 @@ class Trial:
 
     @staticmethod
     def of(match: SiteWorkload, seed: int = 0) -> Trial:
-        """The trial of a match on the example inputs of its operation.
+        """Returns the trial of a match on the example inputs of its operation.
 
         Raises:
           ImportError: the operation has no example inputs.
@@ -61,7 +61,7 @@ class Trial:
 
     @staticmethod
     def abstract(match: SiteWorkload) -> Trial:
-        """The trial of a match on nothing: shapes and dtypes in the place of inputs, to compile with."""
+        """Returns a trial of a match with shapes and dtypes instead of inputs, to compile with."""
 
         def types(avals: Sequence[Shaped]) -> list[jax.ShapeDtypeStruct]:
             return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in avals]
@@ -74,14 +74,14 @@ class Trial:
 
     @staticmethod
     def bytes_needed(match: SiteWorkload) -> int:
-        """What the inputs and results of all passes take."""
+        """Returns the bytes that the inputs and results of all passes take."""
         types = [t for part in match.passes for t in (*part.original.in_avals, *part.original.out_avals)]
         return sum(t.size * np.dtype(t.dtype).itemsize for t in types)
 
     # ------------------------------------------------------------------ the ways to compute it
 
     def original(self) -> ArrayFunction:
-        """What the program computes as it stands: results and gradients of all passes, as one flat list."""
+        """Returns what the program computes as it stands: results and gradients of all passes, as one flat list."""
 
         def one(part: SiteWorkload, operands: Arrays, cotangents: Arrays) -> list[jax.Array]:
             run = compat.jaxpr_as_fun(part.original)
@@ -101,7 +101,7 @@ class Trial:
         return self._all(one)
 
     def kernel(self, implementation: str, block_sizes: BlockSizes | None) -> ArrayFunction:
-        """The same by an implementation."""
+        """Returns the same function by an implementation."""
 
         def one(part: SiteWorkload, operands: Arrays, cotangents: Arrays) -> list[jax.Array]:
             results, residuals = kernel_forward(part.site, implementation, block_sizes)(*operands)
@@ -123,7 +123,7 @@ class Trial:
 
     @functools.cached_property
     def _limits(self) -> tuple[tuple[bool, float], ...]:
-        """For each result, whether it is an integer, and how far it may be from the reference."""
+        """Whether each result is an integer, and how far it may be from the reference."""
         limits = []
         for number, part in enumerate(self.passes):
             types = [*part.original.out_avals]
@@ -141,11 +141,11 @@ class Trial:
         return tuple(limits)
 
     def fault(self, found: Sequence[Difference] | None, original: Sequence[Difference] | None) -> str | None:
-        """What is wrong with a candidate: None where it is within the tolerance, or within twice the original's error.
+        """Returns what is wrong with a candidate; None if it is within the tolerance or twice the original's error.
 
         Args:
           found: the candidate's difference from the reference, for each result.
-          original: that of the original.
+          original: the original's difference from the reference.
         """
         if found is None:
             return "it was not compared"
@@ -161,5 +161,5 @@ class Trial:
 
 
 def _active(part: SiteWorkload) -> tuple[int, ...]:
-    """Positions of the operands whose gradients the program computes."""
+    """Returns the positions of the operands whose gradients the program computes."""
     return tuple(sorted({position for backward in part.backwards for position, _ in backward.gradients}))

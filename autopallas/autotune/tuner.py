@@ -1,10 +1,10 @@
-"""Where the block sizes of a site come from: the cache on disk, the tuned table, a search, or the next best.
+"""Finds the block sizes of a site: in the cache on disk, in the tuned table, by a search, or the next best.
 
-The order is that of what is known best: a result of this very machine; the table's row of the exact bucket; what a
-search finds now, where one is allowed; the table's nearest row; the default.
+The sources are ordered by how reliable they are: a result of this very machine; the table's row of the exact bucket;
+what a search finds now, where one is allowed; the table's nearest row; the default.
 
-On CPUs a search that nobody asked for is a quick one: of the two best guesses, within a few seconds, and only of sites
-whose original takes long.
+On CPUs a search that nobody asked for is a quick one: it tries the two best guesses, within a few seconds, and only for
+sites whose original takes long.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Tuner"]
 
 @dataclass(frozen=True, slots=True)
 class _Miss:
-    """What a search is to be begun with: its key, an earlier result without block sizes, and the next best choice."""
+    """Start of a search: its key, an earlier result without block sizes, and the next best choice."""
 
     key: TuningKey
     known: Entry | None
@@ -45,14 +45,14 @@ class _Miss:
 
 
 _QUICK_SECONDS = 3.0
-"""What a quick search of one kind of site may take."""
+"""Time limit of a quick search for one kind of site."""
 _QUICK_SECONDS_OF_PROGRAM = 10.0
-"""What all quick searches of a program may take."""
+"""Time limit of all quick searches of a program."""
 _QUICK_LEAST = 1.0
-"""No quick search begins with less."""
+"""Smallest budget with which a quick search begins."""
 
 _searching = threading.Lock()
-"""Searches of one process take turns, or they would time each other."""
+"""Searches of one process take turns, since they would disturb each other's times."""
 
 
 class Tuner:
@@ -71,7 +71,7 @@ class Tuner:
     def __init__(self, device: Device, options: Options, runs: bool = False):
         self._device = device
         self._options = options
-        # Processes that compile one program together must choose alike, and each sees a disk and a clock of its own.
+        # Processes that compile one program together must choose alike, but each sees its own disk and clock.
         self._alone = jax.process_count() == 1
         self._cache = Cache.current() if self._alone else Cache(None)
         self._shared = None if self._alone else agreement()
@@ -81,7 +81,7 @@ class Tuner:
         self._quick_seconds = _QUICK_SECONDS_OF_PROGRAM
 
     def _wants_quick(self) -> bool:
-        """Whether what is not known is worth a quick search: on CPUs, where evidence decides and none is forbidden."""
+        """Returns whether unknown sites are worth a quick search: on CPUs, if the options leave it open."""
         options = self._options
         return (
             options.autotune is None
@@ -97,14 +97,14 @@ class Tuner:
         return self._alone and (self._quick or self._device.platform in ("gpu", "tpu") if asked is None else asked)
 
     def choose(self, match: Workload, implementation: str) -> Choice:
-        """The block sizes of one implementation of a site."""
+        """Returns the block sizes of one implementation of a site."""
         return self.choices(match, (implementation,))[implementation]
 
     def choices(self, match: Workload, implementations: Sequence[str]) -> dict[str, Choice]:
-        """The block sizes of each of several implementations of a site.
+        """Returns the block sizes of several implementations of a site.
 
-        Those that have to be searched for share the seconds of the site: each has its part, and what those before it
-        left over.
+        Implementations that have to be searched for share the seconds of the site: each has its part, and what the
+        previous ones left over.
         """
         budget = self._options.tune_seconds
         if self._quick:
@@ -118,14 +118,14 @@ class Tuner:
                 choices[name] = found
                 continue
             begin = time.monotonic()
-            site = cast(SiteWorkload, match)  # a direct call is not searched for
+            site = cast(SiteWorkload, match)  # a direct call is never searched for
             choices[name] = self._searched(site, name, found, max(part, left / open_))
             took = time.monotonic() - begin
             left, self._quick_seconds, open_ = left - took, self._quick_seconds - took, open_ - 1
         return choices
 
     def _looked_up(self, match: Workload, implementation: str, seconds: float) -> Choice | _Miss:
-        """What is known without a search; ``seconds`` is the least that one would have."""
+        """Returns what is known without a search; ``seconds`` is the least that one would have."""
         source = self._shared or self._cache
         search = self._may_search and not (self._quick and (seconds < _QUICK_LEAST or not takes_long(match)))
         key = self._key(match, implementation) if search or source.usable() else None
@@ -145,9 +145,9 @@ class Tuner:
         return tabled if key is None or not search else _Miss(key, entry, tabled)
 
     def _of_another(self, choice: Choice, match: Workload) -> bool:
-        """Whether a result was measured quickly against another original, of which the compiler may make more or less.
+        """Returns whether a result was measured quickly against another original, which may compile differently.
 
-        The key does not tell originals apart; a whole search is asked for by somebody who knows the program.
+        The key does not distinguish originals; a full search is requested by somebody who knows the program.
         """
         row = choice.row
         return row is not None and row.evidence == "quickly measured" and bool(coverage.gap(row, match, self._device))
@@ -162,7 +162,7 @@ class Tuner:
     def _of(
         self, entry: Entry, match: Workload, implementation: str, source: Literal["cache", "autotune"]
     ) -> Choice | None:
-        """What an entry says; None where it says nothing that can be used."""
+        """Returns the choice that an entry gives; None if it gives nothing that can be used."""
         if entry.outcome == "failed":
             return Choice(None, source, failure=entry.reason or "an earlier search found no block sizes that work")
         if entry.outcome == "unfinished":
@@ -184,7 +184,7 @@ class Tuner:
             entry = self._cache.get(key)  # another thread may have searched for the same meanwhile
             if entry is None or entry == known:
                 self.searches += 1
-                first = cast(BlockSizes, otherwise.block_sizes)  # a table's choice has some
+                first = cast(BlockSizes, otherwise.block_sizes)  # a table's choice always has block sizes
                 try:
                     entry = isolated(
                         lambda: search(match, implementation, key, first, seconds, known, quick=self._quick)

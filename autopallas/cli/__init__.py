@@ -1,7 +1,7 @@
-"""The command line: one module per command, each with ``add(parser)``; this one parses and reports errors.
+"""The command line: this module parses it and reports errors; each command is a module with ``add(parser)``.
 
-A command returns its exit status, or, where it hands over to the user's own program, how to: that program's errors are
-its own.  What is wrong with the user's input is a :class:`CommandError`: one line, status 2.
+A command returns its exit status.  One that hands over to the user's own program returns a function that runs it, since
+that program's errors are its own.  Bad input raises :class:`CommandError`: one line, status 2.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ COMMANDS = {
     "run": "run a script with every jax.jit in it optimized",
     "tune": "search for the block sizes of a program, a saved report or an operation, also for TPUs that are not there",
 }
-"""Each command, a module of this package, and what it is for."""
+"""Each command, which is a module of this package, and its purpose."""
 
 
 class CommandError(Exception):
-    """The user's input cannot be used, and why, in one line."""
+    """Raised if the user's input cannot be used; the message says why, in one line."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Returns the parser of all commands."""
     whole = _Parser(
         prog="autopallas", description="Finds reference computations in JAX programs and runs tuned kernels instead."
     )
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line.
 
     Args:
-      arguments: what follows the program's name; those of the process if None.
+      arguments: what follows the program's name; by default the arguments of the process.
 
     Returns:
-      The exit status: 0, or 2 where the input was bad.
+      The exit status: 0, or 2 if the input was bad.
     """
     options = parser().parse_args(arguments)
     run: Callable[[argparse.Namespace], int | Callable[[], int]] = options.run
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"autopallas {options.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS, or a device that is in use
+        if not str(error).startswith("Unable to initialize backend"):  # from JAX_PLATFORMS, or a device that is in use
             raise
         print(f"autopallas {options.command}: JAX finds no device: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

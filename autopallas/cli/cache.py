@@ -1,4 +1,4 @@
-"""``autopallas cache``: looks at the tuning results and verdicts on disk, removes them, and carries results between
+"""``autopallas cache``: lists the tuning results and verdicts on disk, removes them, and carries results between
 machines."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["add"]
 _ARCHIVE = "autopallas tuning results"
 _MOST_BYTES = 256 * 2**20
 _SHORT = 12
-"""How much of a key is shown; any beginning that only one key has will do in place of the whole."""
+"""Number of characters of a key to show; any beginning that only one key has can stand for the whole."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +133,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _archived(file: str) -> list[Entry]:
-    """All entries of a file that ``export`` wrote, or none: each is checked before the first is kept."""
+    """Reads all entries of a file that ``export`` wrote, or none: each is checked before the first is kept."""
     try:
         if file == "-":
             data = sys.stdin.buffer.read(_MOST_BYTES + 1)
@@ -216,7 +216,7 @@ def _counted(count: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Printable characters alone: an imported text must not steer the terminal."""
+    """Replaces characters that are not printable, since an imported text must not control the terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -1,4 +1,4 @@
-"""``autopallas check``: whether a function still has the sites that its lockfile applies."""
+"""``autopallas check``: tells whether a function still has the sites that its lockfile applies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
 def _paired(
     lock: Lock, found: Sequence[tuple[Match, Decision]]
 ) -> Iterator[tuple[LockedSite, tuple[Match, Decision] | None]]:
-    """Each applied site with a (match, decision) of its own that computes the same, or None."""
+    """Pairs each applied site with a separate (match, decision) that computes the same, or None."""
     left: dict[str, list[tuple[Match, Decision]]] = {}
     for pair in found:
         left.setdefault(identity(pair[0]), []).append(pair)
@@ -68,7 +68,7 @@ def _paired(
 
 
 def _told(site: LockedSite, matches: Sequence[Match], misses: Sequence[NearMiss]) -> dict[str, str]:
-    """Why a site is lost: it computes something else now, or it is a near miss; the nearest of its kind."""
+    """Returns why a site is lost: it computes something else now, or it is a near miss; the nearest of its kind."""
     changed = _nearest(
         site, [m for m in matches if m.op == site.op and _function(m.location) == _function(site.location)]
     )
@@ -89,7 +89,7 @@ Located = TypeVar("Located", Match, NearMiss)
 
 
 def _nearest(site: LockedSite, candidates: Sequence[Located]) -> Located | None:
-    """The candidate in the same function or file, and of several the one on the nearest line."""
+    """Returns the candidate in the same function or file; of several, the one on the nearest line."""
 
     def distance(candidate: Located) -> tuple[bool, bool, int]:
         same_function = _function(candidate.location) == _function(site.location)

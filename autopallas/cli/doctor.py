@@ -1,4 +1,4 @@
-"""``autopallas doctor``: what this machine has, which implementations can be used on it, and why the others cannot."""
+"""``autopallas doctor``: tells what this machine has, which implementations work on it, and why the others do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add"]
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "tokamax", "rich")
 _ELSEWHERE = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES")
-"""Variables of others that decide what autopallas sees or how fast it is."""
+"""Variables of other programs that decide what autopallas sees or how fast it is."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +53,14 @@ class DeviceKind(TypedDict):
 
 
 class Answer(TypedDict):
-    """What an implementation says of the typical site."""
+    """Answer of an implementation for the typical site."""
 
     usable: bool
     reason: str
 
 
 class Asked(TypedDict):
-    """What is known of an operation."""
+    """Facts about an operation."""
 
     recognised: bool
     sample: str
@@ -93,7 +93,7 @@ class Examined(TypedDict):
 
 
 def _examined() -> Examined:
-    """All there is to say, as JSON's types; what is wrong is a sentence in ``problems``."""
+    """Returns all findings, as JSON's types; each problem is a sentence in ``problems``."""
     problems: list[str] = []
     versions = _versions()
     devices, current = _devices(problems)
@@ -136,7 +136,7 @@ def _cores() -> int:
 
 
 def _devices(problems: list[str]) -> tuple[list[DeviceKind], Device | None]:
-    """(each kind of device and how many of it there are, the one that programs run on)."""
+    """Returns (each kind of device and how many there are, the device that programs run on)."""
     import jax
 
     from autopallas.sites.device import Device
@@ -153,7 +153,7 @@ def _devices(problems: list[str]) -> tuple[list[DeviceKind], Device | None]:
 
 
 def _operations(device: Device, problems: list[str]) -> dict[str, Asked]:
-    """Per operation, its site in a typical program and the answer of each implementation; the order they are asked."""
+    """Returns, per operation, its site in a typical program, each implementation's answer, and the order of asking."""
     from autopallas.compat import make_jaxpr
     from autopallas.environment import OPERATIONS
     from autopallas.graph import Graph, flatten
@@ -192,7 +192,7 @@ def _cache(problems: list[str]) -> Kept:
 
     try:
         cache = Cache.current()
-    except OptionError:  # said with the environment
+    except OptionError:  # reported with the environment
         return {"folder": None, "results": 0, "bytes": 0, "writable": False}
     folder = cache.folder
     if folder is None:
@@ -208,7 +208,7 @@ def _cache(problems: list[str]) -> Kept:
 
 
 def _environment(problems: list[str]) -> Environment:
-    """The variables that are set, and the options that they lead to where these differ from the defaults."""
+    """Returns the variables that are set, and the options that result from them, if they differ from the defaults."""
     from dataclasses import fields
 
     from autopallas.errors import OptionError
@@ -233,7 +233,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _lines(found: Examined) -> list[str]:
-    """The same for people, in 80 columns."""
+    """Formats the findings for people, in 80 columns."""
     machine = found["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     system = f"{machine['system']} {machine['architecture']}, {machine['cores']} cores"

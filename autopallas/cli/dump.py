@@ -1,4 +1,4 @@
-"""``--xla-dump-dir``: what the compiler makes of a program, in a folder, with the flags that it was made under."""
+"""``--xla-dump-dir``: dumps the compiled programs into a folder, with the flags that they were compiled under."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _RECORDED = ("AUTOPALLAS_", "CUDA_", "JAX_", "LIBTPU_", "NVIDIA_TF32", "OMP_", "
 
 
 def dump_to(folder: str) -> None:
-    """From now on, and before JAX first compiles anything, XLA writes each program into a folder.
+    """Makes XLA write each program into a folder; must be called before JAX first compiles anything.
 
     The TPU's compiler writes its log there too, unless ``TPU_LOG_DIR`` names another place.  ``flags.json`` has the
-    command line, versions, the variables in force, and where the log is: without these a dump cannot be compared.
+    command line, versions, the variables in force, and the place of the log: without these a dump cannot be compared.
 
     Args:
-      folder: it is made where it does not exist.
+      folder: the folder, which is created if it does not exist.
 
     Raises:
+      CommandError: nothing can be written there.
       CommandError: nothing can be written there.
     """
     place = os.path.abspath(folder)

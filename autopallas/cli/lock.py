@@ -1,4 +1,4 @@
-"""``autopallas lock``: writes down what becomes of each site of a function."""
+"""``autopallas lock``: writes down the decision about each site of a function."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _tuning(tuner: object) -> dict[str, int]:
 
 
 def _write(path: Path, text: str) -> None:
-    """The whole file or none of it."""
+    """Writes the whole file or none of it."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``MODULE:FUNCTION``: a function by name, and the sites in it."""
+"""``MODULE:FUNCTION``: imports a function by name, and finds its sites."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """What was found in a function, and what becomes of it.
+    """The sites of a function, and what was decided about them.
 
     Attributes:
       matches: the sites.
-      decisions: one for each.
-      misses: what was nearly one.
-      options: those in force.
-      device: for which was decided.
-      tuner: with the counters of what that cost.
+      decisions: one for each site.
+      misses: near misses.
+      options: the options in force.
+      device: the device that the decisions are for.
+      tuner: the tuner, which counts what its answers cost.
     """
 
     matches: tuple[Match, ...]
@@ -57,13 +57,13 @@ def function_of(name: str) -> ArrayFunction:
       name: "package.module:function", or "package.module:Class.method"; modules of the current folder come first.
 
     Raises:
-      CommandError: there is none.
+      CommandError: there is no such function.
     """
     if not _NAME.fullmatch(name):
         raise CommandError(f"{name!r} is no function's name; write MODULE:FUNCTION, such as model:loss")
     module_name, _, path = name.partition(":")
     here = os.getcwd()
-    if here not in sys.path:  # as with `python -m`, also where a script was called
+    if here not in sys.path:  # as with `python -m`, even where a script was called
         sys.path.insert(0, here)
     try:
         found: object = importlib.import_module(module_name)
@@ -85,13 +85,13 @@ def function_of(name: str) -> ArrayFunction:
 
 
 def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], options: dict[str, object]) -> Sites:
-    """The sites of a function and their decisions; traces it, compiles and runs nothing unless a search is on.
+    """Finds the sites of a function and their decisions; traces it, and compiles or runs nothing unless a search is on.
 
     Args:
-      name: of the function, for messages.
-      function: the function.  Of an optimized one its own options count.
+      name: the function's name, for messages.
+      function: the function.  If it is optimized, its own options apply.
       arguments: its positional arguments, or their types.
-      options: what is asked for beyond that.
+      options: further options, which take precedence.
 
     Raises:
       CommandError: the function cannot be traced with these arguments.
@@ -114,6 +114,6 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and the first line of what it says."""
+    """Returns an error's type and the first line of its message."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

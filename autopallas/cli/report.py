@@ -1,4 +1,4 @@
-"""``autopallas report``: what becomes of each site of a function, and with a target what the compiler makes of it."""
+"""``autopallas report``: reports on each site of a function; with a target, compiles the function before and after."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 Figure: TypeAlias = int | float | str | None
-"""What a compiler says of a program, or a text where it failed."""
+"""A figure that a compiler reports for a program, or a text if it failed."""
 
 
 def _target(name: str) -> Target:
@@ -115,7 +115,7 @@ def _target(name: str) -> Target:
 def _compiled(
     original: ArrayFunction, optimized: ArrayFunction, shapes: tuple[PyTree, ...], target: Target
 ) -> dict[str, tuple[Figure, Figure]]:
-    """(of the original, of the optimized) for everything that the compiler says; a text where it failed."""
+    """Returns (the original's, the optimized one's) for every figure of the compiler; a text if it failed."""
     from autopallas.cli.program import one_line
     from autopallas.progress import Progress
 
@@ -135,7 +135,7 @@ def _compiled(
 
 
 def _ahead(function: ArrayFunction, shapes: tuple[PyTree, ...], generation: Generation) -> Mapping[str, Figure]:
-    """What the TPU's compiler says."""
+    """Returns the figures of the TPU's compiler."""
     from autopallas.compile.tpu import compile_for
 
     found = compile_for(function, shapes, generation, simulate=generation.simulates)
@@ -146,7 +146,7 @@ def _ahead(function: ArrayFunction, shapes: tuple[PyTree, ...], generation: Gene
 
 
 def _here(function: ArrayFunction, shapes: tuple[PyTree, ...], generation: None) -> Mapping[str, Figure]:
-    """What this machine's compiler says."""
+    """Returns the figures of this machine's compiler."""
     import jax
 
     lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*shapes)

@@ -1,4 +1,4 @@
-"""``autopallas run``: a script, unchanged, with every ``jax.jit`` in it optimized, and the report at its end."""
+"""``autopallas run``: runs an unchanged script with every ``jax.jit`` in it optimized, and reports at its end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
         raise CommandError(f"{options.report} is no report; its name has to end in {', '.join(REPORT_SUFFIXES)}")
     if options.report is not None and not os.path.isdir(os.path.dirname(os.path.abspath(options.report))):
         raise CommandError(f"{options.report} cannot be written: there is no such folder")
-    environment.read()  # what is misspelt there is said now, and not out of the middle of the script
+    environment.read()  # reports misspelt variables now, and not in the middle of the script
     names = ("objective", "implementation", "ops", "autotune", "fuel")
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}
     asked |= {name: True for name in ("verify", "strict") if getattr(options, name)}
@@ -70,10 +70,10 @@ def _run(options: argparse.Namespace) -> Callable[[], int]:
 
 
 def optimize_every_jit(options: OptionArguments) -> None:
-    """From now on ``jax.jit`` gives optimized functions, except to JAX itself and to this package.
+    """Makes ``jax.jit`` return optimized functions from now on, except to JAX itself and to this package.
 
     Args:
-      options: those of every optimized function.
+      options: the options of every optimized function.
     """
     import jax
 
@@ -83,7 +83,7 @@ def optimize_every_jit(options: OptionArguments) -> None:
     original: ArrayFunction = jax.jit
 
     def optimized(jitted: ArrayFunction) -> ArrayFunction:
-        if not hasattr(jitted, "lower"):  # jit with options alone: a decorator
+        if not hasattr(jitted, "lower"):  # jit with options alone, which returns a decorator
             return functools.wraps(jitted)(lambda function: optimized(jitted(function)))
         try:
             return optimize(jitted, **options)

@@ -23,9 +23,9 @@ class Program:
     """Code that is to run as ``__main__``.
 
     Attributes:
-      code: compiled, or how to compile it: an error in the syntax is the program's own.
+      code: a function that returns the compiled code: a syntax error is the program's own.
       arguments: ``sys.argv``.
-      folder: what stands first in ``sys.path``.
+      folder: the first entry of ``sys.path``.
       names: what the module holds before it runs.
     """
 
@@ -38,11 +38,11 @@ class Program:
         """Runs it, in this process, to its end.
 
         Returns:
-          0; whatever the program raises goes through, and prints without the frames of this package.
+          0; exceptions of the program pass through, and are printed without the frames of this package.
         """
         main = types.ModuleType("__main__")
         main.__dict__.update({"__annotations__": {}, "__builtins__": __builtins__} | self.names)
-        # The launcher's own folder, which `python -m` put there, is none of the program's.
+        # `python -m` put the launcher's own folder there, which is not the program's.
         sys.path[:1] = [self.folder]
         sys.argv[:] = self.arguments
         sys.modules["__main__"] = main
@@ -55,7 +55,7 @@ class Program:
 
 
 def script(path: str, arguments: Sequence[str]) -> Program:
-    """A file with a program.
+    """Returns the program in a file.
 
     Args:
       path: the file, as it was given.
@@ -81,10 +81,10 @@ def script(path: str, arguments: Sequence[str]) -> Program:
 
 
 def module(name: str, arguments: Sequence[str]) -> Program:
-    """A module, or a package with a ``__main__``, by its name.
+    """Returns the program of a module, or of a package with a ``__main__``, by its name.
 
     Args:
-      name: as after ``python -m``; modules of the current folder come first.
+      name: the name, as after ``python -m``; modules of the current folder come first.
       arguments: what follows it on the command line.
 
     Raises:
@@ -125,7 +125,7 @@ Hook: TypeAlias = Callable[[type[BaseException], BaseException, types.TracebackT
 
 
 def _cleaned(hook: Hook) -> Hook:
-    """An exception hook that shows errors as if this package had not been there."""
+    """Returns an exception hook that shows errors as if this package had not been there."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> object:
         seen: set[int] = set()
@@ -143,7 +143,7 @@ def _cleaned(hook: Hook) -> Hook:
 
 
 def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of this package and of what started it."""
+    """Returns a traceback without the frames of this package and of what started it."""
     frames: list[types.TracebackType] = []
     while trace is not None:
         if trace.tb_frame.f_code is Program.run.__code__:

@@ -1,4 +1,4 @@
-"""``--shapes``: a function's arguments without their values, as JAX prints them: ``f32[8,1024], i32[8]``."""
+"""``--shapes``: parses types of a function's arguments, as JAX prints them: ``f32[8,1024], i32[8]``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXAMPLE = 'write the arguments as in --shapes "f32[8,1024],i32[8]"; (a, b), [a,
 
 
 def shapes_of(text: str) -> tuple[PyTree, ...]:
-    """The positional arguments that a text describes.
+    """Parses the positional arguments that a text describes.
 
     Args:
       text: array types, separated by commas.  ``f32[]`` is a scalar and ``key[]`` a random key; tuples ``(a, b)``,
@@ -43,7 +43,7 @@ def shapes_of(text: str) -> tuple[PyTree, ...]:
 
 
 class _Parser:
-    """Reads from left to right."""
+    """A parser that reads from left to right."""
 
     def __init__(self, text: str):
         self.text = text
@@ -54,7 +54,7 @@ class _Parser:
         return CommandError(f"--shapes {self.text!r}: {what}; {_EXAMPLE}")
 
     def peek(self) -> str:
-        """The next token; an empty text at the end."""
+        """Returns the next token; an empty text at the end."""
         if not self.text[self.at :].strip():
             return ""
         found = _TOKEN.match(self.text, self.at)
@@ -73,7 +73,7 @@ class _Parser:
         return token
 
     def sequence(self, end: str) -> list[PyTree]:
-        """Items up to and with ``end``; a comma may follow the last."""
+        """Parses items up to and with ``end``; a comma may follow the last."""
         items: list[PyTree] = []
         while self.peek() != end:
             items.append(self.item())

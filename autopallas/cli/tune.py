@@ -78,7 +78,7 @@ def _tune(options: argparse.Namespace) -> int:
         raise CommandError(f"--target {options.target}: {error}") from None
     subjects = _subjects(options, target.device.platform)
     if options.output is not None:
-        _write(Path(options.output), [])  # a folder that takes nothing is said before the search
+        _write(Path(options.output), [])  # so that an unwritable folder is reported before the search
     known: dict[Hashable, Outcome] = {}
     outcomes: list[tuple[Subject, Outcome]] = []
     with contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
 
 
 def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) -> list[Subject]:
-    """The sites of a function; of an optimized one those of the original."""
+    """Returns the sites of a function; for an optimized one, those of the original."""
     settings = resolve(function._explicit if isinstance(function, Optimized) else {})
     original = function._function if isinstance(function, Optimized) else function
     try:
@@ -178,7 +178,7 @@ def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) 
 
 
 def _of_operation(options: argparse.Namespace, platform: str) -> list[Subject]:
-    """The cases of the table's grid, or that of the shapes, in the directions asked for."""
+    """Returns the cases of the table's grid, or that of the shapes, in the requested directions."""
     op, offered = options.what, cases_of(options.what)
     if offered is None:
         raise CommandError(f"{op} has no grid; tune a function that computes it: MODULE:FUNCTION --shapes ...")
@@ -214,7 +214,7 @@ def _of_shapes(offered: Cases, options: argparse.Namespace) -> list[Case]:
 
 
 def _of_report(path: str) -> list[Subject]:
-    """Every site of a saved report, or of a list of them."""
+    """Returns every site of a saved report, or of a list of reports."""
     try:
         with open(path, "rb") as file:
             text = file.read(_MOST_BYTES + 1)
@@ -254,7 +254,7 @@ def _write(folder: Path, results: Sequence[raw.Result]) -> list[str]:
 
 
 def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> list[str]:
-    """Writes the rows into the tables' files, beside those that were not tuned for now."""
+    """Writes the rows into the tables' files, beside those that were not tuned now."""
     written, found = [], _rows(outcomes)
     for op, rows in found.items():
         table = operation_named(op).part("tuned_block_sizes").TABLE

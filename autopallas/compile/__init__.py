@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation for devices that this machine does not have."""
+"""Compiles ahead of time for devices that this machine does not have."""

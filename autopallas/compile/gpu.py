@@ -1,9 +1,9 @@
-"""What a GPU program needs, on a machine without a GPU: it is compiled ahead of time for an H100.
+"""Compiles ahead of time for an H100, on a machine without a GPU, and tells what the program needs.
 
-XLA's compiler for CUDA, ptxas and libdevice come with the extra ``gpu-check``.  They run in a child process, since what
-they are to write down has to be said before they are loaded.  A function is traced and lowered here, which needs none
-of them, and handed over as a serialized module.  There is no autotuning without a GPU, so that what XLA makes of other
-programs in this way says nothing of their speed.
+XLA's compiler for CUDA, ptxas and libdevice come with the extra ``gpu-check``.  They run in a child process, since the
+environment has to tell them what to write down before they are loaded.  A function is traced and lowered here, which
+needs none of them, and passed on as a serialized module.  Without a GPU there is no autotuning, so the code that XLA
+generates here for other programs says nothing about their speed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from autopallas.sites.interpret import settled
 __all__ = ["H100", "Compilation", "Compiler", "Kernel", "compile_for", "lowered_for", "missing"]
 
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
-"""The device that is compiled for."""
+"""Device that programs are compiled for."""
 
-_TARGET = Path(__file__).with_name("h100.txtpb")
+_TARGET = Path(__file__).parent.parent / "tuning" / "h100.txtpb"
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One Mosaic kernel of a compiled program, by ptxas' account.
+    """One Mosaic kernel of a compiled program, as ptxas reports it.
 
     Attributes:
-      name: that of its ``plgpu.kernel``.
-      registers: of each thread, before warpgroups give some to each other.
-      spill_bytes: written to and read from local memory, because registers ran out.
-      stack_bytes: of a thread's frame; above 0 where registers are indexed at run time.
-      shared_bytes: of a block's shared memory.
-      instructions: in the program.
-      operations: how often instructions of interest stand in it: HGMMA (wgmma), HMMA (the slow way), UTMALDG and
+      name: the name of its ``plgpu.kernel``.
+      registers: registers of each thread, before warpgroups give some to each other.
+      spill_bytes: bytes written to and read from local memory, because registers ran out.
+      stack_bytes: the size of a thread's frame; above 0 if registers are indexed at run time.
+      shared_bytes: the size of a block's shared memory.
+      instructions: the number of instructions in the program.
+      operations: how often instructions of interest occur in it: HGMMA (wgmma), HMMA (the slow way), UTMALDG and
         UTMASTG (TMA), LDL and STL (spills), ...
       warnings: numbers of ptxas' warnings that wgmma is serialized, such as C7511 and C7512.
     """
@@ -62,7 +62,7 @@ class Kernel:
     warnings: tuple[str, ...]
 
     def faults(self) -> tuple[str, ...]:
-        """What a kernel whose work is matrix products must not have, in words; empty where all is well."""
+        """Returns in words what a kernel that computes matrix products must not have; empty if all is well."""
         found = []
         if self.spill_bytes or self.operations.get("LDL", 0):
             found.append(f"{self.name} spills {self.spill_bytes} bytes of registers")
@@ -84,14 +84,14 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What the compiler says of one function.
+    """Information from the compiler about one function.
 
     Attributes:
-      failure: None, or what the compiler said.
-      temporary_bytes, argument_bytes, output_bytes: of the device's memory.
-      calls: how many calls of Mosaic kernels there are.
-      kernels: those of them that differ.
-      seconds: what compiling took.
+      failure: None, or the compiler's error.
+      temporary_bytes, argument_bytes, output_bytes: bytes of the device's memory.
+      calls: the number of calls of Mosaic kernels.
+      kernels: the kernels among them that differ.
+      seconds: the time that compiling took.
     """
 
     failure: str | None = None
@@ -103,7 +103,7 @@ class Compilation:
     seconds: float = 0.0
 
     def faults(self) -> tuple[str, ...]:
-        """What the compiler said, or those of all kernels."""
+        """Returns the compiler's error, or the faults of all kernels."""
         if self.failure is not None:
             return (self.failure,)
         if not self.kernels:
@@ -112,7 +112,7 @@ class Compilation:
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled for GPUs here, or None."""
+    """Returns why nothing can be compiled for GPUs here, or None."""
     if (reason := compat.missing_mosaic_gpu()) is not None:
         return reason
     for package in ("jax_cuda13_plugin", "flatbuffers"):
@@ -124,10 +124,10 @@ def missing() -> str | None:
 
 
 def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree]) -> bytes:
-    """A function lowered for an H100, serialized.  Needs no GPU software.
+    """Lowers a function for an H100, and serializes it.  Needs no GPU software.
 
     Args:
-      function: traced with ``arguments``.
+      function: the function to trace with ``arguments``.
       arguments: arrays, or anything with shape and dtype, in pytrees.
 
     Raises:
@@ -145,7 +145,7 @@ def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree]) -> bytes:
 
 
 def compile_for(function: ArrayFunction, arguments: Sequence[PyTree], *, seconds: float = 300.0) -> Compilation:
-    """Compiles a function for an H100 that need not be there.
+    """Compiles a function for an H100, which need not be present.
 
     Args:
       function: a function of ``arguments``, jitted or not.
@@ -153,7 +153,7 @@ def compile_for(function: ArrayFunction, arguments: Sequence[PyTree], *, seconds
       seconds: how long the compiler may take.
 
     Returns:
-      Memory and the resources of its Mosaic kernels.  What the compiler refuses is a result too: ``failure``.
+      Memory and the resources of its Mosaic kernels.  An error of the compiler is a result too: ``failure``.
 
     Raises:
       RuntimeError: the compiler is not installed.
@@ -187,7 +187,7 @@ class Compiler:
             self._children.pop().end()
 
     def compile(self, function: ArrayFunction, arguments: Sequence[PyTree], *, seconds: float = 300.0) -> Compilation:
-        """As :func:`compile_for`."""
+        """Compiles a function, as :func:`compile_for` does."""
         module = lowered_for(function, arguments)
         if not self._children:
             self._children.append(Child(_started))
@@ -204,7 +204,7 @@ class Compiler:
 
 
 def _toolkit() -> Path | None:
-    """Where the wheels put ptxas and libdevice."""
+    """Returns the folder in which the wheels put ptxas and libdevice, or None."""
     spec = importlib.util.find_spec("nvidia")
     places = [Path(place) / "cu13" for place in (spec and spec.submodule_search_locations) or ()]
     return next((place for place in places if (place / "bin" / "ptxas").exists()), None)
@@ -218,13 +218,13 @@ def _started(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",  # the module's types are what they are
+        "JAX_ENABLE_X64": "1",  # keeps the module's types as they are
         "MOSAIC_GPU_DUMP_TO": str(dump),
         "PATH": f"{toolkit / 'bin'}:{os.environ.get('PATH', '')}",
         "XLA_FLAGS": flags.strip(),
     }
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("gpu_compiler.py")), str(_TARGET), str(dump)],
+        [sys.executable, "-P", str(Path(__file__).with_name("gpu_process.py")), str(_TARGET), str(dump)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

@@ -1,8 +1,8 @@
-"""The child process of :mod:`autopallas.compile.gpu`: ``python gpu_compiler.py TARGET DUMP``.
+"""The child process of :mod:`autopallas.compile.gpu`: ``python gpu_process.py TARGET DUMP``.
 
 It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for the GPU that the file
-TARGET describes, and answers with a line of JSON.  DUMP is the folder into which Mosaic GPU was told to write what it
-makes.  It imports nothing of autopallas.
+TARGET describes, and answers with a line of JSON.  DUMP is the folder into which Mosaic GPU was told to write its
+output.  It imports nothing of autopallas.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _COUNTED = (
 )  # fmt: skip
 _OPERATION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)")
 _SERIALIZED = re.compile(r"\((C75\d\d)\)(?=[^\n]*(?:Performance Loss|serialized))")
-"""Other remarks of these numbers, such as C7519, say what the compiler added, which costs nothing."""
+"""Other remarks of these numbers, such as C7519, report additions of the compiler that cost nothing."""
 _LAUNCH = re.compile(r"dynamic_shared_memory_size (%\w+)")
 _FIRST_PASSES = 4 * 2**20
-"""Bytes of the log of Mosaic's passes in which the launch stands; all of it is ten times as much."""
+"""Size of the beginning of Mosaic's log of passes that contains the launch; the whole log is ten times as long."""
 _KERNEL = re.compile(r'custom_call_target="mosaic_gpu')
 
 
 def kernels(folder: Path) -> list[dict[str, object]]:
-    """What was written about each kernel."""
+    """Returns what was written about each kernel."""
     found = []
     for log in sorted(folder.glob("*.ptxas")):
         said = log.read_text(errors="replace")
@@ -53,7 +53,7 @@ def kernels(folder: Path) -> list[dict[str, object]]:
 
 
 def _shared(passes: Path) -> int:
-    """The dynamic shared memory that the kernel's launch asks for; 0 where that is not written."""
+    """Returns the dynamic shared memory that the kernel's launch asks for; 0 if it is not found."""
     if not passes.exists():
         return 0
     with open(passes, errors="replace") as file:
@@ -64,7 +64,7 @@ def _shared(passes: Path) -> int:
 
 
 def main(target: str, dump: str) -> None:
-    # What libraries print must not get between the answers.
+    # Keeps what libraries print out of the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 def isolated(work: Callable[[], T], seconds: float | None = None) -> T:
-    """The result of ``work()``, called in a thread of its own.
+    """Calls ``work()`` in a thread of its own, and returns its result.
 
-    What JAX traces, the mesh it is in, and options in force belong to a thread, so that the new one is free of them.
-    The settings on which numbers depend are handed over.
+    JAX's current trace, mesh and options belong to a thread, so the new thread is free of them.  The settings that
+    numbers depend on are passed on.
 
     Args:
-      work: what to do.
-      seconds: how long to wait.  A thread cannot be ended: what takes longer is left to itself.
+      work: the function to call.
+      seconds: how long to wait.  A thread cannot be ended: one that takes longer is left to itself.
 
     Raises:
       TimeoutError: ``work`` took longer than that.
@@ -44,7 +44,7 @@ def isolated(work: Callable[[], T], seconds: float | None = None) -> T:
         except BaseException as error:
             errors.append(error)
 
-    # A daemon, so that a program that is interrupted here can end.
+    # A daemon thread, so that a program that is interrupted here can end.
     thread = threading.Thread(target=body, name="autopallas-tuning", daemon=True)
     thread.start()
     thread.join(seconds)

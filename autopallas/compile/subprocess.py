@@ -1,7 +1,7 @@
-"""A process of its own that compiles and runs programs, and that can be ended where a thread could not.
+"""Compiles and runs programs in a process of its own, which can be ended where a thread could not.
 
 ``python -m autopallas.compile.subprocess`` reads exported programs from standard input and answers each with one
-line of JSON.  It is started by :class:`Child`, and ends with the process that started it.
+line of JSON.  :class:`Child` starts it, and it ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["Child", "ChildError", "tried"]
 
 _HEADER = struct.Struct(">Q?d")
-"""Length of the program that follows, whether it is to be run, and the seconds that this may take."""
+"""Length of the program that follows, whether to run it, and the seconds that this may take."""
 _STARTING_SECONDS = 60.0
 _GRACE_SECONDS = 5.0
 
 
 class ChildError(RuntimeError):
-    """The process could not be started, or is gone; it says nothing of the program, unless it was at work on one."""
+    """Raised if the process cannot be started, or is gone; only blames a program that it was working on."""
 
 
 class Child:
@@ -49,7 +49,7 @@ class Child:
         if not sys.executable or os.environ.get("PYTHONEXECUTABLE"):
             raise ChildError("there is no Python to start")
         settings = {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "JAX_ENABLE_X64": str(int(x64))}
-        settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory is this process's
+        settings["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the memory belongs to this process
         config: Any = jax.config
         if config.jax_platforms:
             settings["JAX_PLATFORMS"] = config.jax_platforms
@@ -72,7 +72,7 @@ class Child:
             raise ChildError("it does not start") from None
 
     def tried(self, program: bytes, run: bool, seconds: float) -> tuple[str, str] | None:
-        """Compiles a program, and runs it on dummy inputs; None, or (the stage that failed, how).
+        """Compiles a program, and runs it on dummy inputs; returns None, or (the stage that failed, how).
 
         Raises:
           TimeoutError: it took longer than ``seconds``, and was ended.
@@ -88,11 +88,11 @@ class Child:
         return None if answer is None else (str(answer[0]), str(answer[1]))
 
     def end(self) -> None:
-        """Ends the process, whatever it does."""
+        """Ends the process, whatever it is doing."""
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 if hasattr(os, "killpg"):
-                    os.killpg(self._process.pid, signal.SIGKILL)  # with what the compiler may have started
+                    os.killpg(self._process.pid, signal.SIGKILL)  # together with what the compiler may have started
                 else:
                     self._process.kill()
         self._process.wait()
@@ -118,7 +118,7 @@ class Child:
 
 
 def tried(program: bytes, run: bool) -> tuple[str, str] | None:
-    """Compiles an exported program, and runs it on dummy inputs; None, or (the stage that failed, how)."""
+    """Compiles an exported program, and runs it on dummy inputs; returns None, or (the stage that failed, how)."""
     import jax
     from jax import export
 
@@ -137,7 +137,7 @@ def tried(program: bytes, run: bool) -> tuple[str, str] | None:
 
 
 def _dummy(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """Harmless values: small numbers, true, and the integer that is a position in whatever it may index."""
+    """Returns harmless values: small numbers, true, and the integer that is a valid position in any array."""
     import jax.numpy as jnp
 
     value = 0.5 if jnp.issubdtype(kind.dtype, jnp.inexact) else kind.dtype == jnp.bool_
@@ -146,7 +146,7 @@ def _dummy(kind: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # libraries that print do not answer
+    os.dup2(2, 1)  # so that libraries that print do not answer
     import jax
 
     device = jax.devices()[0]
@@ -154,7 +154,7 @@ def _serve() -> None:
     while header := sys.stdin.buffer.read(_HEADER.size):
         length, run, seconds = _HEADER.unpack(header)
         program = sys.stdin.buffer.read(length)
-        faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)  # should the other process be gone
+        faulthandler.dump_traceback_later(seconds + _GRACE_SECONDS, exit=True)  # in case the other process is gone
         print(json.dumps(tried(program, run)), file=answers, flush=True)
         faulthandler.cancel_dump_traceback_later()
 

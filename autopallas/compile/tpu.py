@@ -1,8 +1,8 @@
-"""What a TPU program needs and roughly costs, on a machine without a TPU: it is compiled ahead of time.
+"""Compiles ahead of time for TPUs, on a machine without one, and tells what a program needs and roughly costs.
 
 The TPU's compiler comes with the extra ``tpu-check``.  It runs in a child process, because it ends the process on some
-programs, and because the simulation of the scheduled program has to be asked for before it is loaded.  A function is
-traced and lowered here, which needs no TPU software, and handed over as a serialized module.
+programs, and because the simulation of the scheduled program has to be requested before it is loaded.  A function is
+traced and lowered here, which needs no TPU software, and passed on as a serialized module.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Generation:
     """One generation of TPUs, as one device of it appears to JAX.
 
     Attributes:
-      name: as ``--target`` takes it.
-      kind: ``device_kind`` of its devices.
-      topology: the smallest one that the compiler knows.
+      name: its name for ``--target``.
+      kind: the ``device_kind`` of its devices.
+      topology: the smallest topology that the compiler knows.
       cores: TensorCores in one device, in that topology.
       bytes_per_second: nominal bandwidth of a device's memory.
       operations_per_second: nominal peak of a device's matrix units, bfloat16.
-      clock: nominal cycles per second, from which simulated cycles become time.
+      clock: nominal cycles per second, which convert simulated cycles to time.
       simulates: whether the compiler can simulate its programs.
     """
 
@@ -73,11 +73,11 @@ class Generation:
 
     @property
     def device(self) -> Device:
-        """The device that implementations and tables are asked for."""
+        """Device that implementations and tables are asked about."""
         return Device("tpu", self.kind)
 
 
-# Bandwidths and peaks are those published for a chip, divided by its devices; clocks follow from the peaks.
+# Bandwidths and peaks are the published ones of a chip, divided by its devices; clocks follow from the peaks.
 GENERATIONS: Mapping[str, Generation] = MappingProxyType(
     {
         g.name: g
@@ -98,12 +98,12 @@ class Operation:
     """One operation of a compiled program.
 
     Attributes:
-      name: in the compiled module; a Pallas kernel's begins with the name that its ``pallas_call`` was given.
+      name: its name in the compiled module; a Pallas kernel's begins with the name given to its ``pallas_call``.
       kernel: whether it is a Pallas kernel.
-      vmem_bytes: what it allocates in VMEM by the compiler's account; of a kernel blocks, their second buffers, and
+      vmem_bytes: what it allocates in VMEM, as the compiler reports it; for a kernel blocks, their second buffers, and
         scratch.
-      cycles: simulated, for one run of it; None where it was not simulated.
-      runs: how often it runs, for the loops around it.
+      cycles: simulated cycles of one run; None if it was not simulated.
+      runs: how often the loops around it run it.
     """
 
     name: str
@@ -115,18 +115,18 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """What the compiler says of one function on one generation.
+    """Information from the compiler about one function on one generation.
 
     Attributes:
-      generation: for which it was compiled.
-      failure: None, or what the compiler said.
+      generation: the generation for which it was compiled.
+      failure: None, or the compiler's error.
       stage: None, or where it failed.  "memory": it exceeds VMEM or the device's memory.  "died": the compiler ended
         the process.  "time": it was not done in time.
-      temporary_bytes, argument_bytes, output_bytes: of the device's memory.
-      bytes_accessed, operations_counted: device memory read and written, and arithmetic; of kernels as their
-        ``cost_estimate`` has them.
+      temporary_bytes, argument_bytes, output_bytes: bytes of the device's memory.
+      bytes_accessed, operations_counted: device memory read and written, and arithmetic; for kernels as stated by
+        their ``cost_estimate``.
       operations: those for which the compiler allocated VMEM or simulated a schedule.
-      seconds: what compiling took.
+      seconds: the time that compiling took.
       note: why nothing was simulated, or an empty string.
     """
 
@@ -144,12 +144,12 @@ class Compilation:
 
     @property
     def vmem_bytes(self) -> int:
-        """The most that one operation allocates in VMEM."""
+        """Largest number of bytes that one operation allocates in VMEM."""
         return max((operation.vmem_bytes for operation in self.operations), default=0)
 
     @property
     def cycles(self) -> int | None:
-        """Simulated cycles of all operations, one after the other; None where a kernel was not simulated.
+        """Simulated cycles of all operations, one after the other; None if a kernel was not simulated.
 
         Data read at run time counts as 0 in the simulation.
         """
@@ -160,24 +160,24 @@ class Compilation:
 
     @property
     def seconds_of_memory(self) -> float:
-        """The time below which the memory's bandwidth does not let the program come."""
+        """Lower bound of the time from the memory's bandwidth."""
         moved = max(self.bytes_accessed, self.argument_bytes + self.output_bytes)
         return moved / self.generation.bytes_per_second
 
     @property
     def bound_seconds(self) -> float:
-        """The time below which neither bandwidth nor arithmetic lets the program come."""
+        """Lower bound of the time from bandwidth and arithmetic."""
         return max(self.seconds_of_memory, self.operations_counted / self.generation.operations_per_second)
 
     @property
     def estimated_seconds(self) -> float | None:
-        """Of simulated cycles and memory traffic the slower; None where nothing was simulated."""
+        """Time of simulated cycles or of memory traffic, whichever is slower; None if nothing was simulated."""
         cycles = self.cycles
         return None if cycles is None else max(cycles / self.generation.clock, self.seconds_of_memory)
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled for TPUs here, or None."""
+    """Returns why nothing can be compiled for TPUs here, or None."""
     for package in ("libtpu", "flatbuffers"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed; the extra tpu-check has it: pip install 'autopallas[tpu-check]'"
@@ -185,12 +185,13 @@ def missing() -> str | None:
 
 
 def lowered_for(function: ArrayFunction, arguments: Sequence[PyTree], generation: str | Generation) -> bytes:
-    """A function lowered for one generation, serialized.  Needs no TPU software.
+    """Lowers a function for one generation, and serializes it.  Needs no TPU software.
 
     Args:
-      function: traced with ``arguments``; what it asks Pallas of the TPU is answered for the generation.
+      function: the function to trace with ``arguments``; its questions to Pallas about the TPU are answered for the
+        generation.
       arguments: arrays, or anything with shape and dtype, in pytrees.
-      generation: or its name.
+      generation: the generation, or its name.
 
     Raises:
       Exception: what tracing and lowering raise, such as a block shape that Pallas does not take.
@@ -215,17 +216,17 @@ def compile_for(
     simulate: bool = False,
     seconds: float = 300.0,
 ) -> Compilation:
-    """Compiles a function for a generation of TPUs that need not be there.
+    """Compiles a function for a generation of TPUs that need not be present.
 
     Args:
       function: a function of ``arguments``, jitted or not.
       arguments: arrays, or anything with shape and dtype, in pytrees.
-      generation: such as "tpu-v6e".
-      simulate: whether the schedule is simulated too, which takes seconds per thousand steps of a kernel's grid.
+      generation: the generation, such as "tpu-v6e".
+      simulate: whether to simulate the schedule too, which takes seconds per thousand steps of a kernel's grid.
       seconds: how long the compiler may take.
 
     Returns:
-      Memory, VMEM and, where simulated, cycles.  What the compiler refuses is a result too: ``failure`` and ``stage``.
+      Memory, VMEM and, if simulated, cycles.  An error of the compiler is a result too: ``failure`` and ``stage``.
 
     Raises:
       ValueError: there is no such generation.
@@ -255,10 +256,10 @@ class Compiler:
     """The TPU's compiler in a child process, for many programs of one generation: ``with Compiler(...) as compiler``.
 
     Attributes:
-      generation: or its name.
-      simulate: whether schedules are simulated.  A program on which the simulation fails is compiled without.
-      steps: how many steps of a kernel's grid are simulated, where they are alike; the cycles told are those of all,
-        and what begins and ends a kernel counts as often as the part.  None: all steps.
+      generation: the generation, or its name.
+      simulate: whether to simulate schedules.  A program on which the simulation fails is compiled without it.
+      steps: how many steps of a kernel's grid to simulate, if they are alike; the reported cycles are those of all, and
+        the beginning and end of a kernel count as often as this part.  None: all steps.
     """
 
     generation: str | Generation
@@ -268,12 +269,12 @@ class Compiler:
 
     @property
     def target(self) -> Generation:
-        """The generation."""
+        """The generation itself."""
         return _generation(self.generation)
 
     @property
     def version(self) -> str:
-        """The compiler's name and version, as tables have them."""
+        """Name and version of the compiler, as tables have them."""
         return f"libtpu {metadata.version('libtpu')}"
 
     def __enter__(self) -> Compiler:
@@ -297,9 +298,12 @@ class Compiler:
         seconds: float = 300.0,
         simulate: bool | None = None,
     ) -> Compilation:
-        """As :func:`compile_for`.  Of a function with kernels what is simulated is a program that computes their tables
-        and runs some of their steps (:mod:`autopallas.kernels.tpu_schedule_tracing`); memory is that of the function.
-        ``simulate`` says otherwise than the compiler's own."""
+        """Compiles a function, as :func:`compile_for` does.
+
+        For a function with kernels, the simulation runs a program that computes their tables and takes some of their
+        steps (:mod:`autopallas.kernels.tpu_schedule_tracing`); memory is that of the function itself.  ``simulate``
+        overrides the compiler's own setting.
+        """
         if simulate is False or not (self.simulate and self.target.simulates):
             return self.compile_lowered(
                 lowered_for(function, arguments, self.target), seconds=seconds, simulate=simulate
@@ -309,7 +313,7 @@ class Compiler:
         def left() -> float:
             return max(seconds - (time.monotonic() - begin), min(seconds, 30.0))
 
-        # A simulation sets aside what kernels ask for beside what they take: less than half each.
+        # A simulation reserves what kernels ask for beside what they take, so each gets less than half.
         vmem = tpu.generation(self.target.device).vmem
         with simulated(self.steps, vmem // 2 - vmem // 32) as record:
             module = lowered_for(function, arguments, self.target)
@@ -322,7 +326,7 @@ class Compiler:
             return replace(found, note=f"{record.unknown[0]} follows data, which a simulation reads as zeros")
         other = self.compile_lowered(module, seconds=left())
         if other.stage == "memory":
-            # In main memory arrays need blocks that they did not need before, so a quarter more.
+            # In main memory arrays need blocks that they did not need before, so it allows a quarter more.
             taken = max((o.vmem_bytes for o in found.operations if o.kernel), default=0)
             with simulated(self.steps, taken + taken // 4) as record:
                 module = lowered_for(function, arguments, self.target)
@@ -339,7 +343,7 @@ class Compiler:
         )
 
     def compile_lowered(self, module: bytes, *, seconds: float = 300.0, simulate: bool | None = None) -> Compilation:
-        """Compiles what :func:`lowered_for` gave."""
+        """Compiles a result of :func:`lowered_for`."""
         generation, simulate = self.target, self.simulate if simulate is None else simulate
         note = f"programs for {generation.kind} cannot be simulated" if simulate else ""
         begin = time.monotonic()
@@ -370,7 +374,7 @@ class Compiler:
 
 
 def _whole(operation: Operation, parts: Mapping[str, float]) -> Operation:
-    """An operation of which a part was simulated, with the cycles of the whole."""
+    """Scales the cycles of an operation of which a part was simulated to those of the whole."""
     part = parts.get(re.sub(r"(\.\d+)*$", "", operation.name), 1.0) if operation.kernel else 1.0
     return operation if operation.cycles is None else replace(operation, cycles=round(operation.cycles * part))
 
@@ -382,7 +386,7 @@ class Child:
     """One child process: a module's file goes in, a line of JSON comes out.
 
     Args:
-      start: starts it; of a folder that lives as long as it does, and a file for its standard error.
+      start: starts the process; takes a folder that lives as long as it does, and a file for its standard error.
     """
 
     def __init__(self, start: Callable[[Path, IO[bytes]], subprocess.Popen[bytes]]):
@@ -393,7 +397,7 @@ class Child:
             self._process = start(folder, log)
 
     def ask(self, module: bytes, seconds: float) -> dict[str, Any]:
-        """What the child answers; a failure where it dies or takes too long."""
+        """Returns the child's answer; a failure if it dies or takes too long."""
         path = Path(self._folder.name) / "module"
         path.write_bytes(module)
         sender, receiver = self._process.stdin, self._process.stdout
@@ -426,7 +430,7 @@ class Child:
             assert stream is not None
             try:
                 stream.close()
-            except OSError:  # what was not sent can not be
+            except OSError:  # what was not sent can no longer be sent
                 pass
         self._folder.cleanup()
 
@@ -435,17 +439,17 @@ def _started(topology: str, simulate: bool, folder: Path, log: IO[bytes]) -> sub
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file ends the second of two processes
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a lock file ends the second of two processes
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_STDERR_LOG_LEVEL": "3",
-        "JAX_ENABLE_X64": "1",  # the module's types are what they are
+        "JAX_ENABLE_X64": "1",  # keeps the module's types as they are
     }
     if simulate:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         environment["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_static_llo_profile_to={folder}".strip()
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("tpu_compiler.py")), topology],
+        [sys.executable, "-P", str(Path(__file__).with_name("tpu_process.py")), topology],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
@@ -454,7 +458,7 @@ def _started(topology: str, simulate: bool, folder: Path, log: IO[bytes]) -> sub
 
 
 def _line(stream: IO[bytes], until: float) -> bytes | None:
-    """The next line; without its end where the stream ends; None where it does not come in time."""
+    """Reads the next line; returns it without its end if the stream ends, and None if it does not come in time."""
     got = b""
     while not got.endswith(b"\n"):
         ready, _, _ = select.select([stream], [], [], max(until - time.monotonic(), 0.0))

@@ -1,4 +1,4 @@
-"""The child process of :mod:`autopallas.compile.tpu`: ``python tpu_compiler.py TOPOLOGY``.
+"""The child process of :mod:`autopallas.compile.tpu`: ``python tpu_process.py TOPOLOGY``.
 
 It reads names of files with serialized modules, as JSON strings, one to a line, compiles each for one device of the
 topology, and answers with a line of JSON.  It imports nothing of autopallas.
@@ -52,7 +52,7 @@ class Module:
                 current[found[1]] = (found[1], found[2], found[3], found[4], line)
 
     def operations(self) -> list[dict[str, object]]:
-        """The operations that have VMEM or cycles, with how often loops run them."""
+        """Returns the operations that have VMEM or cycles, with how often loops run them."""
         found = []
         for runs, _, (name, _, _, _, line) in self._run(self._entry, 1):
             vmem, cycles = _VMEM.search(line), _CYCLES.search(line)
@@ -64,9 +64,9 @@ class Module:
         return found
 
     def traffic(self) -> int:
-        """Bytes that operations read from and write to main memory; arrays that the compiler keeps in VMEM have none.
+        """Counts the bytes that operations read from and write to main memory, but not for arrays kept in VMEM.
 
-        What a kernel says of itself counts; of what may read a part of an operand, the result alone.
+        For a kernel its own statement counts; for operations that may read a part of an operand, only the result.
         """
         total = 0
         for runs, body, (_, result, kind, operands, line) in self._run(self._entry, 1):
@@ -100,7 +100,7 @@ class Module:
 
 
 def _sizes(types: str) -> list[tuple[int, bool]]:
-    """Bytes of each array of a type, and whether its layout says that it is in main memory."""
+    """Returns the bytes of each array of a type, and whether its layout says that it is in main memory."""
     found = []
     for name, bits, shape, layout in _ARRAY.findall(types):
         elements = math.prod(int(n) for n in shape.split(",") if n)
@@ -109,7 +109,7 @@ def _sizes(types: str) -> list[tuple[int, bool]]:
 
 
 def main(topology: str) -> None:
-    # What libraries print must not get between the answers.
+    # Keeps what libraries print out of the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -137,7 +137,7 @@ def main(topology: str) -> None:
             "temporary_bytes": int(memory.temp_size_in_bytes),
             "argument_bytes": int(memory.argument_size_in_bytes),
             "output_bytes": int(memory.output_size_in_bytes),
-            # The one counts arrays in VMEM too, the other all of an operand of which a fusion reads a part.
+            # The first counts arrays in VMEM too; the second counts all of an operand that a fusion reads in part.
             "bytes_accessed": min(counted("bytes accessed"), text.traffic()),
             "operations_counted": counted("flops"),
             "operations": text.operations(),

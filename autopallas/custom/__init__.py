@@ -1,1 +1,1 @@
-"""Patterns of a user's own: a reference computation and what is to run in its place."""
+"""Custom patterns: a reference computation of the user's, and its replacement."""

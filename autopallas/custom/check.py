@@ -1,4 +1,4 @@
-"""The decision about a site of an own pattern: it was asked for, so it is applied, once it has been compared."""
+"""Decides about a site of a custom pattern: it is applied, since the user asked for it, once it has been compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["check_replacement", "without_nested"]
 
 
 class Verdict(Protocol):
-    """What is decided about a site."""
+    """Interface of a decision about a site."""
 
     @property
     def verdict(self) -> str: ...
@@ -34,11 +34,11 @@ class Verdict(Protocol):
 D = TypeVar("D", bound=Verdict)
 
 _MOST_BYTES = 2**28
-"""Sites with larger operands are compared at the sizes that the pattern was declared with."""
+"""Size above which a site's replacement is not compared, in bytes of its operands."""
 
 
 class _Verdicts:
-    """What was found out about replacements in this process: None, or what is wrong."""
+    """Results of checking replacements in this process: None, or what is wrong."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, str | None] = {}
@@ -57,13 +57,13 @@ _VERDICTS = _Verdicts()
 def check_replacement(
     match: Match, device: Device, strict: bool, runs: bool
 ) -> tuple[str | None, str, NoBlockSizes | None]:
-    """(the implementation or None, why, its block sizes) for a site of an own pattern.
+    """Returns (the implementation or None, the reason, its block sizes) for a site of a custom pattern.
 
     Args:
       match: the site.
       device: where the program will run.
-      strict: whether an exception in the replacement is raised.
-      runs: whether anything may run; if not, as in ``explain``, a replacement is taken at its word.
+      strict: whether to raise an exception in the replacement.
+      runs: whether anything may run; if not, as in ``explain``, the replacement is not checked.
     """
     site = match.site
     assert isinstance(site, OwnSite)
@@ -88,7 +88,7 @@ def check_replacement(
 
 
 def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
-    """The sites and decisions without those that lie within another site that is applied: the outer one stays."""
+    """Drops sites, with their decisions, that lie within another applied site; the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
     if not any(isinstance(match.site, OwnSite) for match in matches):
         return list(matches), list(decisions)
@@ -106,7 +106,7 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
 
 
 def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
-    """What is wrong with the replacement for this site, or None."""
+    """Returns what is wrong with the replacement for this site, or None."""
     from autopallas.compile.outside_trace import isolated
     from autopallas.numerics.compare import compare, tolerance
     from autopallas.numerics.oracle import Oracle
@@ -128,7 +128,7 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
         return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
 
     def summed(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Those of the uses of one argument added up."""
+        """Adds up the gradients of the uses of each argument."""
         sums: dict[int, jax.Array] = {}
         for position, gradient in zip(active, gradients, strict=True):
             argument = site.uses[position]
@@ -174,7 +174,7 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
 
 
 def _operands(match: Match) -> list[jax.Array]:
-    """Operands for the comparison; uses of one argument get the same."""
+    """Returns operands for the comparison; uses of one argument get the same."""
     site = match.site
     assert isinstance(site, OwnSite)
     first = [match.original.in_avals[site.uses.index(i)] for i in range(len(site.spec.operands))]

@@ -1,4 +1,4 @@
-"""The declaration of an own pattern."""
+"""Declares a custom pattern."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def pattern(
 ) -> Callable[[ArrayFunction], Pattern]:
     """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
 
-    Counts for every optimized function that is traced from then on.  The reference is traced, and its equations are
-    looked up in the program's value-numbered graph, for whatever sizes the program has; layout copies, inner jits,
-    operand order of sums and products, and bodies of loops make no difference, other equations do.  In a train step the
-    backward is found as that of the built-in operations is, by differentiating the matched equations.
+    It applies to every optimized function that is traced from then on.  The reference is traced, and its equations are
+    looked up in the program's value-numbered graph, for whatever sizes the program has.  Layout copies, inner jits,
+    operand order of sums and products, and loop bodies make no difference; other equations do.  In a train step the
+    backward is found like that of the built-in operations, by differentiating the matched equations.
 
     A replacement runs only after it was compared with the reference in float64, once for each set of types and scalars:
-    values, and gradients where the program has them.  Where it fails or is off, the original equations stay, and the
-    report says why.
+    values, and gradients if the program has them.  If it fails or is off, the original equations stay, and the report
+    says why.
 
     Args:
       reference: a function of arrays, and of ``scalars`` by keyword, that returns one array.
       shapes: an example of each operand: an array or a ``jax.ShapeDtypeStruct``.
-      scalars: names of keyword arguments that stand in the reference as they are, such as an epsilon or a scale: their
-        values are read from the program and given to the replacement.
-      name: how reports call it; the decorated function's name if None.
+      scalars: names of keyword arguments whose values may vary, such as an epsilon or a scale: the values are read from
+        the program and given to the replacement.
+      name: the pattern's name in reports; by default the decorated function's name.
       differentiable: whether JAX can differentiate the replacement (it has a rule, or is plain JAX).  If not, the
         backward differentiates the reference.
-      platforms: out of "cpu", "gpu", "tpu"; elsewhere the original runs.
-      inputs: gives operands of the types that it is given, for the comparison, where random numbers make no sense.
+      platforms: a selection of "cpu", "gpu", "tpu"; elsewhere the original runs.
+      inputs: returns operands of the types that it is given, for the comparison, if random numbers make no sense.
 
     Returns:
-      A decorator; what it gives is a :class:`Pattern`, which can be called as the function, and has ``remove()``.
+      A decorator that returns a :class:`Pattern`, which can be called like the function, and has ``remove()``.
 
     Raises:
       OptionError: the reference cannot be looked for, with the reason.

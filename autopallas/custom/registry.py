@@ -1,4 +1,4 @@
-"""The patterns that are declared in this process, and what each consists of."""
+"""Keeps the patterns that are declared in this process, and defines what each consists of."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Pattern:
     Calling it calls the replacement.
 
     Attributes:
-      name: how reports call it.
-      reference: plain JAX; the equations that it traces to are what is looked for.
-      replacement: what runs instead.
+      name: its name in reports.
+      reference: plain JAX; programs are searched for the equations that it traces to.
+      replacement: the function that runs instead.
       shapes: types of the operands for which the reference was declared; other sizes are found too.
       scalars: names of the keyword arguments that may have any value.
-      differentiable: whether JAX can differentiate the replacement, or else differentiates the reference.
+      differentiable: whether JAX can differentiate the replacement; otherwise it differentiates the reference.
       platforms: where it is used.
-      inputs: gives operands of certain types, for the check before first use; None: random numbers.
+      inputs: returns operands of given types, for the check before first use; None: random numbers.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Pattern:
         return self.replacement(*operands, **scalars)
 
     def remove(self) -> None:
-        """Functions that are traced from now on do not look for it any more."""
+        """Removes the pattern: functions that are traced from now on do not look for it any more."""
         _DECLARED.remove(self)
 
     def __repr__(self) -> str:
@@ -61,7 +61,7 @@ class _Declared:
         self._lock = threading.Lock()
 
     def add(self, pattern: Pattern) -> None:
-        with self._lock:  # a name that is declared again, as in a notebook, is meant to change
+        with self._lock:  # declaring a name again, as in a notebook, replaces the pattern
             self._patterns = (*(p for p in self._patterns if p.name != pattern.name), pattern)
 
     def remove(self, pattern: Pattern) -> None:
@@ -76,10 +76,10 @@ _DECLARED = _Declared()
 
 
 def declared() -> tuple[Pattern, ...]:
-    """The own patterns that programs are searched for."""
+    """Returns the custom patterns that programs are searched for."""
     return _DECLARED.all()
 
 
 def register(pattern: Pattern) -> None:
-    """Functions that are traced from now on look for it, in place of one of the same name."""
+    """Registers a pattern: functions traced from now on look for it, instead of one of the same name."""
     _DECLARED.add(pattern)

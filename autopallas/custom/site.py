@@ -1,4 +1,4 @@
-"""A place in a program that an own pattern matches: what the site primitive runs."""
+"""Describes a place in a program that a custom pattern matches: what the site primitive runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["OwnOperation", "OwnSite", "OwnSpec"]
 
 @dataclass(frozen=True)
 class OwnSpec:
-    """One use of an own pattern: its name, the types of its operands and result, and its scalars."""
+    """One use of a custom pattern: its name, the types of its operands and result, and its scalars."""
 
     name: str
     operands: tuple[tuple[tuple[int, ...], str], ...]
@@ -50,7 +50,7 @@ def _short(shape: tuple[int, ...], dtype: str) -> str:
 
 @dataclass(frozen=True)
 class OwnOperation(Operation):
-    """The operation of an own pattern: one implementation, its replacement."""
+    """The operation of a custom pattern, whose only implementation is the replacement."""
 
     pattern: Pattern | None = None
 
@@ -61,7 +61,7 @@ class OwnOperation(Operation):
     def implementation(self, name: str) -> Implementation | None: ...
 
     def implementation(self, name: str) -> Implementation | None:
-        """The pattern, which :class:`OwnSite` alone is given: it has a replacement, whatever its name."""
+        """Returns the pattern, which only :class:`OwnSite` uses: it has a replacement, whatever its name."""
         return cast("Implementation | None", self.pattern)
 
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
@@ -73,16 +73,16 @@ class OwnOperation(Operation):
     def candidates(
         self, spec: SiteSpec, device: Device, implementation: str | Sequence[str] | None
     ) -> Iterator[tuple[str, Supported | Unsupported]]:
-        """None to choose from: there are no block sizes to search for."""
+        """Yields one Unsupported answer, since there are no block sizes to search for."""
         yield self.name, Unsupported("an own pattern has no block sizes to search for")
 
 
 @dataclass(frozen=True)
 class OwnSite:
-    """One place in a program.
+    """One place in a program that a custom pattern matches.
 
     Attributes:
-      pattern: whose.
+      pattern: the pattern.
       spec: the types and scalars, without mapped axes.
       uses: for each operand of the site, which argument of the reference it is.
       maps: the axes that vmap added, innermost first: per argument of the reference (an axis or None), and their size.
@@ -105,7 +105,7 @@ class OwnSite:
         return ()
 
     def _arguments(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Several operands are one argument where a program's backward tells the uses of a value apart."""
+        """Returns one array per argument; several operands are one where a backward distinguishes a value's uses."""
         return [operands[self.uses.index(i)] for i in range(len(self.spec.operands))]
 
     def _function(self, kernel: Kernel) -> ArrayFunction:
@@ -134,7 +134,7 @@ class OwnSite:
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        """Of several uses of one argument the first has its whole cotangent, the others zeros: they are added up."""
+        """Returns cotangents.  Of several uses of one argument, the first gets the whole and the others get zeros."""
         arguments = self._arguments(operands)
         wanted = list(dict.fromkeys(self.uses[i] for i in active))
 
@@ -154,7 +154,7 @@ class OwnSite:
 
 
 def spec_of(pattern: Pattern, operands: Sequence[Shaped], result: Shaped, scalars: dict[str, float]) -> OwnSpec:
-    """The spec for operands and a result of certain abstract values."""
+    """Returns the spec for operands and a result of given abstract values."""
 
     def described(aval: Shaped) -> tuple[tuple[int, ...], str]:
         return tuple(aval.shape), np.dtype(aval.dtype).name

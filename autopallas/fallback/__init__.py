@@ -1,1 +1,1 @@
-"""What happens after a failure: which replaced site is at fault, and the call's result all the same."""
+"""Recovery from failures: finds the replaced site at fault, and returns the call's result all the same."""

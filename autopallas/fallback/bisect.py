@@ -1,4 +1,4 @@
-"""Traces with only some sites replaced, and halves them until those that fail are found."""
+"""Finds the replaced sites that fail, by tracing with only some sites replaced and halving the set."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ T = TypeVar("T")
 ALL_SITES = ("everything",)
 NO_SITES: tuple[str, ...] = ()
 allowing: compat.TraceContext[tuple[str, ...] | None] = compat.trace_context(None)
-"""The keys of the sites that may be replaced, while the one at fault is looked for; else None.  Part of the trace
-key."""
+"""Keys of the sites that may be replaced while a failing site is searched for; None outside of a search.  Part of the
+trace key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A replaced site."""
+    """A replaced site that may have failed."""
 
     key: TuningKey
     op: str
@@ -50,7 +50,7 @@ class Suspect:
 
 @dataclass
 class _Seen(threading.local):
-    """The replaced sites of the traces of this thread."""
+    """Replaced sites that the traces of this thread met, by their keys' digests."""
 
     suspects: dict[str, Suspect] = field(default_factory=dict)
 
@@ -59,23 +59,23 @@ SEEN = _Seen()
 
 
 def is_bisecting() -> bool:
-    """Whether what is traced now serves only to find out what fails."""
+    """Returns whether the present trace serves only to find out what fails."""
     return allowing.value is not None
 
 
 def no_site_is_allowed() -> bool:
-    """Whether what is traced now has to stay as it is written."""
+    """Returns whether the present trace has to keep every original."""
     return bool(allowing.value == NO_SITES)
 
 
 def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: Device) -> list[Decision]:
-    """The decisions, where sites at fault are looked for without those that are left out."""
+    """Keeps the originals of applied sites outside the allowed set, while a failing site is searched for."""
     allowed = allowing.value
     if allowed is None:
         return decisions
     result = []
     for match, decision in zip(matches, decisions, strict=True):
-        if decision.verdict == "applied" and isinstance(match.site, OwnSite):  # no file on disk can tell these
+        if decision.verdict == "applied" and isinstance(match.site, OwnSite):  # these have no key that can be saved
             if allowed != ALL_SITES:
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")
         elif decision.verdict == "applied":
@@ -91,11 +91,11 @@ def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: De
 
 
 def bisect_failures(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool]) -> list[T]:
-    """Those that fail, found by halving; all, where they fail only together.
+    """Finds the suspects that fail, by halving; returns all of them where they fail only together.
 
     Args:
-      suspects: of which the whole fails.
-      fails: whether some of them fail.
+      suspects: a set that fails as a whole.
+      fails: tells whether a subset fails.
 
     Example:
       >>> bisect_failures(range(8), lambda some: 5 in some)

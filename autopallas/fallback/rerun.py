@@ -1,8 +1,8 @@
-"""Runs a call again that failed, as it is written, and finds the replaced site that is at fault.
+"""Runs a failed call again as it is written, and finds the replaced site at fault.
 
-A call of an optimized function that fails while it is lowered, compiled, launched or run is done again with nothing
-replaced.  If that works, the failure was of a replaced site.  The one at fault is found by halving, remembered on disk,
-and from then on the next implementation, at last the original, takes its place.
+A call of an optimized function that fails while it is lowered, compiled, launched or run is repeated with nothing
+replaced.  If that works, a replaced site has failed.  It is found by halving and remembered on disk; from then on the
+next implementation takes its place, or in the end the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Blamed", "Recoverable", "is_users_error", "mark_users_error", "recor
 
 @dataclass(frozen=True, slots=True)
 class Blamed:
-    """A failure, and the site it is blamed on; none where it did not happen again."""
+    """A failure and the site that it is blamed on; no site where the failure did not happen again."""
 
     stage: str
     error: str
@@ -33,35 +33,36 @@ class Blamed:
 
 
 def mark_users_error(error: Exception) -> None:
-    """Says of an error that the user's own function raised it."""
+    """Marks an error as raised by the user's own function."""
     error.__dict__["_autopallas_theirs"] = True
 
 
 def is_users_error(error: Exception) -> bool:
-    """Whether the user's own function raised it."""
+    """Returns whether the user's own function raised the error."""
     return "_autopallas_theirs" in error.__dict__
 
 
 class Recoverable(Protocol):
-    """What a call that failed offers."""
+    """Interface to a call that failed."""
 
     def __call__(self) -> PyTree:
-        """Does the call, and waits for its result."""
+        """Makes the call, and waits for its result."""
 
     def trace(self) -> jax.stages.Traced:
-        """Traces it, as ``jax.jit(f).trace`` does."""
+        """Traces the call, as ``jax.jit(f).trace`` does."""
 
     def spent(self) -> bool:
-        """Whether arguments are gone, which were donated."""
+        """Returns whether donated arguments are gone."""
 
 
 def rerun(call: Recoverable, error: Exception) -> tuple[PyTree, list[Blamed]] | None:
-    """The result of a call that failed with ``error`` while sites were replaced, and what is to blame.
+    """Repeats a call that failed with ``error`` while sites were replaced; returns its result and what is to blame.
 
-    None where that is not known, since the failing call may have had effects, which must not happen twice.
+    Returns None where the call has effects and no failure is found by compiling it.  The failing call may already have
+    had its effects, and they must not happen twice.
 
     Raises:
-      Exception: what the call raises with nothing replaced: then it is the program's own.
+      Exception: what the call raises with nothing replaced, since then the error is the program's own.
     """
     SEEN.suspects.clear()
     fault: _Fault | None = None
@@ -79,7 +80,7 @@ def rerun(call: Recoverable, error: Exception) -> tuple[PyTree, list[Blamed]] | 
     suspects = sorted(SEEN.suspects)
     if fault is None:
         fault = _Fault.of("run", error)
-        if not call.spent():  # it works now: what was wrong then is nobody's fault
+        if not call.spent():  # the call works now, so no site is to blame
             return result, [Blamed(fault.stage, fault.error)]
         return result, [Blamed(fault.stage, fault.error, SEEN.suspects[key]) for key in suspects]
     found = {tuple(suspects): fault}
@@ -109,7 +110,7 @@ class _Fault:
 
 
 def is_memory(error: Exception) -> bool:
-    """Whether an error is about too little memory."""
+    """Returns whether an error reports a lack of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -137,7 +138,7 @@ def _run(call: Recoverable, allowed: tuple[str, ...]) -> _Fault | None:
 
 
 def record_failures(blamed: Sequence[Blamed]) -> None:
-    """Remembers what is to blame, on disk, and says so."""
+    """Remembers on disk the sites that are to blame, and warns about them."""
     for one in blamed:
         if one.suspect is None:
             reason = f"{one.stage} failed with {one.error}"

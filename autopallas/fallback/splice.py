@@ -1,4 +1,4 @@
-"""Splices the sites that can be spliced: one that cannot costs only itself."""
+"""Splices the sites that can be spliced; a site that cannot be keeps its original, without affecting the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["splice_what_can_be"]
 def splice_what_can_be(
     program: ClosedJaxpr, graph: Graph, matches: Sequence[Match], decisions: list[Decision], strict: bool
 ) -> tuple[ClosedJaxpr, list[Decision]]:
-    """The program with the applied sites replaced, but for those that cannot be; and the decisions that hold."""
+    """Returns the program with the applied sites replaced where possible, and the decisions that hold for it."""
     applied = [number for number, decision in enumerate(decisions) if decision.verdict == "applied"]
     errors: dict[int, str] = {}
 

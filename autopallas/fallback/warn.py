@@ -1,4 +1,4 @@
-"""The warning that an implementation is not used where it failed."""
+"""Warns that an implementation is not used because it failed."""
 
 from __future__ import annotations
 

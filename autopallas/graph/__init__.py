@@ -1,4 +1,4 @@
-"""A jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
+"""Represents a jaxpr, with all its nested bodies, as one value-numbered graph; axis labels; provenance."""
 
 from autopallas.graph.checkpoint_heads import move_heads_out
 from autopallas.graph.flatten import Body, flatten

@@ -1,4 +1,4 @@
-"""What of one body another one can be given."""
+"""Which values of one jaxpr body can be passed into another (loop constants, stacked slices, branch results)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["linked"]
 
 
 def linked(graph: Graph, source: Body, target: Body) -> bool:
-    """Whether a body can be given what an earlier one has in it.
+    """Returns whether values of one body can be passed into a later one.
 
-    Each step of a scan can be given what a scan of that length has in the same step, each device what a shard_map over
-    the same mesh has there, a branch what the same branch has; and likewise where these are in such bodies themselves.
+    A step of a scan can get values from the same step of a scan of that length, a device from a shard_map over the same
+    mesh, and a branch from the same branch of an equal cond.  Equations that lie in such bodies themselves count too.
     """
     if source is target:
         return True
@@ -39,7 +39,7 @@ def linked(graph: Graph, source: Body, target: Body) -> bool:
 
 
 def _branch(graph: Graph, body: Body) -> Hashable:
-    """Which branch a body is, of how many, and the number of what decides."""
+    """Returns the number of a cond's predicate, the number of its branches, and which of them a body is."""
     outer, i = graph.holders[body]
     decides, bodies = outer.equations[i].invars[0], [child.body for child in outer.children[i]]
     number = graph.find_literal(decides) if isinstance(decides, Literal) else graph.numbers[outer][decides]

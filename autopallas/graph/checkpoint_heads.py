@@ -1,10 +1,10 @@
-"""The products with a head's weight, moved out of the checkpoint around a whole model.
+"""Moves the products with a head's weight out of the checkpoint around a whole model.
 
 With ``jax.checkpoint`` around a model that ends in ``x @ w`` and the loss outside, logits are computed in one body and
-read in another, and their gradient enters the body that computes the model again.  What follows the logits' product
-may as well stand behind the checkpoint: its result then is x, which is smaller.  Likewise what the logits' gradient is
-multiplied with the weight for may stand before the checkpoint that computes everything again, and its product with x
-behind it, which gives x for that.  Nothing is computed twice that was not, and less is handed over.
+read in another, and their gradient enters the body that computes the model again.  The logits' product, and what
+follows it, may as well stand behind the checkpoint, which then returns x, a smaller array.  Likewise, the product of
+the logits' gradient with the weight may stand before the checkpoint that computes everything again, and its product
+with x behind that checkpoint, which then returns x.  Nothing is computed twice that was not, and less is passed on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLOWS = ELEMENTWISE | {
 
 
 def move_heads_out(root: Body) -> Body:
-    """Moves products with a head's weight out of checkpoints, in place, in every body."""
+    """Moves products with a head's weight out of the checkpoints in every body, in place."""
     for body in root.walk():
         if any(body.equations[i].primitive.name in _CHECKPOINTS for i in body.children):
             _of_body(body)
@@ -62,7 +62,7 @@ def _of_body(body: Body) -> None:
 
 
 def _exponents(body: Body) -> tuple[set[Var], set[Var]]:
-    """The variables that flow into an exponential element by element, and those that flow out of one."""
+    """Returns the variables that flow into an exponential element by element, and those that flow out of one."""
     into: set[Var] = set()
     for equation in reversed(body.equations):
         name = equation.primitive.name
@@ -79,8 +79,7 @@ def _exponents(body: Body) -> tuple[set[Var], set[Var]]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What may stand before a checkpoint, the checkpoint of the rest, and what may stand behind it; ``change`` makes
-    the body of the checkpoint that of the rest."""
+    """A checkpoint, and the equations that may stand before and behind it; ``change`` removes these from its body."""
 
     checkpoint: JaxprEqn
     before: Sequence[JaxprEqn] = ()
@@ -89,7 +88,7 @@ class _Parts:
 
 
 def _divided(equation: JaxprEqn, inner: Body, into: set[Var], out_of: set[Var]) -> _Parts:
-    """A checkpoint with the products of a head, if it has any, beside it."""
+    """Splits the products of a head from a checkpoint, if it has any."""
     unchanged = _Parts(equation)
     if any(map(compat.has_side_effects, inner.equations)):
         return unchanged
@@ -103,10 +102,10 @@ def _divided(equation: JaxprEqn, inner: Body, into: set[Var], out_of: set[Var]) 
 
 
 def _early(inner: Body, given: set[Var]) -> list[JaxprEqn]:
-    """The equations that need nothing but what the checkpoint is given, a gradient of logits among it."""
+    """Returns the equations that depend on a gradient of logits, and otherwise only on the checkpoint's inputs."""
     known, touched = set(inner.invars), set(given)
     layouts: dict[Var, JaxprEqn] = {}
-    """Layouts of what the checkpoint is given, such as a weight transposed: moved where a product needs them."""
+    """Layout operations on the checkpoint's inputs, such as a transposed weight: moved if a product needs them."""
     found: dict[int, JaxprEqn] = {}
 
     def take(equation: JaxprEqn) -> None:
@@ -132,8 +131,8 @@ def _early(inner: Body, given: set[Var]) -> list[JaxprEqn]:
 
 
 def _late(inner: Body, given: set[Var], early: set[int], wanted: set[Atom]) -> list[JaxprEqn]:
-    """The product that gives logits, or one with a gradient of logits, with all that is computed from it; nothing, if
-    that is more than elementwise computations."""
+    """Returns the product that gives logits, or one with a gradient of logits, and all that is computed from it;
+    returns nothing if that is more than elementwise computations."""
     touched = set(given)
     ends = _flowing_to(inner, wanted)
     moved: set[Var] = set()
@@ -176,7 +175,7 @@ def _rebuilt(equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: S
     before = [copied(e) for e in early]
     first = {v for e in early for v in e.outvars}
     behind = {v for e in late for v in e.outvars}
-    # The rest of the body reads what stands before it as an operand, and gives what stands behind it as a result.
+    # The rest of the body takes results of the early equations as operands, and returns the operands of the late ones.
     own = {v for e in kept for v in e.outvars} | {*inner.constvars}
     results: dict[Var, Atom] = {}
     passed: list[tuple[Atom, Var]] = []
@@ -196,7 +195,7 @@ def _rebuilt(equation: JaxprEqn, inner: Body, early: Sequence[JaxprEqn], late: S
     operands = [outside[v] for v in invars]
     after = [copied(e) for e in late]
     names = {outside[a]: outer for a, outer in passed if isinstance(a, Var)}
-    if len(names) != len(passed):  # one value, handed out twice
+    if len(names) != len(passed):  # one value is returned twice
         return _Parts(equation)
 
     def named(e: JaxprEqn) -> JaxprEqn:

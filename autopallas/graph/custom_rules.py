@@ -1,7 +1,7 @@
-"""Elementwise functions with a derivative of their own (``jax.nn.relu``, say): equations like others, not bodies.
+"""Reads elementwise functions with their own derivative, such as ``jax.nn.relu``: they are equations, not bodies.
 
-What such a function computes and what its derivative is are read into programs, so that two of them can be compared and
-a kernel can evaluate both on a tile.
+What such a function and its derivative compute is read into programs, so that two functions can be compared, and so
+that a kernel can evaluate both programs on a tile.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ It = TypeVar("It")
 class Rule:
     """A function of its operands, and the tangent of its result as a function of operands and their tangents.
 
-    Only floating operands have tangents.  Inputs are numbered as side inputs are, tangents after operands.
+    Only floating operands have tangents.  Inputs are numbered like side inputs, with tangents after operands.
     """
 
     value: ElementwiseProgram
@@ -48,12 +48,12 @@ class Rule:
 
 
 def is_elementwise_call(equation: JaxprEqn) -> bool:
-    """Whether an equation calls a function with a derivative of its own that works element by element."""
+    """Returns whether an equation calls an elementwise function with its own derivative."""
     return equation.primitive.name == _CALL and called_program(equation) is not None
 
 
 def called_program(equation: JaxprEqn) -> ElementwiseProgram | None:
-    """What such an equation computes; None where it is not elementwise, or reads more than its operands."""
+    """Returns the program of such a call; None if it is not elementwise, or reads more than its operands."""
     if equation.params["num_consts"] or equation.params["symbolic_zeros"] or equation.effects:
         return None
     if len(equation.outvars) != 1:
@@ -62,7 +62,7 @@ def called_program(equation: JaxprEqn) -> ElementwiseProgram | None:
 
 
 def same_rule(a: JaxprEqn, b: JaxprEqn) -> bool:
-    """Whether two elementwise calls of equal values have equal derivatives."""
+    """Returns whether two elementwise calls of equal values have equal derivatives."""
     if a.params["jvp_jaxpr_fun"] is b.params["jvp_jaxpr_fun"]:
         return True
     rule = rule_of(a)
@@ -70,7 +70,7 @@ def same_rule(a: JaxprEqn, b: JaxprEqn) -> bool:
 
 
 def rule_of(equation: JaxprEqn) -> Rule | None:
-    """The function and its derivative; None where the derivative is not elementwise."""
+    """Returns the function and its derivative; None if the derivative is not elementwise."""
     value = called_program(equation)
     if value is None:
         return None
@@ -80,7 +80,7 @@ def rule_of(equation: JaxprEqn) -> Rule | None:
 
 
 class _Identified(Generic[It]):
-    """A key for caches: the object itself, whatever it says about equality, and what else tells two uses apart."""
+    """Cache key that compares an object by identity, together with whatever else distinguishes two uses of it."""
 
     __slots__ = ("it", "types", "use")
 
@@ -95,10 +95,10 @@ class _Identified(Generic[It]):
 
 
 def restates_casts(equation: JaxprEqn, order: int = 2) -> bool:
-    """Whether an equation calls a function that only casts its operands, or gives them as they are, and its derivative
-    is the one that JAX would take of that: the rule says nothing, and the call only groups equations.
+    """Returns whether a custom derivative rule adds nothing, so that the call only groups equations.
 
-    Derivatives are compared up to the ``order``: a rule may call the function itself.
+    That is so if the function only casts its operands, or returns them as they are, and if its derivative is the one
+    that JAX would take.  Derivatives are compared up to the ``order``, since a rule may call the function itself.
 
     Example:
       >>> @jax.custom_vjp
@@ -130,7 +130,7 @@ def _restates_casts(call_of: _Identified[JaxprLike], order: int) -> bool:
     call = ClosedJaxpr(compat.new_jaxpr([], inputs, again.outvars, [again], frozenset(), info), [])
     try:
         ruled, own = (_pulled_back(compat.jaxpr_as_fun(f), inputs, again.outvars, order - 1) for f in (call, body))
-    except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
+    except Exception:  # a user's rule may do anything, and perhaps nobody asked for the derivative
         return False
     return ruled is not None and ruled == own
 
@@ -157,14 +157,14 @@ def _only_casts(body: JaxprLike, order: int) -> bool:
 
 
 _Path: TypeAlias = int | tuple[Hashable, ...]
-"""The number of a cotangent; or (the path so far, a cast, its parameters)."""
+"""Number of a cotangent, or (the path so far, a cast, its parameters)."""
 
 
 def _pulled_back(
     function: Callable[..., list[jax.Array]], inputs: Sequence[Var], results: Sequence[Var], order: int
 ) -> list[_Path | None] | None:
-    """What each floating operand's cotangent is: the number of a result's, and the casts that it passes; None where it
-    is something else."""
+    """Returns, for each floating operand's cotangent, the result's cotangent that it comes from, with the casts on the
+    way; None if one is something else."""
     shapes = [compat.typed_like(v.aval) for v in inputs]
     active = [i for i, v in enumerate(inputs) if jnp.issubdtype(v.aval.dtype, jnp.floating)]
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in results):
@@ -212,7 +212,7 @@ def _program(body: _Identified[JaxprLike]) -> ElementwiseProgram | None:
 
 @lru_cache(maxsize=128)
 def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram | None:
-    """The derivative, traced as JAX would differentiate the equation."""
+    """Traces the derivative as JAX would differentiate the equation."""
     equation = function.use
     assert equation is not None
     inputs = [Var(atom.aval) for atom in equation.invars]
@@ -234,7 +234,7 @@ def _tangent(function: _Identified[Callable[..., object]]) -> ElementwiseProgram
 
     try:
         jaxpr, consts = jaxprs.open_jaxpr(compat.make_jaxpr(moved, shapes, [shapes[i] for i in active]))
-    except Exception:  # a user's rule may do anything, and nobody may have asked for the derivative
+    except Exception:  # a user's rule may do anything, and perhaps nobody asked for the derivative
         return None
     return None if consts else _read(jaxpr)
 
@@ -244,7 +244,7 @@ _Register: TypeAlias = Input | int
 
 
 def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
-    """An elementwise jaxpr as a program over its inputs; None where it is something else."""
+    """Reads an elementwise jaxpr as a program over its inputs; returns None if it is something else."""
     inputs: dict[Input, None] = {Side(i, np.dtype(v.aval.dtype)): None for i, v in enumerate(jaxpr.invars)}
     lines: list[tuple[Instruction, list[_Register]]] = []
 
@@ -253,7 +253,7 @@ def _read(jaxpr: Jaxpr) -> ElementwiseProgram | None:
         return value
 
     def inline(jaxpr: Jaxpr, arguments: Sequence[_Register]) -> list[_Register]:
-        """Registers are inputs, or numbers of instructions."""
+        """Appends the jaxpr's instructions; registers are inputs, or numbers of instructions."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atom: JaxprAtom) -> _Register:

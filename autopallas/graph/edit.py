@@ -1,4 +1,4 @@
-"""A tree of bodies back as a jaxpr, with edits."""
+"""Turns a tree of bodies back into a jaxpr, with edits."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Edit", "check", "rebuild", "surviving", "without_results"]
 
 @dataclass(slots=True)
 class Edit:
-    """What changes in one body.
+    """Changes to one body.
 
     Attributes:
-      replaced: equations, by position, with what stands there instead.
-      added: equations that are new; they are placed where their operands are known.
-      renamed: variables, with those that are read in their place.
+      replaced: equations, by position, with their replacements.
+      added: new equations; they are placed where their operands are known.
+      renamed: variables, with those to read in their place.
       given: for a scan's body: further loop constants, as (variable in the body, variable outside).
-      read: further operands of the equation that holds the body, as (variable in the body, variable outside): of a
+      read: further operands of the equation that holds the body, as (variable in the body, variable outside); for a
         scan, arrays that it reads slice by slice.
-      stacked: further results of that equation, likewise: of a scan, arrays that it stacks.
-      specs: how those of a shard_map's body are spread over the mesh, by the variable in the body.
+      stacked: further results of that equation, likewise; for a scan, arrays that it stacks.
+      specs: for a shard_map's body: how these are spread over the mesh, by the variable in the body.
     """
 
     replaced: dict[int, list[JaxprEqn]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Edit:
 
 
 def rebuild(body: Body, edits: dict[Body, Edit]) -> JaxprLike:
-    """The body as a jaxpr of its kind, with the edits in it and below it."""
+    """Returns the body as a jaxpr of its kind, with the edits in it and below it."""
     edit = edits.get(body, Edit())
     equations: list[JaxprEqn] = []
     for position, equation in enumerate(body.equations):
@@ -101,7 +101,7 @@ def _with_children(body: Body, position: int, equation: JaxprEqn, edits: dict[Bo
 
 
 def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit]:
-    """Edits of branches all of which take what one of them takes, and give something for what one of them gives."""
+    """Returns edits with which all branches take the operands and give the results that the edit of any branch adds."""
     taken, given = ([p for b in branches if b in edits for p in getattr(edits[b], n)] for n in ("read", "stacked"))
     if not (taken or given):
         return {}
@@ -119,7 +119,7 @@ def _alike(branches: Sequence[Body], edits: dict[Body, Edit]) -> dict[Body, Edit
 
 
 def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations in an order in which each finds its operands, otherwise unchanged; effects keep their order."""
+    """Orders the equations so that each finds its operands, otherwise unchanged; effects keep their order."""
     producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
     placed: list[JaxprEqn] = []
     state = [0] * len(equations)  # 0 waiting, 1 being placed, 2 placed
@@ -154,17 +154,17 @@ def _in_order(equations: list[JaxprEqn]) -> list[JaxprEqn]:
 
 
 def without_results(equation: JaxprEqn, results: Sequence[Var]) -> list[JaxprEqn]:
-    """What is left of an equation of which some results are computed elsewhere."""
+    """Returns what is left of an equation if some of its results are computed elsewhere."""
     if len(results) == len(equation.outvars):
         return []
     return [equation.replace(outvars=[Var(v.aval) if v in results else v for v in equation.outvars])]
 
 
 def check(program: JaxprLike) -> None:
-    """Whether every variable is defined before it is read.
+    """Checks that every variable is defined before it is read.
 
     Raises:
-      ValueError: one is not.
+      ValueError: a variable is not.
     """
     jaxpr, _ = jaxprs.open_jaxpr(program)
     known = {*jaxpr.constvars, *jaxpr.invars}
@@ -181,9 +181,9 @@ def check(program: JaxprLike) -> None:
 def surviving(
     graph: Graph, given: Iterable[int] = (), reads: Mapping[int, Iterable[int]] | None = None
 ) -> frozenset[int]:
-    """The numbers of all values that the program still computes when those of ``given`` are computed elsewhere.
+    """Returns the numbers of all values that the program still computes if those in ``given`` are computed elsewhere.
 
-    ``reads``: which values each of them is computed from there, and are therefore needed.
+    ``reads`` maps each of these to the values that it is computed from there, which are therefore needed.
     """
     if reads is not None:
         chosen = frozenset(given)
@@ -197,7 +197,7 @@ def surviving(
 def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[int]]) -> frozenset[int]:
     if graph.has_plain_bodies:
         return _remaining(graph, given) if given and not reads else _walked(graph, given, reads)
-    edits = {body: Edit() for body in graph.numbers}  # all of them: an unedited body would keep its inner calls
+    edits = {body: Edit() for body in graph.numbers}  # all bodies, since an unedited one would keep its inner calls
     for body, numbers in graph.numbers.items():
         for position, equation in enumerate(body.equations):
             if computes(body, position) and any(numbers[v] in given for v in equation.outvars):
@@ -208,7 +208,7 @@ def _survivors(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable
                     read = [places[n][1] for n in reads.get(numbers[variable], ()) if n in places]
                     readers += [jaxprs.reader(equation, read, variable)] if read else []
                 edits[body].replaced[position] = [*without_results(equation, gone), *readers]
-            elif equation.primitive.name == "scan":  # what it gives is read from elsewhere
+            elif equation.primitive.name == "scan":  # the values that it returns are read from elsewhere
                 places = graph.positions[body]
                 for variable in (v for v in equation.outvars if numbers[v] in given):
                     other = edits[body].renamed[variable] = Var(variable.aval)

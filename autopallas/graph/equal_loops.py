@@ -1,6 +1,6 @@
-"""Equal loops: what a loop carries is what an earlier one carried, if it starts and goes on in the same way.
+"""Recognises equal loops: a loop carries what an earlier one carried, if it starts and continues in the same way.
 
-A checkpoint around a loop computes it again, stacking on the way what the backward reads.
+A checkpoint around a loop computes the loop again, and on the way stacks what the backward reads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from autopallas.graph.flatten import Body, Child
 __all__ = ["Loop", "Loops", "loops"]
 
 _COMPARED = 8
-"""Earlier scans with which one is compared."""
+"""Largest number of earlier scans to compare a scan with."""
 
 
 def loops(body: Body) -> int:
-    """How many loops a body is inside of, its own counted."""
+    """Counts the loops around a body, including its own."""
     return sum(part.startswith(("scan", "while")) for part in body.path)
 
 
 @dataclass(slots=True)
 class Loop:
-    """A scan in numbers: what each carried value starts as, is within a step, is after it, and at the end."""
+    """A scan in numbers: each carried value at the start, within a step, after the step, and at the end."""
 
     starts: Sequence[int]
     within: Sequence[int]
@@ -39,21 +39,21 @@ class Loops:
     """The scans of a program so far.
 
     Attributes:
-      read: the number of a literal, or of a value that an equation computes, if the program has it: given a literal, or
-        an equation with the numbers of its operands and its frame.
-      held: the numbers of the results of an equation that holds bodies, likewise, as far as the program has them.
+      read: returns the number of a literal, or of the values that an equation computes, if the program has it; takes a
+        literal or an equation, the numbers of its operands, and its frame.
+      held: returns the numbers of the results of an equation that holds bodies, likewise, as far as they are known.
     """
 
     read: Callable[[Literal | JaxprEqn, list[int], tuple[int, ...]], list[int] | None]
     held: Callable[[JaxprEqn, Sequence[Child], Sequence[int | None], tuple[int, ...]], Sequence[int | None] | None]
     _known: dict[Hashable, list[Loop]] = field(default_factory=lambda: defaultdict(list))
-    """By kind and a number that they read or start with."""
+    """Scans by kind and by a number that they read or start with."""
     _ends: dict[int, int] = field(default_factory=dict)
 
     def add(
         self, equation: JaxprEqn, body: Body, frame: tuple[int, ...], inputs: Sequence[int | None], loop: Loop
     ) -> None:
-        """Notes a scan that is numbered; ``inputs`` as in :meth:`alike`."""
+        """Records a numbered scan; ``inputs`` as in :meth:`alike`."""
         kind = _kind(equation, body, frame)
         for number in {*inputs, *loop.starts} - {None}:
             self._known[kind, number].append(loop)
@@ -67,9 +67,9 @@ class Loops:
         inputs: Sequence[int | None],
         starts: Sequence[int | None],
     ) -> tuple[Loop | None, dict[int, int]]:
-        """An earlier scan of which some carried values are the same as this one's, and which: {position here: there}.
+        """Finds an earlier scan that shares carried values with this one; returns it, and {position here: there}.
 
-        ``inputs`` are the numbers of the body's inputs, None for what is carried and what is not numbered yet.
+        ``inputs`` are the numbers of the body's inputs, None for carried values and for those not numbered yet.
         """
         if compat.has_side_effects(equation):
             return None, {}
@@ -77,7 +77,7 @@ class Loops:
         for loop in self._near(_kind(equation, body, frame), inputs, starts):
             pairs = _paired(starts, loop.starts)
             while pairs:
-                # Suppose that they are the same within a step.  Are they then the same after it?
+                # Suppose that they are equal within a step.  Are they then equal after it?
                 given = list(inputs)
                 for here, there in pairs.items():
                     given[constants + here] = loop.within[there]
@@ -89,7 +89,7 @@ class Loops:
         return None, {}
 
     def _near(self, kind: Hashable, inputs: Sequence[int | None], starts: Sequence[int | None]) -> list[Loop]:
-        """The earlier scans that share most with one: those that read what few others do come first."""
+        """Returns the earlier scans that share most with this one; those that read what few others read come first."""
         numbers = [*dict.fromkeys(inputs), *dict.fromkeys(starts)]
         sharing = [self._known[kind, number] for number in numbers if (kind, number) in self._known]
         found: dict[int, Loop] = {}
@@ -101,11 +101,11 @@ class Loops:
         return list(found.values())[:_COMPARED]
 
     def end(self, within: int) -> int | None:
-        """What a value that an earlier scan carries is at the end."""
+        """Returns the number at the end of a value that an earlier scan carries."""
         return self._ends.get(within)
 
     def follow(self, body: Body, inputs: Sequence[int | None], frame: tuple[int, ...]) -> list[int | None]:
-        """The numbers of a body's results, as far as the program has computed the same before."""
+        """Returns the numbers of a body's results, as far as the program has computed the same before."""
         numbers: dict[Var, int | None] = dict(zip(body.invars, inputs, strict=True))
 
         def number(atom: Var | Literal) -> int | None:
@@ -133,7 +133,7 @@ def _kind(equation: JaxprEqn, body: Body, frame: tuple[int, ...]) -> Hashable:
 
 
 def _paired(starts: Sequence[int | None], others: Sequence[int]) -> dict[int, int]:
-    """Positions of equal numbers, in order."""
+    """Pairs the positions of equal numbers, in order."""
     pairs: dict[int, int] = {}
     free = list(range(len(others)))
     for here, number in enumerate(starts):

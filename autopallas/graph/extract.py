@@ -1,4 +1,4 @@
-"""A part of a graph as a jaxpr of its own."""
+"""Extracts a part of a graph as a jaxpr."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["closed", "copied", "jaxpr_of", "nodes_between"]
 
 
 def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int]) -> tuple[list[Node], list[int]]:
-    """The nodes that compute ``results`` from ``operands``, in order, and the further values that they read.
+    """Returns the nodes that compute ``results`` from ``operands``, in order, and the further values that they read.
 
-    Literals are not counted among the values read; captured arrays are.
+    Captured arrays count as values read; literals do not.
     """
     given = set(operands)
     found: dict[int, Node] = {}
@@ -28,7 +28,7 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
         if node is None:
             free[number] = None
             continue
-        # Of several results of a loop, an earlier one may give some: those do not say where this one stands.
+        # An earlier loop may give some results of a loop; those do not tell where this loop stands.
         found.update((output, node) for output in node.outputs if graph.definitions.get(output) is node)
         todo += node.inputs
     graph.steps.spend(len(found))
@@ -37,9 +37,9 @@ def nodes_between(graph: Graph, operands: Sequence[int], results: Sequence[int])
 
 
 def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], results: Sequence[int]) -> ClosedJaxpr:
-    """A closed jaxpr from ``operands`` to ``results``, of which some may be literals, by way of ``nodes``.
+    """Returns a closed jaxpr from ``operands`` to ``results``, some of which may be literals, by way of ``nodes``.
 
-    Of operands with the same number, the first is read.
+    If operands have the same number, the first one is read.
     """
     inputs = [Var(graph.avals[number]) for number in operands]
     variables: dict[int, Var] = {}
@@ -51,7 +51,7 @@ def jaxpr_of(graph: Graph, nodes: Sequence[Node], operands: Sequence[int], resul
 
 
 def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Var]) -> list[JaxprEqn]:
-    """The equations of some nodes, over ``variables``, to which their results are added."""
+    """Copies the equations of some nodes to ``variables``, and adds their results there."""
     equations = []
     for node in nodes:
         inputs = [
@@ -66,6 +66,6 @@ def copied(graph: Graph, nodes: Sequence[Node], variables: dict[int, Var]) -> li
 
 
 def closed(inputs: Sequence[Var], results: Sequence[JaxprAtom], equations: Sequence[JaxprEqn]) -> ClosedJaxpr:
-    """A closed jaxpr without constants."""
+    """Returns a closed jaxpr without constants."""
     info = jaxprs.debug_info("autopallas", len(inputs), len(results))
     return ClosedJaxpr(compat.new_jaxpr([], inputs, results, equations, frozenset(), info), [])

@@ -1,7 +1,7 @@
-"""Structural inlining: a jaxpr as a tree of bodies, with calls that only group equations dissolved.
+"""Inlines a jaxpr structurally, into a tree of bodies, and dissolves calls that only group equations.
 
-Nothing is traced anew: equations are copied with other variables.  A body is what must stay a jaxpr of its own in the
-program that runs: the program itself, a loop's, branch's or checkpoint's body, a custom rule's primal.
+Nothing is traced anew: equations are copied with other variables.  A body is anything that must stay a jaxpr of its own
+in the program that runs: the program itself, the body of a loop, branch or checkpoint, the primal of a custom rule.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autopallas.graph.custom_rules import is_elementwise_call, restates_casts
 
 _CALLS = frozenset({"closed_call", "core_call", "eval_jaxpr"})
 _KERNELS = frozenset({"pallas_call", "core_map", "run_state"})
-"""Equations whose bodies are somebody's kernel, written against references: not ours to look into."""
+"""Equations whose bodies are kernels, written against references, which are not looked into."""
 _OF_SCALARS = frozenset(
     {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "reduce", "reduce_window"}
 )
-"""Equations whose body says how two numbers become one: a parameter like any other."""
+"""Equations whose body combines two numbers into one; it counts as a parameter like any other."""
 _CLOSED = _KERNELS | _OF_SCALARS
 
 
 @dataclass(slots=True)
 class Child:
-    """A body held by an equation: under which parameter and, for a tuple of bodies, at which position."""
+    """A body held by an equation: its parameter and, in a tuple of bodies, its position."""
 
     parameter: str
     position: int | None
@@ -37,7 +37,7 @@ class Child:
 
 @dataclass(eq=False, slots=True)
 class Body:
-    """One flat jaxpr: inputs, equations in order, results, and the bodies that its equations hold."""
+    """A flat jaxpr: inputs, equations in order, results, and the bodies that its equations hold."""
 
     source: JaxprLike
     path: tuple[str, ...]
@@ -48,17 +48,17 @@ class Body:
     outvars: list[Var | Literal] = field(default_factory=list)
     children: dict[int, list[Child]] = field(default_factory=dict)
     renamed: bool = False
-    """Whether the variables are not those of ``source``, which is the body of another equation too."""
+    """Whether its variables differ from those of ``source``, which is the body of another equation too."""
     transposed: bool = False
     """Whether an equation of a derivative's backward holds the body, directly or further out."""
     assumed: dict[Var, str] = field(default_factory=dict)
-    """What is the program's own value under an assumption, and that in words."""
+    """Variables that equal the program's own value only under an assumption, and the assumption in words."""
 
     _defined: dict[Var, int] = field(default_factory=dict)
 
     @property
     def defined(self) -> dict[Var, int]:
-        """Per variable, the position of the equation that defines it."""
+        """Position of the equation that defines each variable."""
         if not self._defined:
             self._defined = {v: i for i, e in enumerate(self.equations) for v in e.outvars}
         return self._defined
@@ -66,12 +66,12 @@ class Body:
     def replace(
         self, equations: list[JaxprEqn], outvars: list[Var | Literal], children: dict[int, list[Child]]
     ) -> None:
-        """Gives the body other equations, results, and the bodies that these equations hold."""
+        """Replaces the body's equations, its results, and the bodies that these equations hold."""
         self.equations, self.outvars, self.children = equations, outvars, children
         self._defined = {}
 
     def walk(self) -> Iterator[Body]:
-        """This body and all below it."""
+        """Yields this body and all below it."""
         yield self
         for children in self.children.values():
             for child in children:
@@ -79,7 +79,7 @@ class Body:
 
 
 def flatten(jaxpr: JaxprLike, path: tuple[str, ...] = ()) -> Body:
-    """The tree of bodies of a jaxpr, open or closed, as it would be at a ``path`` of another one.
+    """Returns the tree of bodies of a jaxpr, open or closed, as if it stood at ``path`` in another one.
 
     Each variable belongs to one body.
     """
@@ -110,7 +110,7 @@ def _inline(
 ) -> list[Var | Literal]:
     """Appends the equations of ``jaxpr`` to ``body``; returns its results.
 
-    ``bound`` gives the values of the inputs of an inlined call, whose variables are renamed: it may be called twice.
+    ``bound`` gives the values of the inputs of an inlined call.  Its variables are renamed: it may be called twice.
     """
     known: dict[Var, Var | Literal] = dict(bound)
     around = jaxprs.name_stacks(calls)
@@ -148,7 +148,7 @@ def _inline(
 
 
 def _called(equation: JaxprEqn) -> JaxprLike | None:
-    """The body of a call that may be dissolved, or None."""
+    """Returns the body of a call that may be dissolved, or None."""
     if (lowered := compat.lowered_call(equation)) is not None:
         return lowered
     if not (compat.is_plain_jit(equation) or equation.primitive.name in _CALLS or restates_casts(equation)):
@@ -160,7 +160,7 @@ def _called(equation: JaxprEqn) -> JaxprLike | None:
 
 
 def _outside_of_kernels(equation: JaxprEqn) -> JaxprLike | None:
-    """The branch that is taken outside of Pallas kernels, where an equation asks for no more, as in ``jnp.diag``."""
+    """Returns the branch taken outside of Pallas kernels, if a cond distinguishes nothing else, as in ``jnp.diag``."""
     platforms = equation.params.get("branches_platforms") if equation.primitive.name == "cond" else None
     if platforms is None or platforms[-1] is not None or {*platforms[:-1]} != {("mosaic",)}:
         return None
@@ -169,17 +169,17 @@ def _outside_of_kernels(equation: JaxprEqn) -> JaxprLike | None:
 
 
 def may_hold_bodies(equation: JaxprEqn) -> bool:
-    """Whether jaxprs among an equation's parameters are bodies of the program."""
+    """Returns whether jaxprs among an equation's parameters are bodies of the program."""
     return equation.primitive.name not in _CLOSED and not is_elementwise_call(equation)
 
 
 def is_contraction(equation: JaxprEqn) -> bool:
-    """Whether an equation is a product that sums over an axis."""
+    """Returns whether an equation is a product that sums over an axis."""
     return equation.primitive.name == "dot_general" and bool(equation.params["dimension_numbers"][0][0])
 
 
 def _label(equation: JaxprEqn, parameter: str, position: int | None) -> str:
-    """How a report names a body: "scan", "while.cond", "cond.1"."""
+    """Returns the name of a body in reports: "scan", "while.cond", "cond.1"."""
     name = equation.primitive.name
     name = {"remat2": "checkpoint", "custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}.get(name, name)
     if position is not None:

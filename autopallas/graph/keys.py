@@ -1,4 +1,4 @@
-"""Keys under which a graph knows values: equal for what is the same."""
+"""Computes the keys by which a graph identifies values: equal keys mean equal values."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ __all__ = [
 
 
 def stacked_key(equation: JaxprEqn, body: Body, number: int | None, frame: tuple[int, ...]) -> Hashable:
-    """For what a scan stacks: known by what it is in a step, the length, and how many loops are around it."""
+    """Returns the key of what a scan stacks: its number in a step, the length, and how many loops are around it."""
     return "stacked", number, equation.params["length"], loops(body), frame
 
 
 def chosen_key(equation: JaxprEqn, operands: Sequence[int], given: Sequence[int | None]) -> Hashable:
-    """For a result of a cond: known by what decides, and what each branch gives."""
+    """Returns the key of a cond's result: the predicate, and what each branch gives."""
     return "chosen", operands[0], tuple(given)
 
 
 def branch_key(equation: JaxprEqn, operands: list[int], child: Child, number: int | None) -> Hashable:
-    """For what a value is in one branch: another where another cond that decides the same gave it."""
+    """Returns the key of a value within one branch.  If another cond on the same predicate gave the value, the key
+    leads to what that cond's same branch gave."""
     return "branch", operands[0], len(equation.params["branches"]), child.position, number
 
 
 def spread_over_all(equation: JaxprEqn, position: int) -> bool:
-    """Whether each device has a part of its own of a shard_map's result.  One that is said to be the same on all need
-    not be, unless that is checked."""
+    """Returns whether each device has its own part of a shard_map's result.  A result that is declared to be the same
+    on all devices need not be, unless that is checked."""
     parts, _, _ = spec_key(equation.params["out_specs"][position])
     return {name for part in parts for name in part} == set(equation.params["newly_manual_axes"])
 
 
 def spec_key(spec: PartitionSpec | tuple[()]) -> tuple[tuple[tuple[str, ...], ...], Hashable, Hashable]:
-    """Equal for partition specs that say the same."""
+    """Returns a key that is equal for equivalent partition specs."""
     parts = [() if part is None else part if isinstance(part, tuple) else (part,) for part in spec]
     while parts and not parts[-1]:
         parts.pop()
@@ -55,22 +56,22 @@ def spec_key(spec: PartitionSpec | tuple[()]) -> tuple[tuple[tuple[str, ...], ..
 
 
 def literal_key(literal: Literal) -> Hashable:
-    with np.errstate(all="ignore"):  # a literal holds what was written, of which its type may hold less
+    with np.errstate(all="ignore"):  # a literal holds the number as written, which its dtype may not be able to hold
         value = np.asarray(literal.val).astype(literal.aval.dtype)
     return "literal", literal.aval.dtype, value.tobytes(), tuple(literal.aval.shape)
 
 
 def enters_mesh(equation: JaxprEqn) -> bool:
-    """Whether an equation hands an array from a mesh to one with axes of other types, as ``auto_axes`` and
+    """Returns whether an equation moves an array to a mesh with axes of other types, as ``auto_axes`` and
     ``explicit_axes`` do around a function: what is computed on one side of it cannot be computed on the other."""
     if equation.primitive.name != "reshard":
         return False
     before, after = (compat.axis_types(v.aval) for v in (equation.invars[0], equation.outvars[0]))
-    return before != after and bool(before)  # a number that is on no mesh yet is handed from none
+    return before != after and bool(before)  # an array that is on no mesh yet leaves none
 
 
 def hashable(value: object) -> Hashable:
-    """Parameters hold numpy integers, dtypes, tuples and the odd array or dictionary."""
+    """Makes a parameter hashable: numpy integers, dtypes, tuples, and occasionally an array or dictionary."""
     if isinstance(value, (tuple, list)):
         return tuple(hashable(v) for v in value)
     if isinstance(value, dict):

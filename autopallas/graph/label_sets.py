@@ -1,7 +1,7 @@
-"""Gathers of several elements per row, such as the logits of the best labels, taken apart into one gather for each.
+"""Splits gathers of several elements per row, such as the logits of the best labels, into one gather per element.
 
-``take_along_axis(z, labels)`` with K labels per row is K times one label per row, side by side; the scatter of its
-derivative is the sum of K scatters.  One element per row is what a kernel picks.
+``take_along_axis(z, labels)`` with K labels per row equals K gathers of one label per row, side by side; the scatter of
+its derivative is the sum of K scatters.  A kernel picks one element per row.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autopallas.compat import JaxprEqn, Literal, Var
 __all__ = ["apart", "gathered", "label_set", "scattered"]
 
 _MOST = 16
-"""Labels per row: each is compared with every position of the vocabulary."""
+"""Largest number of labels per row: each is compared with every position of the vocabulary."""
 
 
 def label_set(equation: JaxprEqn) -> tuple[Var, int] | None:
-    """The indices of a gather, or of a scatter, of several elements of each row, and their axis along which these are.
+    """Returns the indices of a gather or scatter of several elements of each row, and their axis along which these lie.
 
-    All axes of the operand but one are those of the indices, so that it is known which row is meant.
+    All axes of the operand except one are batch axes of the indices, so that the row is known.
     """
     numbers, indices = equation.params["dimension_numbers"], equation.invars[1]
     if equation.primitive.name == "gather":
@@ -46,17 +46,17 @@ def label_set(equation: JaxprEqn) -> tuple[Var, int] | None:
 
 
 def apart(array: jax.Array, axis: int) -> Sequence[jax.Array]:
-    """An array's elements along an axis, which each of them keeps with a size of 1."""
+    """Splits an array along an axis into its elements, each of which keeps the axis with size 1."""
     return [lax.slice_in_dim(array, k, k + 1, 1, axis) for k in range(array.shape[axis])]
 
 
 def gathered(equation: JaxprEqn, axis: int, array: jax.Array, indices: jax.Array) -> jax.Array:
-    """What a gather gives, as one gather for each label."""
+    """Computes a gather as one gather for each label."""
     return lax.concatenate([equation.primitive.bind(array, i, **equation.params) for i in apart(indices, axis)], axis)
 
 
 def scattered(equation: JaxprEqn, axis: int, zeros: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
-    """What a scatter into zeros gives, as a sum of one for each label."""
+    """Computes a scatter into zeros as the sum of one scatter for each label."""
     found: jax.Array | None = None
     for index, update in zip(apart(indices, axis), apart(updates, axis), strict=True):
         one = equation.primitive.bind(zeros, index, update, **equation.params)

@@ -1,9 +1,9 @@
-"""Index notation for the values of a graph: one use of a value is a value and a view.
+"""Index notation for the values of a graph: one use of a value consists of the value and a view.
 
-A view says which index of the value is meant, per dimension: ``index = offset + mixed radix of the atoms``, major
-first.  Atoms are axis labels, shared by all values of one site.  A layout operation maps a view of its result to a view
-of its operand, and that is all it is: pulled back through transposes, reshapes, broadcasts and slices, layout vanishes.
-Labelling uses and not values keeps T and S apart in ``softmax(x @ x.T) @ x``.
+A view gives an index of the value for each dimension: ``index = offset + mixed radix of the atoms``, major first.
+Atoms are axis labels, shared by all values of one site.  A layout operation only maps a view of its result to a view of
+its operand: when views are pulled back through transposes, reshapes, broadcasts and slices, layout vanishes.  Labels
+belong to uses, not to values, which keeps T and S apart in ``softmax(x @ x.T) @ x``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYOUT = _IDENTITY | {
 
 
 class Ref(NamedTuple):
-    """One use of a value."""
+    """One use of a value: the value's number, and the view under which it is read."""
 
     value: int
     view: View
@@ -43,15 +43,15 @@ class Ref(NamedTuple):
 class Space:
     """The axis labels of one site.
 
-    A reshape that cuts inside an atom refines it, for the whole site: ``_parts`` remembers into what.  So views are
+    A reshape that cuts inside an atom refines it, for the whole site; ``_parts`` records the new atoms.  So views are
     read through :meth:`resolve`, and keys are computed after all refinements.
     """
 
     def __init__(self, graph: Graph, through: bool = False):
         self.graph = graph
         self.through = through
-        """Whether the result of a custom rule's call is read as that of its primal body, and a sum over one element as
-        that element."""
+        """Whether the result of a custom rule's call is read as that of its primal body, and a sum or maximum over one
+        element as that element."""
         self.sizes: dict[Atom, int] = {}
         self.refinements = 0
         self._parts: dict[Atom, tuple[Atom, ...]] = {}
@@ -63,7 +63,7 @@ class Space:
     # ------------------------------------------------------------------ atoms
 
     def fresh(self, size: int) -> tuple[Atom, ...]:
-        """A new label; none for an axis of size 1."""
+        """Returns a new label; none for an axis of size 1."""
         if size == 1:
             return ()
         atom = len(self.sizes)
@@ -72,7 +72,7 @@ class Space:
         return (atom,)
 
     def resolve(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        """The atoms after all refinements."""
+        """Returns the atoms after all refinements."""
         if self._parts.keys().isdisjoint(atoms):
             return tuple(atoms)
         found: list[Atom] = []
@@ -81,32 +81,32 @@ class Space:
         return tuple(found)
 
     def origin(self, atom: Atom) -> Atom:
-        """The label that was first given to the axis of which ``atom`` is a part."""
+        """Returns the label that was first given to the axis of which ``atom`` is a part."""
         return self._origin[atom]
 
     def extent(self, atoms: Sequence[Atom]) -> int:
         return math.prod(self.sizes[a] for a in self.resolve(atoms))
 
     def view(self, view: View) -> View:
-        """A view after all refinements."""
+        """Returns a view after all refinements."""
         return tuple((offset, self.resolve(atoms)) for offset, atoms in view)
 
     def atoms(self, ref: Ref) -> frozenset[Atom]:
         return frozenset(a for _, atoms in ref.view for a in self.resolve(atoms))
 
     def full(self, value: int) -> Ref:
-        """A use of the whole value, under new labels."""
+        """Returns a use of the whole value, under new labels."""
         return Ref(value, tuple((0, self.fresh(n)) for n in self.graph.shape(value)))
 
     def same(self, a: Ref, b: Ref) -> bool:
         return a.value == b.value and self.view(a.view) == self.view(b.view)
 
     def pattern(self, ref: Ref, fixed: Set[Atom]) -> tuple[int, Hashable]:
-        """Equal for uses of one value that differ only in how labels are called that are not among the ``fixed`` ones.
+        """Returns a key that is equal for uses of one value that differ only in the names of labels not in ``fixed``.
 
-        What holds of an element for all values of its labels, and says nothing of others than the fixed ones, holds
-        under other names too.  So a walk that remembers patterns meets each value a few times only, though every
-        contraction on the way to it brings labels of its own.
+        A property that holds for all values of an element's labels, and involves no labels except the fixed ones, holds
+        under other names too.  So a walk that remembers patterns meets each value only a few times, although every
+        contraction on the way to it introduces labels.
         """
         names: dict[Atom, tuple[int, int]] = {}
         found = []
@@ -148,16 +148,16 @@ class Space:
     # ------------------------------------------------------------------ pulling views through equations
 
     def chain(self, ref: Ref) -> Iterator[Ref]:
-        """``ref``, then the same elements seen one layout operation further back, and so on."""
+        """Yields ``ref``, then the same elements seen one layout operation further back, and so on."""
         current: Ref | None = ref
         while current is not None:
             yield current
             current = self._step(current)
 
     def canonical(self, ref: Ref) -> Ref:
-        """The same elements with all layout operations undone."""
+        """Returns the same elements with all layout operations undone."""
         known = self._canonical.get(ref)
-        if known is None or known[0] != self.refinements:  # what a reshape did not allow, it may allow now
+        if known is None or known[0] != self.refinements:  # a reshape that could not be undone may be undone now
             last = ref
             for found in self.chain(ref):
                 last = found
@@ -166,7 +166,7 @@ class Space:
         return known[1]
 
     def met(self, ref: Ref) -> Iterator[Ref]:
-        """The uses, met so far, that hold the elements of ``ref`` in its layout or another one."""
+        """Yields the uses, met so far, that hold the elements of ``ref`` in its layout or another one."""
         wanted = self.canonical(ref)
         for other in [*self._met[wanted.value]]:
             self.graph.steps.spend()
@@ -174,12 +174,12 @@ class Space:
                 yield other
 
     def operands(self, ref: Ref) -> list[Ref] | None:
-        """The operands of an elementwise equation (or of a dot without contraction), pulled; None if it is neither."""
+        """Returns the canonical operands of an elementwise equation, or of a dot without contraction, or None."""
         found = self.uses(ref)
         return None if found is None else [self.canonical(operand) for operand in found]
 
     def uses(self, ref: Ref) -> list[Ref] | None:
-        """The same as the equation reads them: with their layout operations still to undo."""
+        """Like :meth:`operands`, but as the equation reads them, with their layout operations still to undo."""
         node = self.graph.definitions.get(ref.value)
         if node is None:
             return None
@@ -189,7 +189,7 @@ class Space:
             found: list[Ref] = []
             for value in node.inputs:
                 own = self.graph.shape(value)
-                if own == shape and len(ref.view) == len(shape):  # as most: nothing is repeated
+                if own == shape and len(ref.view) == len(shape):  # the usual case: nothing is repeated
                     found.append(Ref(value, ref.view))
                     continue
                 if own and (len(own) != len(shape) or any(m not in (1, n) for m, n in zip(own, shape, strict=True))):
@@ -204,8 +204,8 @@ class Space:
         return None
 
     def dot(self, ref: Ref, contracted: Sequence[Dimension] | None = None) -> tuple[Ref, Ref, list[Dimension]]:
-        """Views of both operands of a dot_general, and the dimensions that it contracts: ``contracted``, or ones that
-        are the same each time that the value is seen in the same way."""
+        """Returns views of both operands of a dot_general, and the dimensions that it contracts: ``contracted``, or by
+        default the same ones each time that the value is seen under the same view."""
         self.graph.steps.spend()
         node = self.graph.definitions[ref.value]
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -232,9 +232,9 @@ class Space:
         )
 
     def contraction(self, ref: Ref) -> tuple[Ref, Ref, list[Dimension]] | None:
-        """(a, b, contracted dimensions) if the value is a dot_general or sum(a * b), else None.
+        """Returns (a, b, contracted dimensions) if the value is a dot_general or sum(a * b), else None.
 
-        The operands are given as the equation reads them, with their layout operations still to undo.
+        The operands are as the equation reads them, with their layout operations still to undo.
         """
         node = self.graph.definitions.get(ref.value)
         if node is None:
@@ -262,8 +262,8 @@ class Space:
         return factors[0], factors[1], dimensions
 
     def reduced(self, ref: Ref) -> tuple[Ref, list[Dimension]]:
-        """The operand of a reduction, and the dimensions over which it is reduced: the same ones each time that the
-        value is seen in the same way."""
+        """Returns the operand of a reduction, and the dimensions that are reduced: the same ones each time that the
+        value is seen under the same view."""
         self.graph.steps.spend()
         node = self.graph.definitions[ref.value]
         axes, shape, kept = node.params["axes"], self.graph.shape(node.inputs[0]), iter(ref.view)
@@ -272,9 +272,9 @@ class Space:
         return Ref(node.inputs[0], view), [gone[d] for d in axes]
 
     def inside(self, ref: Ref, sizes: Sequence[int]) -> list[Dimension]:
-        """Dimensions of what a value is computed from that it lacks itself, such as those over which it sums.
+        """Returns dimensions that a value's operands have and the value lacks, such as those over which it sums.
 
-        They are the same ones each time that it is seen in the same way: new ones would be refined anew each time.
+        They are the same ones each time that it is seen under the same view: new ones would be refined anew.
         """
         key = ref.value, self.view(ref.view)
         if key not in self._inside:
@@ -282,7 +282,7 @@ class Space:
         return [*self._inside[key]]
 
     def _step(self, ref: Ref) -> Ref | None:
-        """One layout operation back, or None where there is none or it cannot be undone."""
+        """Goes one layout operation back; returns None if there is none or it cannot be undone."""
         node = self.graph.definitions.get(ref.value)
         if self.through and node is not None:
             if ref.value in self.graph.inner:
@@ -388,7 +388,7 @@ class Space:
         return pulled
 
     def _pull_concatenate(self, node: Node, view: View) -> Ref | None:
-        """The one piece that a view lies in, if it does."""
+        """Returns the view in the one piece that it lies in, or None."""
         axis = node.params["dimension"]
         offset, atoms = view[axis]
         low, high = offset, offset + self.extent(atoms)
@@ -402,5 +402,5 @@ class Space:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node is a dot without contraction: an elementwise product of broadcast operands."""
+    """Returns whether a node is a dot without contraction: an elementwise product of broadcast operands."""
     return node.name == "dot_general" and not node.params["dimension_numbers"][0][0]

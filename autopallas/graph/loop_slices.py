@@ -1,8 +1,8 @@
-"""What a loop reads and writes at its own step: the slice of an array whose number is that of the step.
+"""Recognises what a loop reads and writes at its own step: the slice of an array at the step's number.
 
-An array that a loop reads by the number of its step is the same as one that it reads slice by slice, and a sum to which
-each step adds at its own number is the same as what a loop stacks.  JAX makes one of the other where it takes the parts
-of a loop that do not change out of a loop around it.
+An array that a loop reads at its step's number equals one that it reads slice by slice, and a sum to which each step
+adds at its own number equals what a loop stacks.  JAX turns one into the other when it moves loop-invariant parts of a
+loop out of an enclosing loop.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["counters", "counting", "folded", "is_zero", "placed", "repeated", "s
 _REPEATS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 _CLIPPED = frozenset({GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS})
 _MOST = 8
-"""Layout operations that are looked through."""
+"""Largest number of layout operations to look through."""
 
 
 def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int | None]) -> list[int]:
-    """Which of the values that a scan carries are the number of the step: 0, 1, ..."""
+    """Returns which of the values that a scan carries are the number of the step: 0, 1, ..."""
     if equation.params["reverse"]:
         return []
     constants, carried = compat.scan_parts(equation)
@@ -53,14 +53,14 @@ def counters(graph: Graph, equation: JaxprEqn, body: Body, starts: Sequence[int 
 
 
 def counting(dtype: Dtype, length: int) -> JaxprEqn:
-    """The equation that gives the numbers of all steps."""
+    """Returns the equation that gives the numbers of all steps."""
     program, _ = jaxprs.open_jaxpr(compat.make_jaxpr(lambda: lax.iota(dtype, length)))
     return program.eqns[-1]
 
 
 def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | None:
-    """(counter, the equation that gives from the numbers of all steps what a loop stacks) if a value repeats the number
-    of the step."""
+    """Returns (counter, equation) if a value repeats the number of the step; the equation computes what a loop stacks
+    from the numbers of all steps."""
     counter, shape = _plain(graph, number), graph.shape(number)
     if counter == number or counter not in graph.counters:
         return None
@@ -70,9 +70,9 @@ def repeated(graph: Graph, number: int, length: int) -> tuple[int, JaxprEqn] | N
 
 
 def folded(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> int | bool | None:
-    """The number of the value that a selection always selects; or what a comparison always says; None of others.
+    """Returns the number of the value that a selection always selects, or the constant result of a comparison, or None.
 
-    JAX asks of each index whether it is negative, and then counts from the end.
+    JAX tests whether each index is negative, and if so counts from the end.
     """
     name = equation.primitive.name
     if name == "lt" and operands[1] in graph.literals and equation.outvars[0].aval.shape == ():
@@ -89,7 +89,7 @@ def folded(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> int | b
 
 
 def slice_read(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int] | None:
-    """(array, counter) where a value is the slice of an array along its first axis that has the step's number."""
+    """Returns (array, counter) if a value is the slice of an array along its first axis at the step's number."""
     name = equation.primitive.name
     if name == "gather":
         return _gathered(graph, equation, operands)
@@ -123,7 +123,7 @@ def _gathered(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tupl
 
 
 def placed(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[int, int, int] | None:
-    """(counter, value, axis) where an array is zero but for the slice with the step's number, which is that value."""
+    """Returns (counter, value, axis) if an array is zero except for the value, its slice at the step's number."""
     name = jaxprs.operation_name(equation)
     if name == "dynamic_update_slice":
         whole, update, *starts = operands
@@ -160,8 +160,8 @@ def placed(graph: Graph, equation: JaxprEqn, operands: Sequence[int]) -> tuple[i
 
 
 def summed_slices(graph: Graph, start: int, within: int, after: int) -> tuple[int, int, int] | None:
-    """(counter, value, axis) where a loop carries a sum, zero at the start, to whose slice with the step's number each
-    step adds a value."""
+    """Returns (counter, value, axis) if a loop carries a sum, zero at the start, and each step adds a value to the
+    sum's slice at the step's number."""
     node = graph.definitions.get(after)
     if node is None or node.name not in ("add", "add_any") or within not in node.inputs or not is_zero(graph, start):
         return None
@@ -173,18 +173,18 @@ def summed_slices(graph: Graph, start: int, within: int, after: int) -> tuple[in
 
 
 def _counts(graph: Graph, number: int, length: int) -> bool:
-    """Whether a value is the number of the step of a loop with so many steps."""
+    """Returns whether a value is the number of the step of a loop with so many steps."""
     return number in graph.counters and graph.counters[number][0] == length
 
 
 def is_zero(graph: Graph, number: int) -> bool:
-    """Whether a value is zero in each of its elements."""
+    """Returns whether a value is zero in each of its elements."""
     number = _plain(graph, number)
     return number in graph.literals and not np.any(graph.literals[number])
 
 
 def _plain(graph: Graph, number: int) -> int:
-    """A value without its layout operations."""
+    """Returns a value without its layout operations."""
     for _ in range(_MOST):
         node = graph.definitions.get(number)
         if node is None or node.name not in _REPEATS or len(node.inputs) != 1:
@@ -194,7 +194,7 @@ def _plain(graph: Graph, number: int) -> int:
 
 
 def _scalars(graph: Graph, number: int) -> list[int] | None:
-    """The scalars of which a vector consists."""
+    """Returns the scalars that a vector consists of."""
     if len(graph.shape(number)) != 1:
         return None
     node: Node | None = graph.definitions.get(number)
@@ -206,7 +206,7 @@ def _scalars(graph: Graph, number: int) -> list[int] | None:
 
 
 def _without(graph: Graph, number: int, axis: int) -> int | None:
-    """The value of which another one is a copy with an axis of size 1 more."""
+    """Returns the value that another one copies with an additional axis of size 1, or None."""
     node = graph.definitions.get(number)
     if node is None or node.name not in ("broadcast_in_dim", "reshape", "expand_dims") or len(node.inputs) != 1:
         return None

@@ -1,9 +1,9 @@
-"""Value numbering: equal computations get one number, across all nested bodies.
+"""Numbers values: equal computations get one number, across all nested bodies.
 
-The constants of a loop keep their outer number inside, the operands of a branch too, and a checkpoint's recomputation
+The constants of a loop keep their outer number inside, and so do the operands of a branch; a checkpoint's recomputation
 is the same value as what it recomputes.  In a scan a number stands for a family of values, one per index of the scanned
-axis: what one scan stacks and another reads slice by slice (a forward scan's residuals, in the backward) is one family
-under one number.
+axis: if one scan stacks values and another reads them slice by slice (a forward scan's residuals, in the backward),
+they are one family under one number.
 
 Numbers grow from operands to results, so a smaller number never depends on a larger one.
 """
@@ -41,19 +41,19 @@ from autopallas.numerics.casts import counts_exactly
 _IGNORED = frozenset({"sharding", "out_sharding", "weak_type", "name", "ft_in", "ft_out"})
 """Parameters that do not change the value."""
 _UPDATES = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
-"""Scatters whose names say how they update: their jaxprs of that are traced anew in each context, and say no more."""
+"""Scatters whose names tell how they update; their update jaxprs are traced anew in each context, and add nothing."""
 _UPDATE = frozenset({"update_jaxpr", "update_consts"})
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
 _CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 _TRANSPARENT = frozenset({"remat", "remat2", "checkpoint", "jit", "pjit"})
-"""Equations whose results are their body's results.  (An inner jit is here where it has shardings of its own.)"""
+"""Equations whose results are their body's results (an inner jit only if it has shardings of its own)."""
 _IDENTITY = frozenset({"copy", "copy_p", "name", "optimization_barrier", "pvary", "pcast"})
 _MAY_BE_KNOWN = _IDENTITY | {
     "convert_element_type", "reduce_precision", "squeeze", "reshape", "lt", "select_n", "gather",
 }  # fmt: skip
-"""What may give one of its operands, a literal, or a slice that a loop reads."""
+"""Primitives that may give one of their operands, a literal, or a slice that a loop reads."""
 _PLACES = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
-"""What may put a value at the step's number of a loop."""
+"""Primitives that may put a value at the number of a loop's step."""
 
 
 class Node:
@@ -71,10 +71,10 @@ class Node:
 
 
 class Outside(Protocol):
-    """What the inputs of a part of a program are in the program."""
+    """Interface for questions about what the inputs of a part of a program are in the program."""
 
     def ask(self, place: int, question: str, *more: int) -> bool:
-        """The answer to a question about the input at a place."""
+        """Answers a question about the input at a place."""
 
 
 class Graph:
@@ -87,13 +87,13 @@ class Graph:
       literals: numbers of scalar literals, with their values.
       constants: numbers of captured arrays, with the arrays.
       definitions: per number, the node that computes it (absent for inputs, literals and constants).
-      users: per number, the nodes that read it; for what enters a body under its own number, the nodes in there.
-      returned: numbers that leave a body as its result (a checkpoint's are the same values outside, so they do not).
+      users: per number, the nodes that read it; if it enters a body under its own number, the nodes in that body.
+      returned: numbers that leave a body as its result (not a checkpoint's, which are the same values outside).
       elements: numbers of what a scan reads step by step.
       inner: for the results of a custom rule's call, the numbers of the same values in its primal body;
         ``outer`` is the way back.
-      counters: numbers of what counts the steps of a loop, with how many there are and how many loops are around.
-      supposed: numbers of values that were looked up and that the program has not: what a loop would stack, transposes.
+      counters: numbers that count the steps of a loop, with the number of steps and of the loops around.
+      supposed: numbers of values that were looked up and that the program lacks: what a loop would stack, transposes.
       frames: per body, what governs the meaning of its equations; equal computations in different frames differ.
       numbers: per body, the number of each of its variables.
       positions: per body, for each number that has a variable there: (position of the equation that first defines it,
@@ -131,10 +131,10 @@ class Graph:
         self._occurrences: dict[int, list[tuple[Body, int]]] | None = None
         self._meshes: dict[Hashable, int] = {}
         self._said: dict[int, tuple[Params, Hashable | None]] = {}
-        """By the identity of an equation's parameters, which calls of one function share: these, and what they say."""
+        """By the identity of an equation's parameters, which calls of one function share: (parameters, their key)."""
         self._loops = Loops(self._read, self._held)
         self._slices: dict[tuple[int, int], int] = {}
-        """Per slice in a loop with so many loops around it: the array."""
+        """Array of each slice, by the slice and the number of loops around it."""
         self.holders: dict[Body, tuple[Body, int]] = {}
         self.survivors: dict[frozenset[int], frozenset[int]] = {}
         self.readers: Counter[int] | None = None
@@ -156,12 +156,12 @@ class Graph:
         return self.avals[number].dtype
 
     def name(self, number: int) -> str | None:
-        """Name of the primitive that computes a value, or None."""
+        """Returns the name of the primitive that computes a value, or None."""
         node = self.definitions.get(number)
         return None if node is None else node.name
 
     def occurrences(self, number: int) -> list[tuple[Body, int]]:
-        """Every equation, in every body, that computes this value itself: (body, position)."""
+        """Returns (body, position) of every equation, in every body, that computes this value itself."""
         if self._occurrences is None:
             self._occurrences = defaultdict(list)
             for body, numbers in self.numbers.items():
@@ -195,8 +195,8 @@ class Graph:
     def _add(self, body: Body, inputs: list[int], frame: tuple[int, ...]) -> list[int]:
         """Numbers a body whose inputs have the given numbers; returns the numbers of its results.
 
-        ``frame`` tells apart what may not be merged: a custom rule governs the derivative of its body, and inside a
-        shard_map an equation without operands (axis_index) means something else than outside.
+        ``frame`` separates what must not be merged: a custom rule governs the derivative of its body, and inside a
+        shard_map an equation without operands (axis_index) has another meaning than outside.
         """
         self.frames[body] = frame
         numbers = self.numbers[body] = {}
@@ -233,8 +233,8 @@ class Graph:
         return outputs
 
     def _same(self, equation: JaxprEqn, operands: list[int]) -> list[int] | None:
-        """The numbers of an equation's results where these are values that are known: its operands, or a scalar that
-        was made an array of one element (to leave a shard_map) and is made a scalar again, or a literal."""
+        """Returns the numbers of an equation's results if these are known values: its operands, a scalar that was made
+        an array of one element (to leave a shard_map) and is made a scalar again, a literal, or a slice."""
         if equation.primitive.name not in _MAY_BE_KNOWN:
             return None
         if is_identity(equation):
@@ -254,7 +254,7 @@ class Graph:
         return None if read is None else [self._element(read[0], equation.outvars[0].aval, self.counters[read[1]][1])]
 
     def _folded(self, equation: JaxprEqn, operands: Sequence[int]) -> int | None:
-        """The literal that the cast of a literal is: JAX leaves the cast out where it traces such a program anew."""
+        """Returns the literal that the cast of a literal equals, since JAX omits the cast where it traces anew."""
         if equation.primitive.name != "convert_element_type" or operands[0] not in self.literals:
             return None
         aval, value = equation.outvars[0].aval, self.literals[operands[0]]
@@ -265,7 +265,7 @@ class Graph:
     # ------------------------------------------------------------------ looking up
 
     def find(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
-        """The numbers of an equation's results if the program computes them, else None."""
+        """Returns the numbers of an equation's results if the program computes them, else None."""
         same = self._same(equation, operands)
         if same is not None:
             return same
@@ -274,7 +274,7 @@ class Graph:
         return None if found is None or not self.supposed.isdisjoint(found) else list(found)
 
     def _known(self, key: Hashable, equation: JaxprEqn) -> tuple[int, ...] | None:
-        """The numbers under a key.  Functions with a derivative of their own are one only if the derivatives are."""
+        """Returns the numbers under a key.  Functions with their own derivative must have equal derivatives."""
         found = self._table.get(key)
         if found is not None and is_elementwise_call(equation):
             return found if same_rule(self.definitions[found[0]].equation, equation) else None
@@ -289,13 +289,13 @@ class Graph:
     def held(
         self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
     ) -> Sequence[int | None] | None:
-        """The numbers of the results of an equation that holds bodies, as far as the program has them."""
+        """Returns the numbers of the results of an equation that holds bodies, as far as the program has them."""
         return self._held(equation, children, operands, frame)
 
     def _held(
         self, equation: JaxprEqn, children: Sequence[Child], operands: Sequence[int | None], frame: tuple[int, ...]
     ) -> Sequence[int | None] | None:
-        """The numbers of the results of an equation that holds bodies, as far as the program has them already."""
+        """Returns the numbers of the results of an equation that holds bodies, as far as the program has them."""
         inner, name = children[0].body, equation.primitive.name
         if len(children) == 1 and _is_transparent(equation):
             return self._loops.follow(inner, operands, frame)
@@ -322,7 +322,7 @@ class Graph:
                     continue
                 whole = self._whole(equation, operands, inner, number, frame)
                 key = stacked_key(equation, inner, number, frame)
-                if whole is None and key not in self._table:  # nobody stacks it, but what it is in a step is known
+                if whole is None and key not in self._table:  # no loop stacks it, but its value in a step is known
                     whole = self._new(variable.aval)
                     self._table[key] = (whole,)
                     self._table["element", whole, loops(inner)] = (number,)
@@ -341,13 +341,13 @@ class Graph:
         return None
 
     def find_literal(self, literal: Literal) -> int | None:
-        """The number of a literal, if the program has it."""
+        """Returns the number of a literal, if the program has it."""
         found = self._table.get(literal_key(literal))
         return None if found is None else found[0]
 
     def _element(self, stacked: int, aval: ShapedArray, depth: int) -> int:
-        """The family of slices of a value along its leading axis, in loops with as many loops around them: a loop and
-        one inside it that read the same array are at different slices of it."""
+        """Returns the family of slices of a value along its leading axis, in loops with as many loops around them: a
+        loop and one inside it that read the same array are at different slices of it."""
         key = ("element", stacked, depth)
         node = self.definitions.get(stacked)
         if node is not None and node.name == "iota" and not aval.shape and aval.dtype.kind in "iu":
@@ -362,7 +362,7 @@ class Graph:
         return number
 
     def _slice(self, stacked: int | None, depth: int) -> int | None:
-        """The same, if the program has it."""
+        """Returns the same as :meth:`_element` if the program has it, else None."""
         node = None if stacked is None else self.definitions.get(stacked)
         if node is not None and stacked is not None and node.name == "iota" and len(self.shape(stacked)) == 1:
             length, dtype = self.shape(stacked)[0], self.dtype(stacked)
@@ -371,7 +371,7 @@ class Graph:
         return self._table.get(("element", stacked, depth), (None,))[0]
 
     def _counter(self, aval: ShapedArray, length: int, depth: int) -> int:
-        """The number of the step in a loop of so many steps, with as many loops around it."""
+        """Returns the number of the step in a loop of so many steps, with as many loops around it."""
         key = ("counter", aval.dtype, length, depth)
         if key not in self._table:
             self._table[key] = (self._new(aval),)
@@ -413,7 +413,7 @@ class Graph:
         return [self.inner[n] for n in read if n in self.inner]
 
     def key(self, equation: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> Hashable | None:
-        """Equal for equations that compute the same from the same; None where that cannot be said."""
+        """Returns a key that is equal for equations that compute the same from the same, or None."""
         name = equation.primitive.name
         if name in _PLACES and operands and (slice_of := placed(self, equation, operands)) is not None:
             aval = equation.outvars[0].aval
@@ -434,12 +434,12 @@ class Graph:
         ordered = sorted(operands) if name in _COMMUTATIVE else operands
         types = tuple([(v.aval.shape, v.aval.dtype) for v in equation.outvars if hasattr(v.aval, "shape")])
         mesh: Hashable = ()
-        if self._several_meshes and all(number in self.literals for number in operands):  # of others, operands tell
+        if self._several_meshes and all(number in self.literals for number in operands):  # otherwise the operands tell
             mesh = tuple(compat.axis_types(v.aval) for v in equation.outvars)
         return name, frame, tuple(ordered), params, types, mesh
 
     def _parameters(self, equation: JaxprEqn) -> Hashable | None:
-        """What an equation's parameters say of its value; None where that cannot be compared."""
+        """Returns a key for what an equation's parameters mean; None if they cannot be compared."""
         given = equation.params
         known = self._said.get(id(given))
         if known is not None:
@@ -459,7 +459,7 @@ class Graph:
     def _broadcast(
         self, equation: JaxprEqn, operands: Sequence[int]
     ) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
-        """What a broadcast is, in one step, where its operand is one too: vmap makes two of what grad makes one of."""
+        """Merges a broadcast with the broadcast that is its operand: vmap makes two where grad makes one."""
         number, dimensions = operands[0], [int(d) for d in equation.params["broadcast_dimensions"]]
         while (node := self.definitions.get(number)) is not None and node.name == "broadcast_in_dim":
             if len(node.inputs) > 1 or len(operands) > 1:
@@ -468,9 +468,9 @@ class Graph:
         return [number, *operands[1:]], tuple(equation.params["shape"]), tuple(dimensions)
 
     def _transpose(self, equation: JaxprEqn, number: int) -> tuple[list[int], tuple[int, ...]]:
-        """What a transpose is, in one step, where its operand is one too.
+        """Merges a transpose with the transpose that is its operand.
 
-        One that undoes another is no operand's number: what a site gives may be in between.
+        A transpose that undoes another does not get the operand's number, since what a site gives may be in between.
         """
         order = [int(d) for d in equation.params["permutation"]]
         while (node := self.definitions.get(number)) is not None and node.name == "transpose":
@@ -478,7 +478,7 @@ class Graph:
         return [number], tuple(order)
 
     def as_broadcast(self, equation: JaxprEqn, operands: Sequence[int]) -> tuple[JaxprEqn, int] | None:
-        """(the broadcast, its operand) that the transpose of a broadcast is, if it is one."""
+        """Returns (the broadcast, its operand) that equals the transpose of a broadcast, or None."""
         (number,), order = self._transpose(equation, operands[0])
         node = self.definitions.get(number)
         if node is None or node.name != "broadcast_in_dim" or len(node.inputs) != 1:
@@ -491,7 +491,7 @@ class Graph:
         return node.equation.replace(outvars=equation.outvars, params=params), source
 
     def _unstack(self, equation: JaxprEqn, number: int) -> tuple[Sequence[int], Hashable]:
-        """The same of the parts along an axis: of what, along which axis, and how the other axes follow each other."""
+        """Does the same for parts along an axis: returns the source, its axis, and the order of the other axes."""
         axis, node = int(equation.params["axis"]), self.definitions.get(number)
         order = tuple(range(len(self.shape(number))))
         if node is not None and node.name == "transpose":
@@ -499,7 +499,7 @@ class Graph:
         return [number], (order[axis], (*order[:axis], *order[axis + 1 :]))
 
     def suppose(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> list[int] | None:
-        """A number for a transpose that the program has not: what comes next, it may have."""
+        """Returns a number for a transpose that the program lacks, since the program may have what follows it."""
         key = self.key(equation, operands, frame)
         if equation.primitive.name != "transpose" or key is None:
             return None
@@ -514,8 +514,8 @@ class Graph:
     def _holding(
         self, body: Body, equation: JaxprEqn, operands: list[int], children: Sequence[Child], frame: tuple[int, ...]
     ) -> list[int]:
-        """An equation that holds bodies.  What enters a body unchanged keeps its number, and so does what one body
-        gives and another of its kind is given."""
+        """Numbers an equation that holds bodies.  A value that enters a body unchanged keeps its number, and so does
+        one that a body gives and another body of its kind is given."""
         name = equation.primitive.name
         if len(children) == 1 and _is_transparent(equation):
             return self._add(children[0].body, operands, frame)
@@ -542,7 +542,7 @@ class Graph:
         return list(outputs)
 
     def _inside(self, equation: JaxprEqn, frame: tuple[int, ...]) -> tuple[int, ...]:
-        """The frame of the bodies that an equation holds."""
+        """Returns the frame of the bodies that an equation holds."""
         name = equation.primitive.name
         if name in _CUSTOM_RULES:
             return (*frame, id(equation))
@@ -554,7 +554,7 @@ class Graph:
     def _entering(
         self, equation: JaxprEqn, operands: list[int], child: Child, inside: tuple[int, ...], shared: set[int]
     ) -> list[int | None]:
-        """The numbers of a body's inputs, None for a new one; notes the positions of ``shared`` operands."""
+        """Returns the numbers of a body's inputs, None for a new one; records the positions of ``shared`` operands."""
         name, inner = equation.primitive.name, child.body
         given: list[int | None] = [None] * len(inner.invars)
         start = 0
@@ -598,9 +598,9 @@ class Graph:
         results: list[list[int]],
         inside: tuple[int, ...],
     ) -> tuple[int, ...]:
-        """The numbers of the results of an equation whose bodies give ``results``.
+        """Returns the numbers of the results of an equation whose bodies give ``results``.
 
-        Equal ones get one number; notes of each as what another body of the same kind finds it.
+        Equal results get one number.  For each, records the number under which another body of the same kind finds it.
         """
         name = equation.primitive.name
         if name not in ("cond", "shard_map"):
@@ -633,7 +633,7 @@ class Graph:
         results: list[int],
         inside: tuple[int, ...],
     ) -> tuple[int, ...]:
-        """The same for a scan: what it carries to the end, and what it stacks."""
+        """Does the same for a scan: what it carries to the end, and what it stacks."""
         constants, carried = compat.scan_parts(equation)
         within, depth = inputs[constants : constants + carried], loops(body)
         outputs: list[int] = []
@@ -649,14 +649,14 @@ class Graph:
                     continue
                 _, number, axis = summed
                 key = stacked_key(equation, body, number, inside)
-                if axis:  # along another axis than what a loop stacks
+                if axis:  # along another axis than that along which a loop stacks
                     key = "stacked along", axis, key
             else:
                 whole = self._whole(equation, operands, body, number, inside)
                 if whole is not None:
                     outputs.append(whole)
                     continue
-                # What a loop stacks is known by what it is in a step, the length, and how many loops are around it.
+                # What a loop stacks is identified by its value in a step, the length, and how many loops are around it.
                 key = stacked_key(equation, body, number, inside)
                 axis = 0
             if key not in self._table:
@@ -678,7 +678,7 @@ class Graph:
         number: int,
         frame: tuple[int, ...],
     ) -> int | None:
-        """What a scan stacks where that are all slices of an array that it reads, or the numbers of all steps."""
+        """Returns what a scan stacks if it is all slices of an array that it reads, or the numbers of all steps."""
         length = equation.params["length"]
         source = self._slices.get((number, loops(body)))
         if source is not None and source in operands:
@@ -691,7 +691,7 @@ class Graph:
         return steps if made is None else self._equation(body, made[1], [steps], [], frame)[0]
 
     def _part(self, number: int, spec: PartitionSpec, aval: ShapedArray, inside: tuple[int, ...]) -> int:
-        """What each device of a mesh has of a value: the whole, where the value is the same on all."""
+        """Returns what each device of a mesh has of a value: the whole, if the value is the same on all devices."""
         key = ("part", number, inside, spec_key(spec))
         if key not in self._table:
             self._table[key] = (number if spec_key(spec) == spec_key(()) else self._new(aval),)
@@ -707,17 +707,17 @@ def _can_be_hashed(value: object) -> bool:
 
 
 def _is_transparent(equation: JaxprEqn) -> bool:
-    """Whether an equation's results are those of the one body that it holds."""
+    """Returns whether an equation's results are those of the one body that it holds."""
     return equation.primitive.name in _TRANSPARENT and not compat.has_side_effects(equation)
 
 
 def computes(body: Body, position: int) -> bool:
-    """Whether an equation's results are its own, and not those of a body that it holds."""
+    """Returns whether an equation's results are its own, and not those of a body that it holds."""
     return position not in body.children or body.equations[position].primitive.name in _CUSTOM_RULES
 
 
 def is_identity(equation: JaxprEqn) -> bool:
-    """Whether the results of an equation are its operands."""
+    """Returns whether the results of an equation are its operands."""
     name = equation.primitive.name
     if name in _IDENTITY:
         return True

@@ -1,8 +1,8 @@
-"""Carries what was found out about one place of a graph over to other places of the same form.
+"""Transfers the outcome of a proof at one place of a graph to other places of the same form.
 
-A proof asks a graph for definitions, types and users of values.  What is asked is noted, and another place is compared
-with that: where the values correspond one to one, in the same order, and every answer is the same, the same proof would
-give the same outcome, said of the corresponding values.  So of equal layers one or two are proved.
+A proof asks a graph for definitions, types and users of values.  The questions are recorded, and another place is
+compared: if the values correspond one to one, in the same order, and every answer is the same, the same proof has the
+same outcome for the corresponding values.  So of equal layers only one or two are proved.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _MOST = 3
-"""Places with which another one is compared."""
+"""Largest number of places to compare another one with."""
 
 
 class ProofCache(Generic[T]):
-    """The outcomes of proofs that begin at nodes of a graph.
+    """Outcomes of proofs that begin at nodes of a graph.
 
     Args:
       graph: the graph.
-      marks: per value, what else the proofs know of it than what they ask of the graph, such as a note.
+      marks: per value, what the proofs know of it besides what they ask the graph, such as a note.
     """
 
     def __init__(self, graph: Graph, marks: Sequence[Hashable]):
@@ -37,15 +37,15 @@ class ProofCache(Generic[T]):
         self._known: dict[Hashable, list[tuple[_Form, T]]] = {}
 
     def like(self, node: Node, key: Hashable) -> Iterator[tuple[T, dict[int, int]]]:
-        """The outcomes at places of the form of that of a node, each with the values here that correspond to those
-        there; ``key`` is what the proof is given besides the node."""
+        """Yields the outcomes at places of the same form as a node's, each with {value there: value here}; ``key`` is
+        what the proof is given besides the node."""
         for form, outcome in self._known.get((key, self._types(node)), [])[: -1 - _MOST : -1]:
             image = form.at(node)
             if image is not None:
                 yield outcome, image
 
     def prove(self, node: Node, key: Hashable, proof: Callable[[Graph], T]) -> T:
-        """The outcome of a proof, kept for other places.  What the proof is given answers as the graph does."""
+        """Runs a proof and keeps its outcome for other places.  The proof's graph records questions."""
         watched = _Watched(self._graph)
         outcome = proof(cast("Graph", watched))
         known = self._known.setdefault((key, self._types(node)), [])
@@ -57,7 +57,7 @@ class ProofCache(Generic[T]):
 
 
 class _Asked(Mapping[int, V]):
-    """A mapping from numbers that notes which were asked for."""
+    """A mapping from numbers that records which of them were asked for."""
 
     def __init__(self, known: Mapping[int, V], asked: set[int]):
         self._known, self._asked = known, asked
@@ -86,7 +86,7 @@ class _Asked(Mapping[int, V]):
 
 
 class _Members:
-    """The values that a body has a variable for; notes which were asked for."""
+    """The values that a body has a variable for; records which of them were asked for."""
 
     def __init__(self, known: Container[int], asked: set[int]):
         self._known, self._asked = known, asked
@@ -97,7 +97,7 @@ class _Members:
 
 
 class _Places:
-    """The same per body."""
+    """The values that each body has a variable for; records which of them were asked for."""
 
     def __init__(self, positions: Mapping[Body, Container[int]]):
         self._positions = positions
@@ -108,14 +108,14 @@ class _Places:
 
 
 class _Watched:
-    """A graph for one proof, which notes what that asks.
+    """A graph for one proof, which records what the proof asks.
 
     Attributes:
       graph: the graph.
       asked: values whose definition or type was asked for.
       used: values whose users were asked for.
-      found: values of which it was asked where they are computed.
-      further: whether something else was asked, which no other place is compared in.
+      found: values for which the proof asked where they are computed.
+      further: whether something else was asked, in which other places are not compared.
     """
 
     def __init__(self, graph: Graph):
@@ -154,28 +154,28 @@ class _Watched:
 
 
 class _Step(NamedTuple):
-    """What another place has to answer about one value."""
+    """Answers about one value that another place has to match."""
 
     number: int
     definition: Node | None
     fixed: bool
-    """Whether it has to be the same value: a literal or a captured array."""
+    """Whether the value has to be the same itself: a literal or a captured array."""
     aval: ShapedArray
     users: Sequence[Node] | None
-    """The nodes that read it, if that was asked."""
+    """Nodes that read the value, if the proof asked for them."""
     places: Sequence[tuple[Body, bool]]
-    """The bodies of which it was asked, and whether they have a variable for it."""
+    """Bodies that the proof asked about, and whether they have a variable for the value."""
     homes: Sequence[Body] | None
-    """The bodies that compute it, if that was asked."""
+    """Bodies that compute the value, if the proof asked for them."""
 
 
 class _Form:
-    """What a proof that began at one node was told, to be compared with other places.
+    """Answers that a proof got which began at one node, to be compared with other places.
 
     Args:
-      watched: what the proof asked.
+      watched: the record of what the proof asked.
       start: the node.
-      marks: per value of the graph, what else the proof was told about it.
+      marks: per value of the graph, what else the proof knew about it.
     """
 
     def __init__(self, watched: _Watched, start: Node, marks: Sequence[Hashable]):
@@ -210,8 +210,8 @@ class _Form:
         self._complete = not watched.further and asked <= reached.keys()
 
     def at(self, node: Node) -> dict[int, int] | None:
-        """Per value that the proof met, the one that corresponds to it where it begins at another ``node``; None where
-        something is different."""
+        """Returns, per value that the proof met, the value that corresponds to it if the proof begins at another
+        ``node``; None if something differs."""
         graph, start, marks = self._graph, self._start, self._marks
         avals, definitions, literals, constants = graph.avals, graph.definitions, graph.literals, graph.constants
         image: dict[int, int] = {}
@@ -258,7 +258,7 @@ def _homes(graph: Graph, number: int) -> list[Body]:
 
 
 def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> bool:
-    """Whether two nodes compute the same from values that correspond to each other; which these are is noted."""
+    """Returns whether two nodes compute the same from corresponding values; records which values correspond."""
     first, second = a.equation, b.equation
     if first.primitive is not second.primitive or first.effects != second.effects:
         return False
@@ -275,5 +275,5 @@ def _same(a: Node, b: Node, image: dict[int, int], bodies: dict[Body, Body]) -> 
         return called_program(first) == called_program(second) and same_rule(first, second)
     try:
         return bool(first.params == second.params)
-    except Exception:  # arrays among them, say
+    except Exception:  # arrays among them, for example
         return False

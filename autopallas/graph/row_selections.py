@@ -1,13 +1,13 @@
-"""Rows of logits that are selected become rows of the activations that are selected.
+"""Moves selections of rows of logits back to the activations.
 
-A next-token loss takes ``(x @ w)[:, :-1]``: the logits of some rows.  Under a gradient what it gives back is put among
-zeros (``pad``) before the products that end the backward.  Both commute with the product: ``(x @ w)[rows]`` is
-``x[rows] @ w``; with P putting rows among zeros, ``P(d) @ w.T`` is ``P(d @ w.T)`` and ``x.T @ P(d)`` is
+A next-token loss takes ``(x @ w)[:, :-1]``: the logits of some rows.  Under a gradient, the selection's derivative puts
+the gradient among zeros (``pad``) before the products that end the backward.  Both commute with the product:
+``(x @ w)[rows]`` is ``x[rows] @ w``; if P puts rows among zeros, ``P(d) @ w.T`` is ``P(d @ w.T)`` and ``x.T @ P(d)`` is
 ``x[rows].T @ d``.  So a selection moves back through elementwise computations, casts, broadcasts and reductions over
-other axes to the operand of the product, and what is put among zeros moves on to behind it.  What remains is a loss of
-all rows that there are, as any other.
+other axes to the operand of the product, and a value that is put among zeros moves on behind the product.  What
+remains is a loss over all the rows that there are, like any other.
 
-The equations of a body change only where that leaves it with no more products than it had.
+The equations of a body change only if the body then has no more products than before.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from autopallas.numerics.casts import counts_exactly
 __all__ = ["LEFT_OUT", "PROMISED", "move_selections"]
 
 LEFT_OUT = "what the loss leaves out, rows of activations and of logits, is finite"
-"""What is assumed where zeros among which a gradient was put are multiplied."""
+"""Assumption made where the zeros around a gradient are multiplied."""
 PROMISED = "indices of rows are in range, as the gather promises (PROMISE_IN_BOUNDS), where gradients are taken"
-"""What is assumed of rows that a gather picks: it clips indices, and its derivative drops what was clipped."""
+"""Assumption about rows that a gather picks: it clips indices, and its derivative drops what was clipped."""
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
 _PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
-"""What puts the gradient of a selection among zeros."""
+"""Primitives that put the gradient of a selection among zeros."""
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
-"""What a selection moves back through, beside reductions and products."""
+"""Primitives that a selection moves back through, besides reductions and products."""
 _KEEPS_ROWS = _THROUGH | _REDUCTIONS | SELECTIONS
-"""What gives rows that are computed from rows."""
+"""Primitives whose rows are computed from rows."""
 _REPEATS = frozenset({"broadcast_in_dim", "convert_element_type", "pvary", "pcast"})
-"""What makes a zero of a zero."""
+"""Primitives that turn a zero into a zero."""
 _MOST = 32
-"""Selections of one body that are moved; a loss has a few."""
+"""Largest number of selections to move in one body; a loss has a few."""
 _DEEPEST = 128
-"""Equations on one path through which a selection moves."""
+"""Largest number of equations on one path through which a selection moves."""
 _LARGEST = 2**31 - 1
-"""Rows that an index of 32 bits counts."""
+"""Largest number of rows that an index of 32 bits counts."""
 
 Atom = Var | Literal
 
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """A value that is ``core`` at some rows and zero at the others; ``assumed``: unless something is not finite."""
+    """A value that is ``core`` at some rows and zero at the others; if ``assumed``, only where everything is finite."""
 
     core: Atom
     rows: Rows
@@ -87,9 +87,9 @@ def move_selections(root: Body, assume_finite: bool = True, divided: bool = Fals
 
     Args:
       root: the program.
-      assume_finite: whether 0 times something may be taken for 0.
-      divided: whether arrays are spread over several devices.  Rows of several axes stay where they are then: merged,
-        these would have to be gathered from all devices.
+      assume_finite: whether 0 times anything may be taken for 0.
+      divided: whether arrays are spread over several devices.  Rows of several axes then stay where they are, since the
+        merged axes would have to be gathered from all devices.
     """
     choices: set[tuple[Hashable, ...]] = set()
     for body in root.walk():
@@ -107,10 +107,10 @@ def _may_select(body: Body, choices: set[tuple[Hashable, ...]]) -> bool:
 
 
 class _Mover:
-    """The work on one body.
+    """Moves the selections of one body.
 
-    The original's equations stay, for whoever else reads them, with new ones among them; what nobody reads any more is
-    left out at the end.
+    The original equations stay, for their other readers, with new ones among them; equations that nobody reads any more
+    are left out at the end.
     """
 
     def __init__(self, body: Body, choices: set[tuple[Hashable, ...]], assume_finite: bool, divided: bool):
@@ -118,17 +118,17 @@ class _Mover:
         self.equations: list[JaxprEqn] = []
         self.definitions: dict[Var, JaxprEqn] = {}
         self.names: dict[Var, Atom] = {}
-        """What is read in place of a variable."""
+        """Atoms to read in place of variables."""
         self.logits: set[Var] = set()
-        """What is computed from logits row by row."""
+        """Values computed from logits row by row."""
         self.spread: dict[Var, _Spread] = {}
         self.assumed: dict[Var, str] = {}
         self.scores: set[Var] = set()
-        """The same, and what is computed from rows of logits that were selected."""
+        """``logits``, and what is computed from rows of logits that were selected."""
         self.pieces: dict[Var, tuple[Atom, Rows]] = {}
-        """Slices of logits, by what is read in their place."""
+        """Slices of logits, by the variable that is read in their place."""
         self.within: dict[Var, Var] = {}
-        """By the merged indices of rows of several axes: which of them are in range."""
+        """Whether each row is in range, by the merged indices of rows of several axes."""
         self._flat: dict[tuple[Var, Picked], Var] = {}
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._constants = dict(zip(body.constvars, body.consts, strict=True))
@@ -160,7 +160,7 @@ class _Mover:
     # ------------------------------------------------------------------ what flows where
 
     def _flowing(self) -> set[Var]:
-        """The results of products that flow into an exponential element by element."""
+        """Returns the results of products that flow into an exponential element by element."""
         found: set[Var] = set()
         own: set[Var] = set()
         layout = _THROUGH | SELECTIONS | {"concatenate"}
@@ -173,8 +173,8 @@ class _Mover:
         return own
 
     def _selects(self) -> bool:
-        """Whether something selects from logits, or from what is computed from them row by row: most bodies have none,
-        and need not be walked through in earnest."""
+        """Returns whether something selects from logits, or from what is computed from them row by row.  In most bodies
+        nothing does, and the full walk is not needed."""
         scores = set(self._own)
         for equation in self.body.equations if scores else ():
             name = equation.primitive.name
@@ -207,7 +207,7 @@ class _Mover:
                     known.add(result)
 
     def _emit(self, like: JaxprEqn, function: ArrayFunction, *atoms: Atom) -> Var:
-        """The result of a function of some atoms, computed by new equations."""
+        """Emits equations for a function of some atoms; returns its result."""
         made = compat.make_jaxpr(function, *(compat.shape_of(a.aval) for a in atoms))
         inner, consts = jaxprs.open_jaxpr(made)
         assert not consts
@@ -225,7 +225,7 @@ class _Mover:
         return found
 
     def _bind(self, like: JaxprEqn, atoms: Sequence[Atom], **params: object) -> Var:
-        """The equation ``like`` with other operands and parameters."""
+        """Emits the equation ``like`` with other operands and parameters."""
         full = {**like.params, **params}
         varying = [a for a in atoms if not isinstance(a, Literal)]
 
@@ -241,7 +241,7 @@ class _Mover:
     # ------------------------------------------------------------------ selections move back
 
     def _in_place_of(self, equation: JaxprEqn) -> Atom | None:
-        """What is read in place of an equation's result, if something is moved over it."""
+        """Returns what to read in place of an equation's result, if something is moved over the equation."""
         name = equation.primitive.name
         if not equation.outvars:
             return None
@@ -277,7 +277,7 @@ class _Mover:
         return None
 
     def _selection(self, equation: JaxprEqn, source: Var, rows: Rows) -> Atom | None:
-        """What is read in place of rows of logits."""
+        """Returns what to read in place of rows of logits."""
         selected = self._selected_rows(equation, source, rows)
         if selected is None:
             return None
@@ -286,13 +286,13 @@ class _Mover:
         elif equation.primitive.name == "slice" and isinstance(selected, Var):
             self.pieces[selected] = source, rows
         shape = equation.outvars[0].aval.shape
-        if rows.shape(source.aval.shape) != shape:  # of several axes, merged
+        if rows.shape(source.aval.shape) != shape:  # rows of several axes were merged
             selected = self._emit(equation, lambda array: lax.reshape(array, shape), selected)
             self.scores.add(selected)
         return selected
 
     def _selected_rows(self, equation: JaxprEqn, source: Var, rows: Rows) -> Atom | None:
-        """Rows of logits from rows of the activations, whatever lies in those that are out of range."""
+        """Computes rows of logits from rows of the activations; rows that are out of range hold anything."""
         if rows.fill is not None and not jnp.issubdtype(source.aval.dtype, jnp.floating):
             return None
         if rows.size > rows.parts[rows.part] or len(self.names) >= _MOST or not self._comes_to_a_product(source, rows):
@@ -301,7 +301,7 @@ class _Mover:
         return self._select(source, replace(rows, fill=None), equation)
 
     def _labels_of_rows(self, equation: JaxprEqn, source: Var) -> Atom | None:
-        """What is read in place of one element of each of some rows of logits."""
+        """Returns what to read in place of one element of each of some rows of logits."""
         picks, component = picked_labels(equation) or (None, 0)
         if picks is None or self._counts(equation.invars[1], picks):
             return None
@@ -322,7 +322,7 @@ class _Mover:
         return self._emit(equation, lambda array: lax.reshape(array, shape), found)
 
     def _counts(self, indices: Atom, picks: Picked) -> bool:
-        """Whether the components of indices that count rows count them one by one."""
+        """Returns whether the components of indices that count rows count them one by one."""
         definition = self.definitions.get(indices) if isinstance(indices, Var) else None
         if definition is None or definition.primitive.name != "concatenate":
             return False
@@ -342,7 +342,7 @@ class _Mover:
             name = definition.primitive.name
             if name == "iota":
                 return True
-            if name == "select_n":  # negative ones count from the end
+            if name == "select_n":  # negative indices count from the end
                 atom = definition.invars[1]
             elif name in ("broadcast_in_dim", "convert_element_type", "reshape", "expand_dims", "squeeze"):
                 atom = definition.invars[0]
@@ -351,7 +351,7 @@ class _Mover:
         return False
 
     def _merged(self, equation: JaxprEqn, picks: Picked | None) -> Rows | None:
-        """The rows of several axes that a gather picks, or that a scatter puts, as rows of one."""
+        """Returns the rows of several axes that a gather picks, or that a scatter puts, as rows of one merged axis."""
         if picks is None or not picks.rows <= math.prod(picks.sizes) <= _LARGEST:
             return None
         if self.divided or any(compat.explicit_sharding(a.aval) is not None for a in equation.invars):
@@ -371,7 +371,7 @@ class _Mover:
         )
 
     def _label_set(self, equation: JaxprEqn) -> Atom | None:
-        """Several elements of each row of logits, or the gradient of these, one after the other."""
+        """Computes several elements of each row of logits, or the gradient of these, one after the other."""
         found, first = label_set(equation), equation.invars[0]
         if found is None or len(self.names) >= _MOST:
             return None
@@ -386,7 +386,7 @@ class _Mover:
         return None
 
     def _comes_to_a_product(self, variable: Var, rows: Rows) -> bool:
-        """Whether a selection moves back to a product, and over all that lies between."""
+        """Returns whether a selection moves back to a product, through everything in between."""
         todo: list[tuple[Var, Rows]] = [(variable, rows)]
         seen = set(todo)
         found = False
@@ -407,8 +407,8 @@ class _Mover:
         return found
 
     def _steps(self, variable: Var, rows: Rows) -> list[tuple[Atom, Rows | None]] | None:
-        """The operands of the equation of a value, with the rows of each that its own rows are computed from (None: the
-        operand as it is); None where it is not computed row by row."""
+        """Returns the operands of a value's equation, each with its rows that the value's rows are computed from (None:
+        the operand as it is); returns None if the value is not computed row by row."""
         equation = self.definitions[variable]
         name, operands = equation.primitive.name, equation.invars
         shape = variable.aval.shape
@@ -426,7 +426,7 @@ class _Mover:
             if len(operands) != 1:
                 return None
             given = [d for d in rows.axes if d in targets and own[targets.index(d)] == shape[d]]
-            if not given:  # along the rows all are the same
+            if not given:  # all rows are the same
                 return [(operands[0], None)]
             if len(given) != rows.merged:
                 return None
@@ -441,7 +441,7 @@ class _Mover:
         return None
 
     def _select(self, atom: Atom, rows: Rows, like: JaxprEqn, depth: int = 0) -> Atom:
-        """The rows of a value, from those of what it is computed from."""
+        """Computes the rows of a value from the rows of its operands."""
         if not isinstance(atom, Var):
             return self._emit(like, lambda: rows.select(jnp.asarray(atom.val)))
         key = atom, rows
@@ -466,18 +466,18 @@ class _Mover:
         definition = self.definitions.get(variable)
         if definition is not None and definition.primitive.name == "broadcast_in_dim":
             steps = self._steps(variable, rows)
-            if steps is not None and steps[0][1] is None:  # all rows are the same, as of a bias
+            if steps is not None and steps[0][1] is None:  # all rows are the same, as for a bias
                 return self._again(definition, rows, steps, depth)
         return self._taken(variable, rows, like)
 
     def _taken(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
-        """The rows of a value, as they stand in it."""
+        """Takes the rows of a value from the value itself."""
         if isinstance(rows.start, int):
             return self._emit(like, rows.select, atom)
         return self._emit(like, rows.select, atom, rows.start)
 
     def _filled(self, like: JaxprEqn, rows: Rows, atom: Atom, fill: float) -> Atom:
-        """Selected rows with ``fill`` in those whose index is out of range."""
+        """Replaces selected rows whose index is out of range by ``fill``."""
         assert isinstance(rows.start, Var)
         within = self.within.get(rows.start)
         if within is None:
@@ -485,7 +485,7 @@ class _Mover:
         return self._emit(like, lambda array, where: rows.filled(array, where, fill), atom, within)
 
     def _again(self, equation: JaxprEqn, rows: Rows, steps: Sequence[tuple[Atom, Rows | None]], depth: int) -> Atom:
-        """The rows of an equation's result."""
+        """Computes the rows of an equation's result from its operands' rows."""
         name, result = equation.primitive.name, equation.outvars[0]
         atoms = [a if own is None else self._select(a, own, equation, depth + 1) for a, own in steps]
         if name in ELEMENTWISE:
@@ -496,7 +496,7 @@ class _Mover:
         return self._emit(equation, _layout_of(equation, steps[0][1], rows.shape(result.aval.shape), rows), *atoms)
 
     def _repeated(self, atom: Atom, rows: Rows, like: JaxprEqn) -> Atom:
-        """An operand that is the same for all rows."""
+        """Reshapes an operand that is the same for all rows to fit the merged rows."""
         return self._emit(like, rows.repeated, atom) if rows.merged > 1 and atom.aval.shape else atom
 
     def _rows_of_product(self, equation: JaxprEqn, rows: Rows) -> Atom | None:
@@ -533,7 +533,7 @@ class _Mover:
     # ------------------------------------------------------------------ what is put among zeros moves on
 
     def _put(self, equation: JaxprEqn) -> _Spread | None:
-        """What an equation puts among zeros, if it selects rows the other way round."""
+        """Returns what an equation puts among zeros, if it is the transpose of a selection of rows."""
         name, result = equation.primitive.name, equation.outvars[0]
         if not self.choices or not jnp.issubdtype(result.aval.dtype, jnp.floating):
             return None
@@ -570,7 +570,7 @@ class _Mover:
             return None
         if rows.merged > 1:
             core = self._emit(equation, lambda array: lax.reshape(array, rows.shape(shape)), core)
-        # A gather clips what is promised to be in range, and the scatter that is its transpose drops it.
+        # A gather clips indices that are promised to be in range; the scatter that is its transpose drops them.
         promised = rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS
         if promised and isinstance(rows.start, Var):
             if not counts_exactly(rows.start.aval.dtype, rows.parts[rows.part] - 1):
@@ -580,7 +580,7 @@ class _Mover:
         return _Spread(core, replace(rows, fill=None))
 
     def _put_labels(self, equation: JaxprEqn) -> _Spread | None:
-        """Single elements put among zeros, as rows of one element each."""
+        """Returns single elements put among zeros, as rows of one element each."""
         picks, component = picked_labels(equation) or (None, 0)
         rows = self._merged(equation, picks)
         if picks is None or rows is None or rows.choice not in self.choices:
@@ -609,7 +609,7 @@ class _Mover:
         return False
 
     def _on_spread(self, equation: JaxprEqn) -> _Spread | None:
-        """The result of an equation as something among zeros."""
+        """Returns the result of an equation as a value among zeros, if it is one."""
         name, operands, result = equation.primitive.name, equation.invars, equation.outvars[0]
         given = [self.spread.get(a) if isinstance(a, Var) else None for a in operands]
         first = next(s for s in given if s is not None)
@@ -660,7 +660,7 @@ class _Mover:
         return _Spread(self._emit(equation, layout, first.core), further, assumed)
 
     def _rolled_back(self, equation: JaxprEqn, given: Sequence[_Spread | None]) -> _Spread | None:
-        """A sum of the two parts of one value, each among zeros: the value, rolled."""
+        """Returns the sum of the two parts of one value, each among zeros, as the rolled value."""
         first, second = given
         if equation.primitive.name not in ("add", "add_any") or first is None or second is None:
             return None
@@ -679,7 +679,7 @@ class _Mover:
         return None if found is None or rows.more else _Spread(found[0], replace(rows, size=whole))
 
     def _forward(self, equation: JaxprEqn, rows: Rows) -> Rows | None:
-        """The rows of a layout operation's result that are those of its operand."""
+        """Returns the rows of a layout operation's result that correspond to those of its operand."""
         name, params = equation.primitive.name, equation.params
         before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         if name == "broadcast_in_dim":
@@ -706,7 +706,7 @@ class _Mover:
         return reshaped(after, before, rows)
 
     def _product_of_spread(self, equation: JaxprEqn) -> Atom | None:
-        """A product with something among zeros, which the program multiplies with numbers that may be infinite."""
+        """Computes a product with a value among zeros; the zeros may meet infinite factors."""
         (contracting, batch), operands = equation.params["dimension_numbers"], equation.invars
         side, spread = next((i, a) for i, a in enumerate(operands) if isinstance(a, Var) and a in self.spread)
         own = self.spread[spread]
@@ -752,7 +752,7 @@ class _Mover:
         return self._emit(equation, lambda core, start: result.put(core, shape, start), new, result.start)
 
     def _sum_of_spread(self, equation: JaxprEqn) -> Atom | None:
-        """A sum of something among zeros: over the rows, or what is among zeros again."""
+        """Sums a value among zeros over the rows, or over other axes, which gives a value among zeros again."""
         operand = equation.invars[0]
         assert isinstance(operand, Var)
         own = self.spread[operand]
@@ -774,7 +774,7 @@ class _Mover:
 def _layout_of(
     equation: JaxprEqn, own: Rows | None, shape: tuple[int, ...], rows: Rows
 ) -> Callable[[jax.Array], jax.Array]:
-    """What a layout operation or reduction is for some rows: ``own`` of its operand, ``rows`` of its result."""
+    """Returns a layout operation or reduction as a function of rows: ``own`` of its operand, ``rows`` of its result."""
     name, params = equation.primitive.name, equation.params
     if name in _REDUCTIONS:
         assert own is not None

@@ -1,4 +1,4 @@
-"""Some rows of an array: along which axis, which of them, and how they are taken out and put back among zeros."""
+"""Describes some rows of an array: their axis, which rows, and how to select them or put them back among zeros."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Rows:
     """Some positions along an axis of an array.
 
     Attributes:
-      axis: the axis; of an array whose axis is to be split first, that one; of axes to be merged first, the first.
-      parts: the sizes into which it is split; one, if it is not.
-      part: of which of them positions are selected.
-      start: the first position, or the variable that holds it; with ``mode`` the variable that holds all of them,
+      axis: the axis; if it is to be split first, the axis before the split; if axes are to be merged first, the first.
+      parts: the sizes into which it is split; a single one if it is not.
+      part: which of these parts the positions are selected from.
+      start: the first position, or the variable that holds it; with ``mode`` the variable that holds all positions,
         [size, 1].
-      size, stride: how many positions, and the distance between them.  Behind the last position comes the first: as
-        many as there are, from another start, are all of them, rolled.
-      mode: of the gather that picks positions by index, or None.
-      fill: what rows out of range are filled with; then ``mode`` is that of the gather which picks others in their
-        place.  Going back, they are dropped.
+      size, stride: how many positions, and the distance between them.  The first position follows the last: if all
+        positions are selected from another start, they are rolled.
+      mode: the mode of the gather that picks positions by index, or None.
+      fill: what rows out of range are filled with; ``mode`` is then that of the gather that picks other rows in their
+        place.  In the opposite direction they are dropped.
     """
 
     axis: int
@@ -62,7 +62,7 @@ class Rows:
     mode: GatherScatterMode | None = None
     fill: float | None = None
     merged: int = 1
-    """How many axes are merged into one first, from ``axis`` on; only if that is not split."""
+    """Number of axes, from ``axis`` on, that are merged into one first; above 1 only if the axis is not split."""
 
     @property
     def more(self) -> int:
@@ -71,26 +71,26 @@ class Rows:
 
     @property
     def axes(self) -> range:
-        """The axes before splitting or merging."""
+        """Axes before splitting or merging."""
         return range(self.axis, self.axis + self.merged)
 
     @property
     def all(self) -> bool:
-        """Whether all rows are there, in another order."""
+        """Whether all rows are selected, perhaps in another order."""
         return self.mode is None and self.stride == 1 and self.size == self.parts[self.part]
 
     @property
     def choice(self) -> tuple[Hashable, ...]:
-        """What is selected, wherever the axis is."""
+        """Description of the selection that does not depend on the axis."""
         return self.parts[self.part], self.start, self.size, self.stride, self.mode, self.fill is None
 
     def within(self, start: jax.Array) -> jax.Array:
-        """Whether each index is in range, [size]."""
+        """Returns whether each index is in range, [size]."""
         index, last = lax.reshape(start, (self.size,)), self.parts[self.part] - 1
         return lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), lax.le(index, lax.full_like(index, last)))
 
     def filled(self, array: jax.Array, within: jax.Array, fill: float) -> jax.Array:
-        """What is selected, with ``fill`` in the rows whose index is not in range."""
+        """Fills selected rows whose index is out of range with ``fill``."""
         within = lax.broadcast_in_dim(within, array.shape, (self.axis + self.part,))
         return lax.select(within, array, lax.full_like(array, fill))
 
@@ -98,22 +98,22 @@ class Rows:
         return replace(self, axis=axis)
 
     def among(self, axes: Sequence[int] | Mapping[int, int]) -> Rows | None:
-        """The rows of an array whose ``axes`` are those of the one that these rows are of; None where such as are to be
-        merged do not follow one another."""
+        """Returns the same rows in an array where axis d has become ``axes[d]``; None if axes that are to be merged do
+        not follow one another there."""
         own = [axes[d] for d in self.axes]
         return self.at(own[0]) if own == [*range(own[0], own[0] + self.merged)] else None
 
     def shape(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what is selected."""
+        """Returns the shape of what is selected."""
         chosen = [self.size if p == self.part else n for p, n in enumerate(self.parts)]
         return *before[: self.axis], *chosen, *before[self.axis + self.merged :]
 
     def moved(self, axis: int) -> int:
-        """Where another axis is afterwards."""
+        """Returns where another axis is afterwards."""
         return axis if axis < self.axis else axis + self.more
 
     def all_moved(self, axes: Sequence[int]) -> list[int]:
-        """Where axes are afterwards, these among them, of which all or none are there."""
+        """Returns where axes are afterwards; of the rows' own axes, all or none must be among them."""
         found: list[int] = []
         for axis in axes:
             if axis == self.axis:
@@ -123,23 +123,23 @@ class Rows:
         return found
 
     def varies(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand has the axes of an elementwise result of the shape ``whole``."""
+        """Returns whether an operand has the axes of an elementwise result of the shape ``whole``."""
         return len(shape) == len(whole) and all(shape[d] == whole[d] for d in self.axes)
 
     def fits(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
-        """Whether an operand of an elementwise result can be read at the rows: it has them, or is the same for all, but
-        where these are split."""
+        """Returns whether an operand of an elementwise result can be read at the rows: it has them, or is the same for
+        all rows, unless these are split."""
         if not shape or self.varies(shape, whole):
             return True
         return len(self.parts) == 1 and all(shape[d] == 1 for d in self.axes)
 
     def repeated(self, array: jax.Array) -> jax.Array:
-        """An operand that is the same for all rows, to be read with what is selected."""
+        """Reshapes an operand that is the same for all rows, to be read with what is selected."""
         shape = array.shape
         return lax.reshape(array, (*shape[: self.axis], 1, *shape[self.axis + self.merged :])) if shape else array
 
     def select(self, array: jax.Array, start: jax.Array | None = None) -> jax.Array:
-        """``array`` at the positions; ``start`` is the value of a variable one."""
+        """Selects ``array`` at the positions; ``start`` is the value of a variable start."""
         own = self.axis + self.part
         if self.more:
             rest = array.shape[self.axis + self.merged :]
@@ -162,7 +162,7 @@ class Rows:
         return taken
 
     def put(self, array: jax.Array, before: Sequence[int], start: jax.Array | None = None) -> jax.Array:
-        """The inverse: an array of the shape ``before``, zero elsewhere."""
+        """Inverts :meth:`select`: returns an array of the shape ``before``, zero elsewhere."""
         own = self.axis + self.part
         full = (*before[: self.axis], *self.parts, *before[self.axis + self.merged :])
         if isinstance(self.start, int) and self.all:
@@ -184,7 +184,7 @@ class Rows:
 
 
 def _rolled(array: jax.Array, start: int, axis: int) -> jax.Array:
-    """An array whose first position along an axis is ``start``."""
+    """Rolls an array so that its first position along an axis is ``start``."""
     parts = (lax.slice_in_dim(array, start, None, 1, axis), lax.slice_in_dim(array, 0, start, 1, axis))
     return lax.concatenate(parts, axis)
 
@@ -194,7 +194,7 @@ def _starts(start: jax.Array, axis: int, rank: int) -> list[jax.Array]:
 
 
 def selection(equation: JaxprEqn) -> Rows | None:
-    """The rows that an equation selects along one axis."""
+    """Returns the rows that an equation selects along one axis, or None."""
     name, params = equation.primitive.name, equation.params
     if name not in SELECTIONS:
         return None
@@ -218,7 +218,7 @@ def selection(equation: JaxprEqn) -> Rows | None:
 
 
 def piece(equation: JaxprEqn, variable: Var) -> tuple[Atom, Rows] | None:
-    """The array of which an equation's result is a part along one axis, and which part."""
+    """Returns the array of which an equation's result is a part along one axis, and the rows of the part."""
     source = equation.invars[0] if equation.invars else None
     if source is not None and equation.primitive.name == "slice":
         rows = selection(equation)
@@ -232,7 +232,7 @@ def piece(equation: JaxprEqn, variable: Var) -> tuple[Atom, Rows] | None:
 
 
 def rolled(pieces: Sequence[tuple[Atom, Rows] | None], axis: int) -> tuple[Var, Rows] | None:
-    """What an array is that is put together of two ``pieces`` of another along an axis: that one, rolled."""
+    """Returns an array and its rolled rows if two ``pieces`` of it, concatenated, are the array rolled."""
     known = [found for found in pieces if found is not None]
     if len(pieces) != 2 or len(known) != 2:
         return None
@@ -253,7 +253,7 @@ def window(starts: Sequence[Atom], whole: Sequence[int], part: Sequence[int]) ->
         return None
     (axis,) = changed
     start = starts[axis]
-    if isinstance(start, Literal):  # a start behind the last possible one is that one
+    if isinstance(start, Literal):  # a start beyond the last possible one is clamped to it
         return Rows(axis, (whole[axis],), 0, max(0, min(int(start.val), whole[axis] - part[axis])), part[axis])
     return Rows(axis, (whole[axis],), 0, start, part[axis])
 
@@ -262,8 +262,11 @@ def picked(
     indices: Atom, own: tuple[Sequence[int], Sequence[int], Sequence[int]], batching: Sequence[int],
     whole: Sequence[int], part: Sequence[int], mode: GatherScatterMode, fill: float | None = None,
 ) -> Rows | None:  # fmt: skip
-    """The rows of a gather along one axis, whole otherwise, at indices [size, 1]; ``own``: the dimensions of its result
-    (or of a scatter's updates) that are not picked, and the axis twice; ``fill``: of rows out of range, NaN if None."""
+    """Returns the rows that a gather picks along one axis at indices [size, 1], with the other axes whole.
+
+    ``own``: the dimensions of its result (or of a scatter's updates) that are not picked, and the axis twice; ``fill``:
+    the value of rows out of range, NaN if None.
+    """
     kept, axes, mapped = own
     if len(axes) != 1 or axes != mapped or batching or isinstance(indices, Literal):
         return None
@@ -282,13 +285,13 @@ def picked(
 
 
 def groups(shape: Sequence[int], axis: int) -> list[tuple[tuple[int, ...], int, int]]:
-    """Runs of axes that hold one: their sizes, which of them it is, and where they begin; alone first."""
+    """Returns the runs of axes that contain an axis: (sizes, the axis's position, the run's begin), shortest first."""
     found = [(tuple(shape[i:j]), axis - i, i) for i in range(axis + 1) for j in range(axis + 1, len(shape) + 1)]
     return sorted(found, key=lambda g: len(g[0]))
 
 
 def reshaped(before: Sequence[int], after: Sequence[int], rows: Rows) -> Rows | None:
-    """The rows of a reshape's operand that give those of its result."""
+    """Returns the rows of a reshape's operand that give those of its result."""
     first, merged = math.prod(after[: rows.axis]), math.prod(after[d] for d in rows.axes)
     for axis, size in enumerate(before):
         if math.prod(before[:axis]) == first and size == merged:
@@ -311,7 +314,7 @@ class Picked:
     """Rows of several axes together, such as ``z[sequence, position]``, picked by a gather, or the places of a scatter.
 
     Attributes:
-      axes: the axes, one behind the other, of which rows are picked.
+      axes: the consecutive axes along which rows are picked.
       sizes: their sizes.
       index_shape: the shape of the indices, without their components.
       sources: for each axis, the dimension of the indices that counts it (it is a batch axis), or (component,).
@@ -324,11 +327,11 @@ class Picked:
 
     @property
     def rows(self) -> int:
-        """How many rows are picked."""
+        """Number of rows that are picked."""
         return math.prod(self.index_shape)
 
     def flat(self, indices: jax.Array) -> jax.Array:
-        """One index for each row, [rows, 1], into the merged axes: the nearest row that there is, as gathers clip."""
+        """Returns one index per row, [rows, 1], into the merged axes, clipped as gathers do."""
         found = jnp.zeros(self.index_shape, jnp.int32)
         for source, size in zip(self.sources, self.sizes, strict=True):
             if isinstance(source, int):
@@ -341,11 +344,11 @@ class Picked:
         return lax.reshape(found, (self.rows, 1))
 
     def components(self) -> list[int]:
-        """Which components of the indices count rows."""
+        """Returns which components of the indices count rows."""
         return [source[0] for source in self.sources if not isinstance(source, int)]
 
     def within(self, indices: jax.Array) -> jax.Array:
-        """Whether all components of an index are in range, [rows]."""
+        """Returns whether all components of an index are in range, [rows]."""
         found = jnp.ones(self.index_shape, bool)
         for source, size in zip(self.sources, self.sizes, strict=True):
             if not isinstance(source, int):
@@ -356,23 +359,23 @@ class Picked:
 
 
 def picked_from_several(equation: JaxprEqn) -> Picked | None:
-    """What a gather picks, or a scatter puts, if that is rows of several axes together, the others whole."""
+    """Returns what a gather picks, or a scatter puts, if it is rows of several axes together, with the others whole."""
     numbers, whole = _IndexNumbers.of(equation), equation.invars[0].aval.shape
     sizes, mode = numbers.sizes, equation.params["mode"]
-    # An index along an axis of which all is taken is clipped to the only place that there is.
+    # An index along an axis that is taken whole is clipped to the only possible place.
     ignored = {d for d in numbers.along if sizes[d] == whole[d]} if mode is GatherScatterMode.CLIP else set()
     axes = sorted({*numbers.along, *numbers.batching} - ignored)
     others = [d for d in range(len(whole)) if d not in axes]
     if len(axes) < 2 or not others or any(sizes[d] != 1 for d in axes) or any(sizes[d] != whole[d] for d in others):
         return None
-    # The result's dimensions are the axes before, the indices' and the axes behind, but for such as have size 1.
+    # The result's dimensions are the axes before, the indices' and the axes behind, except those of size 1.
     named = dict(zip(numbers.windows, numbers.left, strict=True))
     order = [named.get(d, axes[0]) for d in range(len(numbers.result)) if named.get(d) not in axes]
     return numbers.picked(equation, axes) if order == sorted(order) else None
 
 
 def picked_labels(equation: JaxprEqn) -> tuple[Picked, int] | None:
-    """The rows of a gather or scatter of single elements, and which component of the indices counts the last axis."""
+    """Returns the rows of a gather or scatter of single elements, and which index component counts the last axis."""
     numbers, whole = _IndexNumbers.of(equation), equation.invars[0].aval.shape
     last = len(whole) - 1
     every = sorted({*numbers.along, *numbers.batching}) == [*range(last + 1)]
@@ -386,12 +389,12 @@ def picked_labels(equation: JaxprEqn) -> tuple[Picked, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class _IndexNumbers:
-    """The dimension numbers of a gather or scatter in the words of the former.
+    """The dimension numbers of a gather or scatter, in a gather's terms.
 
     Attributes:
-      along, batching, counted: dimensions of the operand that components of the indices count, that go with dimensions
-        of the indices, and these.
-      windows, left: dimensions of the result (or of the updates) that are the operand's, and which these are.
+      along: the operand's dimensions that components of the indices count.
+      batching, counted: the operand's dimensions that go with dimensions of the indices, and those dimensions.
+      windows, left: dimensions of the result (or of the updates) that come from the operand, and which these are there.
       sizes: how much is taken along each dimension of the operand.
       result: the shape of the result, or of the updates.
     """
@@ -422,7 +425,7 @@ class _IndexNumbers:
         return _IndexNumbers(tuple(along), batching, tuple(counted), windows, left, sizes, tuple(result))
 
     def picked(self, equation: JaxprEqn, axes: Sequence[int]) -> Picked | None:
-        """The rows of some axes, if they follow one another and the indices can count them."""
+        """Returns the rows of some axes, if they follow one another and the indices can count them."""
         indices, whole = equation.invars[1], equation.invars[0].aval.shape
         if isinstance(indices, Literal) or [*axes] != [*range(axes[0], axes[0] + len(axes))]:
             return None

@@ -1,7 +1,7 @@
 """Counts the steps of recognition, and stops a try that takes too many.
 
-A step is one look at a use of a value.  How many a try may take depends on the program's equations alone, so that a
-program has the same sites on every machine and in every process.
+A step is one look at a use of a value.  The limit of a try depends only on the program's equations, so that a program
+has the same sites on every machine and in every process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LEAST = 2_000
 
 
 class OutOfSteps(Exception):
-    """A try has used up its steps.  ``limit`` is how many it had."""
+    """Raised when a try has used up its steps; ``limit`` is how many it had."""
 
     def __init__(self, limit: int):
         super().__init__(f"not decided within {limit} steps")
@@ -30,7 +30,7 @@ class Steps:
     """The steps taken in one program.
 
     A pattern has a number of steps for all its tries, in proportion to the equations, and each try may take a part of
-    them.  When the pattern has none left, each further try still has a few: ordinary sites take no more.
+    them.  When the pattern has none left, each further try still has a few; ordinary sites need no more.
 
     Attributes:
       spent: the steps taken so far.
@@ -47,7 +47,7 @@ class Steps:
         self._given = 0
 
     def begin(self) -> None:
-        """A pattern begins: it has steps of its own."""
+        """Begins a pattern, which has its own steps."""
         self._pattern_end = self.spent + self._all
 
     def spend(self, count: int = 1) -> None:
@@ -62,7 +62,7 @@ class Steps:
 
     @contextmanager
     def one_try(self) -> Iterator[None]:
-        """A try: what is done within has a limited number of steps.  One inside another has no more than that."""
+        """Enters a try, whose work has a limited number of steps.  A nested try gets no more than the outer one has."""
         before, given = self._limit, self._given
         own = max(_LEAST, min(self._each, self._pattern_end - self.spent))
         if before is None or self.spent + own < before:

@@ -1,1 +1,1 @@
-"""What arithmetic does to a value: casts, roundings, and the float64 oracle with which results are compared."""
+"""Numerical effects of arithmetic: casts, roundings, and the float64 oracle with which results are compared."""

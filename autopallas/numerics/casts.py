@@ -1,21 +1,22 @@
-"""The one rule for casts: what a cast means to a proof, which every walk over a program asks here.
+"""Defines what a cast means to a proof; every walk over a program asks here.
 
 A program's arithmetic is read as arithmetic of real numbers, which kernels compute at least as precisely.  A cast is
-different: the program says there how precise a value is to be.  What that allows depends on where the cast stands:
+different: it states how precise the program wants a value to be.  What a proof may do with a cast depends on where it
+stands:
 
 * **A factor** (probabilities, a sum of exponentials, a reciprocal): rounding changes it by a relative error, as the
-  rounding of a kernel does.  A cast between floating types of 16 bits and more is read through (:func:`rounds`).
+  rounding in a kernel does.  A cast between floating types of 16 bits and more is read through (:func:`rounds`).
 * **A sum in an exponent**, such as ``x - m``: rounding changes the exponential by a factor that grows with the numbers.
-  A cast that keeps every value commutes with taking ``m`` out (:func:`widens`).  One that rounds does not:
-  ``bf16(x - m)`` is not ``bf16(x) - m``.  What it rounds is small there, and is kept unrounded; not so if a number is
-  added before it that carries ``x - m`` away from 0 (:func:`blurs`).
+  A cast that keeps every value commutes with taking ``m`` out (:func:`widens`).  A cast that rounds does not:
+  ``bf16(x - m)`` is not ``bf16(x) - m``.  The rounded number is small there, and is kept unrounded, unless a number
+  is added before the cast that carries ``x - m`` away from 0 (:func:`blurs`).
 * **A number of a row** in an exponent, such as ``bf16(m)``: it cancels only against itself.  A cast that keeps every
-  value is read through, one that rounds is not.
+  value is read through; one that rounds is not.
 * **A maximum** commutes with every rounding, since rounding is monotone; the cast stays, outside of the maximum.
-* **A position or a label**: a cast is read through where both types hold every number that is counted
+* **A position or a label**: a cast is read through if both types hold every number that is counted
   (:func:`counts_exactly`); types of 8 and 16 bits often do not.
-* **To and from integers and booleans** nothing is read through but positions; 8-bit floating types are never read
-  through, for what they hold is quantised on purpose.
+* **To and from integers and booleans**: only casts of positions are read through.  Casts of 8-bit floating types are
+  never read through, since their values are quantised on purpose.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ __all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "keeps_ran
 
 @cache
 def rounds(source: Dtype, target: Dtype) -> bool:
-    """Whether a cast between floating types keeps a value up to the rounding of the narrower of them.
+    """Returns whether a cast between floating types keeps a value up to the rounding of the narrower of them.
 
-    Both have 16 bits or more.  Beyond the range of float16 this does not hold; a proof says what it assumes there.
+    Both types must have 16 bits or more.  Beyond the range of float16 this does not hold; a proof says what it assumes.
 
     Example:
       >>> rounds(np.dtype("float32"), np.dtype("float16")), rounds(np.dtype("int32"), np.dtype("float32"))
@@ -44,7 +45,7 @@ def rounds(source: Dtype, target: Dtype) -> bool:
 
 @cache
 def widens(source: Dtype, target: Dtype) -> bool:
-    """Whether a cast between floating types of 16 bits or more keeps every value as it is.
+    """Returns whether a cast between floating types of 16 bits or more keeps every value as it is.
 
     Example:
       >>> widens(np.dtype("float16"), np.dtype("float32")), widens(np.dtype("float16"), jnp.dtype("bfloat16"))
@@ -58,7 +59,7 @@ def widens(source: Dtype, target: Dtype) -> bool:
 
 @cache
 def counts_exactly(dtype: Dtype, largest: int) -> bool:
-    """Whether a type holds every whole number from 0 to ``largest``.
+    """Returns whether a type holds every whole number from 0 to ``largest``.
 
     Example:
       >>> [counts_exactly(np.dtype(name), 299) for name in ("uint8", "int16", "bfloat16", "float16")]
@@ -78,7 +79,7 @@ def counts_exactly(dtype: Dtype, largest: int) -> bool:
 
 @cache
 def keeps_range(source: Dtype, target: Dtype) -> bool:
-    """Whether a cast between floating types makes no finite number infinite but for its rounding.
+    """Returns whether a cast between floating types makes no finite number infinite, apart from its rounding.
 
     Example:
       >>> keeps_range(np.dtype("float32"), jnp.dtype("bfloat16")), keeps_range(np.dtype("float32"), np.dtype("float16"))
@@ -88,11 +89,11 @@ def keeps_range(source: Dtype, target: Dtype) -> bool:
 
 
 _BLURRED = 0.02
-"""An error of an exponent that changes its exponential by more than the tolerances of 16-bit numbers allow."""
+"""Error of an exponent that changes its exponential by more than the tolerances of 16-bit numbers allow."""
 
 
 def blurs(dtype: Dtype, distance: float) -> bool:
-    """Whether a cast to a floating type rounds an exponent beyond recognition, at a distance from 0.
+    """Returns whether a cast to a floating type rounds an exponent at this distance from 0 beyond recognition.
 
     Example:
       >>> blurs(jnp.dtype("bfloat16"), 1000.0), blurs(jnp.dtype("bfloat16"), 1.0), blurs(np.dtype("float32"), 1000.0)
@@ -102,8 +103,8 @@ def blurs(dtype: Dtype, distance: float) -> bool:
 
 
 def exponential_underflows_below(dtype: Dtype) -> float:
-    """The number below which the exponential is exactly 0, computed in a type and seen from a wide one.
+    """Returns a number below which the exponential, computed in this type and viewed in a wider one, is exactly 0.
 
-    The least positive numbers are 1.4e-45 in float32, from which narrower types come, and 4.9e-324 in float64.
+    The least positive numbers are 1.4e-45 in float32, which narrower types are computed in, and 4.9e-324 in float64.
     """
     return -800.0 if dtype == np.float64 else -200.0

@@ -1,4 +1,4 @@
-"""How far a result is from the oracle's, how far it may be, and the words for it."""
+"""Measures how far a result is from the oracle's, and judges whether that is allowed."""
 
 from __future__ import annotations
 
@@ -21,70 +21,70 @@ _TOLERANCES = {
     "float16": (4e-3, 1e-2),
     "bfloat16": (2e-2, 4e-2),
 }
-"""Per dtype: (of values, of gradients).  Those of float64 allow for the oracle, which is no more precise than that:
-some four thousand roundings, 1e-12, where float32's allow for eighty."""
+"""Per dtype: tolerances (of values, of gradients).  Those of float64 account for the oracle, which is no more precise
+than that: they allow some four thousand roundings, 1e-12, where float32's allow eighty."""
 _ROUNDINGS = 4
-"""Of a dtype that the table lacks, as many roundings are allowed."""
+"""Number of roundings to allow in a dtype that the table lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The distance of an array from the oracle's, over the elements that are finite in the oracle and the original."""
+    """Distance of an array from the oracle's, over the elements that are finite in the oracle and the original."""
 
     max_absolute: float
     mean_absolute: float
     max_relative: float
-    """max |x - oracle| / max |oracle|; the absolute one where the oracle is zero throughout."""
+    """max |x - oracle| / max |oracle|; the absolute error where the oracle is zero throughout."""
     mean_relative: float
-    """mean |x - oracle| / mean |oracle|; the absolute one where the oracle is zero throughout."""
+    """mean |x - oracle| / mean |oracle|; the absolute error where the oracle is zero throughout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One result: how far the original and what replaces it are from the float64 oracle.
+    """Comparison of one result: how far the original and the rewritten program are from the float64 oracle.
 
-    Of integers, booleans and random keys the oracle is the original, and the error the share of elements that differ.
+    For integers, booleans and random keys the oracle is the original, and the error is the share that differs.
     """
 
     name: str
-    """Where the result stands in what the function returns, such as "[0]['loss']"."""
+    """Path of the result in what the function returns, such as "[0]['loss']"."""
     dtype: str
     shape: tuple[int, ...]
     original: Errors
     rewritten: Errors
     allowed: float
-    """What the rewritten's ``max_relative`` may be: the tolerance or twice the original's, whichever is larger."""
+    """Upper limit of the rewritten ``max_relative``: the tolerance or twice the original's, whichever is larger."""
     non_finite: int
-    """How many elements are NaN or infinite and were not in the original."""
+    """Number of elements that are NaN or infinite and were not in the original."""
     ok: bool
 
 
 def tolerance(dtype: DTypeLike, gradient: bool) -> float:
-    """The relative error that is allowed whatever the original's own is.
+    """Returns the relative error that is allowed regardless of the original's own error.
 
     Args:
       dtype: the least precise floating-point dtype that the original rounds to on the way to the value.
-      gradient: whether a backward kernel had part in it.
+      gradient: whether a backward kernel contributed to it.
 
     Example:
       >>> tolerance("bfloat16", gradient=False)
       0.02
     """
-    name = np.dtype(jnp.finfo(dtype).dtype).name  # of a complex dtype that of its parts
+    name = np.dtype(jnp.finfo(dtype).dtype).name  # for a complex dtype, that of its parts
     if name in _TOLERANCES:
         return _TOLERANCES[name][gradient]
     return _ROUNDINGS * float(jnp.finfo(dtype).eps) * (2 if gradient else 1)
 
 
 def tolerance_of(dtype: DTypeLike, source: Source) -> float:
-    """The tolerance of a result of a dtype, as far as it is known what the original rounds on the way to it."""
+    """Returns the tolerance of a result of a dtype, given what is known of the original's roundings before it."""
     if not jnp.issubdtype(dtype, np.inexact):
         return 0.0
     return tolerance(dtype if source.dtype is None else source.dtype, source.gradient)
 
 
 def errors(x: Array, original: Array, oracle: Array) -> Errors:
-    """The distance of ``x`` from the oracle, over what is finite in the original and the oracle.
+    """Measures the distance of ``x`` from the oracle, over the elements that are finite everywhere.
 
     Args:
       x, original: arrays of the same dtype.
@@ -100,7 +100,10 @@ def errors(x: Array, original: Array, oracle: Array) -> Errors:
 
 
 def _relative(distance: float, size: float, x: Array) -> float:
-    """Results below a dtype's normal numbers have no relative precision: processors flush them to zero."""
+    """Divides a distance by a size that is at least the smallest with relative precision.
+
+    Results below a dtype's normal numbers have no relative precision, since processors flush them to zero.
+    """
     if size == 0 or distance == 0:
         return distance
     kind = jnp.finfo(x.dtype)
@@ -113,12 +116,12 @@ def compare(
     """Judges one result.
 
     Args:
-      name: what to call it.
-      original, rewritten: the result as the two programs give it.
-      oracle: the same from :class:`autopallas.numerics.oracle.Oracle`.
+      name: the result's name in the comparison.
+      original, rewritten: the result from the two programs.
+      oracle: the result from :class:`autopallas.numerics.oracle.Oracle`.
       allowed: the tolerance.
-      perturbed: further samples of the original's own error: its results for arguments a rounding away, which replace
-        none of the numbers in the comparison but ``allowed``.
+      perturbed: further samples of the original's own error: its results for arguments a rounding away.  They affect
+        only ``allowed`` in the comparison.
 
     Returns:
       The comparison.
@@ -141,7 +144,7 @@ def _wide(x: Array) -> np.ndarray:
 
 
 def _introduced(original: np.ndarray, rewritten: np.ndarray) -> int:
-    """A NaN in place of anything else; an infinity in place of a finite number or of the other infinity."""
+    """Counts NaNs in place of anything else, and infinities in place of a finite number or of the other infinity."""
     nan = np.isnan(rewritten) & ~np.isnan(original)
     infinite = np.isinf(rewritten) & ~np.isnan(original) & (rewritten != original)
     return int(np.sum(nan | infinite))

@@ -1,13 +1,13 @@
 """The oracle: a float64 evaluation of a jaxpr, which takes every decision as the program itself does.
 
-All floats become float64, those behind explicit casts to float32 or bfloat16 too, and complex numbers complex128.
-Integers, booleans and random bits are the program's own: next to each float64 value its own-precision twin is computed,
-and comparisons, indices, conversions to integers, roundings to a grid, trip counts and branches are read off the twins.
-So the oracle is a very accurate evaluation of the path that the program took, not of another one.
+All floats become float64, also those behind explicit casts to float32 or bfloat16, and complex numbers complex128.
+Integers, booleans and random bits are the program's own.  Beside each float64 value its twin in the program's own
+precision is computed; comparisons, indices, conversions to integers, roundings to a grid, trip counts and branches use
+the twins.  So the oracle is a very accurate evaluation of the path that the program took, not of another one.
 
 Values that enter (arguments, captured arrays, literals) are those of the program: a constant that it holds as bfloat16
 is that bfloat16 number.  ``reduce_precision`` to a dtype's own width is the identity; a narrower one is a rounding that
-the program asked for, and stays.
+the program requests, and is kept.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _CALLS = frozenset(
 )
 """Equations whose one body computes their results from their operands."""
 _SILENT = frozenset({"debug_callback", "debug_print"})
-"""Equations that are only there for their effect, which a check must not repeat."""
+"""Equations that exist only for their effect, which a check must not repeat."""
 
 
 _Packed: TypeAlias = Sequence[tuple[jax.Array, ...]]
 
 
 class Oracle:
-    """A closed jaxpr, to be evaluated in float64.  Compiled once, at the first call.
+    """Evaluates a closed jaxpr in float64.  Compiles it once, at the first call.
 
     Args:
       program: the closed jaxpr.
@@ -73,11 +73,11 @@ class Oracle:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """After a call: what could not be evaluated in float64, a line each."""
+        """Notes, after a call, on each equation that could not be evaluated in float64."""
         return tuple(sorted(self._notes))
 
     def __call__(self, *arguments: ArrayLike) -> list[jax.Array | np.ndarray]:
-        """The results as numpy arrays (random keys as they are): float64, complex128, or the own dtype if no float.
+        """Returns the results as numpy arrays (random keys as they are); floats are float64 or complex128.
 
         Args:
           *arguments: the program's arguments, in its own dtypes.
@@ -85,7 +85,7 @@ class Oracle:
         with quiet(), jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             with _device(arguments):
                 if self._compiled is None:
-                    # What no decision reads is not computed twice.
+                    # Values that no decision reads are not computed twice.
                     twice = jaxprs.without_dead_code(compat.make_jaxpr(self._evaluate, *arguments))
                     self._compiled = jax.jit(compat.jaxpr_as_fun(twice))
                 results = self._compiled(*arguments)
@@ -176,7 +176,7 @@ class Oracle:
         return _unpacked(mapped(_packed(values)))
 
     def _linear_solve(self, equation: JaxprEqn, values: list[Value]) -> list[Value]:
-        """Only the solution counts; the other bodies are for derivatives, which were taken before."""
+        """Runs only the body that gives the solution; the other bodies are for derivatives, which were taken before."""
         lengths, bodies = equation.params["const_lengths"], equation.params["jaxprs"]
         start = lengths.matvec + lengths.vecmat
         return self._run(bodies.solve, [*values[start : start + lengths.solve], *values[sum(lengths) :]])
@@ -192,7 +192,7 @@ _STRUCTURES: dict[str, Callable[[Oracle, JaxprEqn, list[Value]], list[Value]]] =
 
 
 def _packed(values: Sequence[Value]) -> _Packed:
-    """Values as a pytree of arrays: (own, high) of a float, (own,) of anything else."""
+    """Returns values as a pytree of arrays: (own, high) for a float, (own,) for anything else."""
     return [tuple(map(_strong, v)) if is_float(v.own.dtype) else (_strong(v.own),) for v in values]
 
 
@@ -201,12 +201,12 @@ def _unpacked(packed: _Packed) -> list[Value]:
 
 
 def _strong(x: jax.Array) -> jax.Array:
-    """Without a weak type, which a loop would not carry round."""
+    """Removes the weak type, which a loop would not carry along."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else lax.convert_element_type(x, x.dtype)
 
 
 def _device(arguments: Sequence[ArrayLike]) -> AbstractContextManager[object]:
-    """A TPU has no float64, so there the host evaluates."""
+    """Returns a context that evaluates on the host if the default backend is a TPU, which has no float64."""
     host = None if jax.default_backend() != "tpu" else jax.local_devices(backend="cpu")[0]
     context: AbstractContextManager[object] = jax.default_device(host)
     return context

@@ -1,8 +1,8 @@
-"""One equation in two precisions: as the program has it, and in float64.
+"""Evaluates one equation in two precisions: as the program has it, and in float64.
 
-Every variable is a :class:`Value`: what it is in the program's own precision, and what it would be in float64.  Where
-an equation decides something (a comparison, an index, a random bit, a rounding to a grid), its own outcome holds for
-both.
+Every variable is a :class:`Value`: its value in the program's own precision, and its value in float64.  Where an
+equation decides something (a comparison, an index, a random bit, a rounding to a grid), its outcome in the program's
+own precision holds for both.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ Body = Callable[[JaxprLike, Sequence["Value"]], "list[Value]"]
 
 
 class Value(NamedTuple):
-    """A variable twice.  Of what is no float, both are the same object."""
+    """A variable in both precisions.  If it is no float, both are the same object."""
 
     own: jax.Array
     high: jax.Array
 
 
 def is_float(dtype: DTypeLike) -> bool:
-    """Whether a dtype is real or complex floating point."""
+    """Returns whether a dtype is real or complex floating point."""
     return bool(jnp.issubdtype(dtype, np.inexact))
 
 
 def promoted_dtype(dtype: Dtype) -> Dtype:
-    """The dtype in the float64 world: float64 for floats, complex128 for complex, the same for everything else."""
+    """Returns the promoted dtype: float64 for floats, complex128 for complex numbers, the same for everything else."""
     if not is_float(dtype):
         return dtype
     return np.dtype(np.complex128 if jnp.issubdtype(dtype, np.complexfloating) else np.float64)
 
 
 def decided(own: jax.Array) -> Value:
-    """A value whose own form holds in both worlds."""
+    """Returns a value whose own form holds in both precisions."""
     dtype = own.dtype
     return Value(own, lax.convert_element_type(own, promoted_dtype(dtype)) if is_float(dtype) else own)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the modes of JAX that watch the user's program: they are not meant for a check of it."""
+    """Switches off JAX's modes that watch the user's program, since they are not meant for a check of it."""
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
@@ -70,7 +70,7 @@ _FROZEN = frozenset(
 )
 """Float results that are decisions: a grid point, a sign, a neighbour or bit pattern in a dtype, random numbers."""
 _OPAQUE = frozenset({"core_map", "custom_call", "ffi_call", "io_callback", "pallas_call", "pure_callback", "run_state"})
-"""Somebody's kernel, or another language: nothing in here can be promoted."""
+"""Custom kernels or other languages, in which nothing can be promoted."""
 _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 _KNOWN = frozenset(p.name for p in vars(primitives).values() if hasattr(p, "bind")) | {
     "all_gather_invariant",
@@ -83,17 +83,17 @@ _KNOWN = frozenset(p.name for p in vars(primitives).values() if hasattr(p, "bind
     "reduce_scatter",
     "split",
 }
-"""Primitives whose float64 form is known to compile; of others that is tried."""
+"""Primitives whose float64 form is known to compile; for others, compilation is tried."""
 
 
 def equation_twice(equation: JaxprEqn, values: Sequence[Value], run: Body, notes: set[str]) -> list[Value]:
-    """The results of an equation that holds no part of the program's control flow.
+    """Returns the results of an equation that is no part of the program's control flow.
 
     Args:
       equation: the equation.
       values: its operands.
       run: evaluates a nested body (a combiner, such as the addition of a scatter-add).
-      notes: receives a line where the equation has no float64 form, so that its own result was taken instead.
+      notes: receives a line where the equation has no float64 form, so that its own result is used instead.
     """
     name = equation.primitive.name
     if name == "sort":
@@ -138,10 +138,10 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[jax.Arr
         return [operands[0] - lax.convert_element_type(quotients, operands[0].dtype) * operands[1]]
     params = {k: _promoted_param(k, v) for k, v in params.items()}
     if name in _CONTRACTIONS:
-        # An algorithm or a precision asked for names the dtypes of the hardware's multipliers.
+        # A requested algorithm or precision names the dtypes of the hardware's multipliers.
         params = params | {"precision": None} if "precision" in params else params
         wide = np.result_type(*(x.dtype for x in operands if is_float(x.dtype)), np.float64)
-        count = 2  # What follows are group sizes.
+        count = 2  # the operands after these are group sizes
         operands = [lax.convert_element_type(x, wide) for x in operands[:count]] + operands[count:]
     for key, position, body in jaxprs.bodies(equation):
         types: list[Shaped] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
@@ -155,7 +155,7 @@ def _promoted(equation: JaxprEqn, values: Sequence[Value], own: Sequence[jax.Arr
 
 
 def _promoted_param(name: str, value: object) -> object:
-    """Parameters that name a dtype: of the result, of the accumulator."""
+    """Promotes parameters that name a dtype, such as that of the result or of the accumulator."""
     if isinstance(value, (np.dtype, type)):
         try:
             return promoted_dtype(np.dtype(value)) if is_float(value) else value
@@ -165,7 +165,7 @@ def _promoted_param(name: str, value: object) -> object:
 
 
 def _promoted_body(body: JaxprLike, run: Body) -> JaxprLike:
-    """A combiner of scalars, in float64."""
+    """Returns a combiner of scalars in float64."""
     types: list[Shaped] = [v.aval for v in jaxprs.open_jaxpr(body)[0].invars]
 
     def combine(*scalars: jax.Array) -> list[jax.Array]:
@@ -177,16 +177,16 @@ def _promoted_body(body: JaxprLike, run: Body) -> JaxprLike:
 
 
 def _keeps_width(dtype: DTypeLike, exponent_bits: int, mantissa_bits: int) -> bool:
-    """Whether a reduce_precision changes nothing, as those that checkpointing puts around what it saves.
+    """Returns whether a reduce_precision changes nothing, like those that checkpointing puts around what it saves.
 
-    A narrower one is a rounding that the program asks for, and thereby a decision.
+    A narrower one is a rounding that the program requests, and therefore a decision.
     """
     kind = jnp.finfo(dtype)
     return exponent_bits >= kind.nexp and mantissa_bits >= kind.nmant
 
 
 def _sort(equation: JaxprEqn, values: Sequence[Value]) -> list[Value]:
-    """The order is the own one: it is found by sorting the positions along."""
+    """Sorts the float64 values in the order of the program's own, which is found by sorting the positions along."""
     params = equation.params
     axis = params["dimension"]
     first = values[0].own

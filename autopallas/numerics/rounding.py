@@ -1,6 +1,6 @@
-"""How precisely a program computes each of its results: through which dtypes values are rounded on the way to it.
+"""Finds how precisely a program computes each result: through which dtypes values are rounded on the way to it.
 
-An operand of 16 bits is exact as it is given.  It is rounding, by arithmetic or by a narrowing cast, that loses what a
+An operand of 16 bits is exact as it is given.  Only rounding, by arithmetic or by a narrowing cast, loses what a
 tolerance has to allow for; layout, selection and widening lose nothing.
 """
 
@@ -22,11 +22,11 @@ __all__ = ["NOTHING", "Source", "coarsest", "flow", "gradient_function", "joined
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is known of one value.
+    """Precision of one value.
 
     Attributes:
-      dtype: the least precise floating-point dtype that it was rounded to since it was followed; None where it was not.
-      gradient: whether a backward kernel had part in it.
+      dtype: the least precise floating-point dtype that it was rounded to since it was followed; None if it was not.
+      gradient: whether a backward kernel contributed to it.
       followed: whether it depends on anything that is followed.
     """
 
@@ -38,7 +38,7 @@ class Source:
 NOTHING, EXACT = Source(), Source(followed=True)
 
 Site = Callable[[JaxprEqn, Sequence[Source]], "list[Source] | None"]
-"""What a replaced site makes of its operands' sources; None for any other equation."""
+"""Returns the sources of a replaced site's results from those of its operands; None for any other equation."""
 
 _EXACT_PRIMITIVES = frozenset(
     """
@@ -48,17 +48,17 @@ _EXACT_PRIMITIVES = frozenset(
     squeeze stop_gradient tile top_k transpose
     """.split()
 )
-"""What moves, chooses or negates numbers, and rounds none."""
+"""Primitives that move, choose or negate numbers, and never round."""
 
 
 def rounded(program: ClosedJaxpr, site: Site | None = None) -> list[Source]:
-    """A source for each result of a closed jaxpr whose arguments are all exact, and followed."""
+    """Returns a source for each result of a closed jaxpr whose arguments are all exact and followed."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
     return flow(program, [EXACT] * len(jaxpr.invars), site)
 
 
 def flow(program: JaxprLike, given: Sequence[Source], site: Site | None = None) -> list[Source]:
-    """A source for each result of a jaxpr, from those of its arguments; constants are not followed."""
+    """Returns a source for each result of a jaxpr, from those of its arguments; constants are not followed."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
     known: dict[Var, Source] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -75,7 +75,7 @@ def flow(program: JaxprLike, given: Sequence[Source], site: Site | None = None) 
 
 
 def joined(sources: Iterable[Source]) -> Source:
-    """What depends on all of these."""
+    """Returns the source of a value that depends on all of these."""
     result = NOTHING
     for source in sources:
         if source.followed:
@@ -84,14 +84,14 @@ def joined(sources: Iterable[Source]) -> Source:
 
 
 def less_precise(a: DTypeLike | None, b: DTypeLike | None) -> DTypeLike | None:
-    """The less precise of two dtypes."""
+    """Returns the less precise of two dtypes."""
     if a is None or b is None:
         return a if b is None else b
     return a if jnp.finfo(a).eps >= jnp.finfo(b).eps else b
 
 
 def coarsest(program: JaxprLike) -> DTypeLike | None:
-    """The least precise floating-point dtype in a program, its arguments included; None if it has no floats."""
+    """Returns the least precise floating-point dtype in a program, including its arguments, or None."""
     found = None
     jaxpr, _ = jaxprs.open_jaxpr(program)
     for variable in [*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)]:
@@ -105,8 +105,11 @@ def coarsest(program: JaxprLike) -> DTypeLike | None:
 
 
 def gradient_function(original: ClosedJaxpr, active: Sequence[int]) -> Callable[..., list[jax.Array]]:
-    """The cotangents of the arguments of a closed jaxpr at the positions ``active``, as a function whose first
-    arguments are the jaxpr's, and whose last ones are the cotangents of its results."""
+    """Returns the vector-Jacobian product of a closed jaxpr as a function.
+
+    It takes the jaxpr's arguments, then the cotangents of its results; it returns the cotangents of the arguments at
+    the positions ``active``.
+    """
     function = compat.jaxpr_as_fun(original)
     count, results = len(original.in_avals), len(original.out_avals)
 
@@ -137,7 +140,7 @@ def _through(equation: JaxprEqn, before: Sequence[Source], site: Site | None) ->
 
 
 def _own(equation: JaxprEqn, variable: Var) -> DTypeLike | None:
-    """The dtype to which an equation without bodies rounds one of its results."""
+    """Returns the dtype to which an equation without bodies rounds one of its results, or None."""
     dtype: Dtype | None = getattr(variable.aval, "dtype", None)
     name = equation.primitive.name
     if dtype is None or not jnp.issubdtype(dtype, np.inexact) or name in _EXACT_PRIMITIVES:
@@ -168,7 +171,7 @@ def _through_bodies(
         branches = [flow(body, given, site) for body in bodies]
         chosen = before[:1] if name == "cond" else ()
         return [joined([*each, *chosen]) for each in zip(*branches, strict=True)]
-    # Of a body whose arguments are not the equation's, everything in it counts.
+    # If a body's arguments are not those of the equation, everything in the body counts.
     within = [found for body in bodies for found in _every_site(body, site)]
     everything = joined([*before, *within])
     if not everything.followed:
@@ -178,10 +181,11 @@ def _through_bodies(
 
 
 def _loop(body: JaxprLike, before: Sequence[Source], fixed: int, carry: int, site: Site | None) -> list[Source]:
-    """Arguments are what is fixed, the carry, and slices; results the carry, and slices.
+    """Returns the sources of a loop's results, from those of its arguments.
 
-    What a step makes of the carry is what the next one begins with; each round adds to it, and there are few dtypes to
-    add.
+    Arguments are the constants, the carry, and slices; results are the carry, and slices.
+
+    Repeats until the carry's sources stay the same.  Each round only adds to them, and there are few dtypes to add.
     """
     given = list(before)
     while True:
@@ -193,7 +197,7 @@ def _loop(body: JaxprLike, before: Sequence[Source], fixed: int, carry: int, sit
 
 
 def _every_site(program: JaxprLike, site: Site | None) -> Iterable[Source]:
-    """The sites in a jaxpr, as if their operands were exact."""
+    """Yields the sources of the sites in a jaxpr, as if their operands were exact."""
     for equation in jaxprs.open_jaxpr(program)[0].eqns:
         found = None if site is None else site(equation, [NOTHING] * len(equation.invars))
         yield from found or ()

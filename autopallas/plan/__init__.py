@@ -1,1 +1,1 @@
-"""Legality, choice of implementation, block sizes, go / no-go."""
+"""Planning: checks legality, chooses implementations and block sizes, and decides whether each site is replaced."""

@@ -1,4 +1,4 @@
-"""Whether a recognised site is replaced, by which implementation, with which block sizes, and on what evidence."""
+"""Decides whether a recognised site is replaced, by which implementation, with which block sizes, on what evidence."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ __all__ = ["evaluate_candidates", "plan"]
 def plan(
     matches: Sequence[Match], device: Device, options: Options, tuner: Tuner, prober: Prober | None = None
 ) -> list[Decision]:
-    """A decision for each match.  Equal sites share theirs; at most ``options.fuel`` are applied.
+    """Returns a decision for each match.  Equal sites share one; at most ``options.fuel`` sites are applied.
 
     Args:
       matches: the sites.
       device: where the program will run.
       options: the options in force.
-      tuner: gives the block sizes, and counts what it cost to find them.
+      tuner: supplies block sizes, and counts the cost of finding them.
       prober: knows which kernels fail; None: nothing is known, and nothing is tried.
 
     Raises:
-      UnsupportedError: the options name a single implementation, which does not support some site.
+      UnsupportedError: the options name a single implementation, and it does not support some site.
       OptionError: the options name a lockfile that cannot be read.
     """
     lock = None if options.lock is None else lockfile.read(options.lock)
@@ -73,7 +73,7 @@ def plan(
             prober.found.append((match, "any implementation", "plan", reason))
             attempts = (("", "plan", reason),)
             decision = Decision("kept", f"planning failed: {reason}", device.platform, attempts=attempts)
-            with contextlib.suppress(TypeError):  # where the site itself is at fault, it may have no hash
+            with contextlib.suppress(TypeError):  # a faulty site may have no hash
                 known[key] = decision
         if decision.verdict == "applied":
             applied += 1
@@ -97,10 +97,10 @@ def _decide(
 
 
 def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
-    """The best implementation, by evidence, that supports the site and works for it."""
+    """Picks the supported implementation with the best evidence that also passes the probe and the type check."""
     operation: Operation = match.site.operation
     wanted = options.implementation_for(operation.name)
-    # A kernel of another platform is for a program that will be exported; lowering that for this device is what fails.
+    # An implementation of another platform is named for programs that will be exported, so this device cannot try it.
     foreign = isinstance(wanted, str) and HOME.get(wanted, device.platform) != device.platform and not interpretation()
     if isinstance(wanted, str) and foreign:
         device = Device(HOME[wanted], "")
@@ -148,7 +148,7 @@ def _decide_obstructed(match: Match, device: Device, options: Options) -> Decisi
 
 
 def _decide_custom(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
-    """An own pattern asks for its replacement: the evidence is the comparison with the reference."""
+    """Decides about a custom pattern.  The user asked for it, so the comparison with the reference is the evidence."""
     name, reason, sizes = check.check_replacement(match, device, options.strict, prober.runs)
     if name is None:
         return Decision("kept", reason, device.platform)
@@ -160,7 +160,7 @@ def _decide_custom(match: Match, device: Device, options: Options, prober: Probe
 def _decide_by_lockfile(
     match: Match, device: Device, options: Options, lock: lockfile.Lock, prober: Prober
 ) -> Decision:
-    """What the lockfile says; where it says nothing, the original stays, so that every process runs the same."""
+    """Follows the lockfile.  A site that it lacks keeps its original, so that every process runs the same program."""
 
     def kept(reason: str, *attempt: str) -> Decision:
         attempts = (cast(tuple[str, str, str], attempt),) if attempt else ()
@@ -207,7 +207,7 @@ def _decide_by_lockfile(
 
 
 def _check_types(match: Match, decision: Decision) -> None:
-    """Traces the kernels: they must give what the original and its derivative give."""
+    """Checks by tracing that the kernels give the types that the original and its derivative give."""
     name, sizes = decision.implementation or "", decision.block_sizes
     original, of = match.original, compat.shape_of if isinstance(match.site, ShardedSite) else _shape
     operands, cotangents = [list(map(of, avals)) for avals in (original.in_avals, original.out_avals)]
@@ -239,17 +239,18 @@ def evaluate_candidates(
     choices: Callable[[Sequence[str]], Mapping[str, Choice]],
     attempts: list[tuple[str, str, str]],
 ) -> Iterator[Decision]:
-    """Go or no-go for each supported implementation, the one to be taken first.
+    """Yields a go or no-go decision for each supported implementation, in the order in which they are to be tried.
 
-    What a user names is tried in that order, each by itself; without a name, the best evidence comes first.
+    Implementations that the user names keep the user's order; without names, the best evidence comes first.
 
     Args:
-      operation: the site's.
-      spec: the site's.
+      operation: the site's operation.
+      spec: the site's spec.
       device: where it will run.
       options: the options in force.
-      choices: gives block sizes and evidence of implementations.
-      attempts: what failed so far; those that cannot are added, and the caller adds those that do not work.
+      choices: returns block sizes and evidence for the named implementations.
+      attempts: (implementation, stage, error) of the failures so far.  Implementations without support or whose tuning
+        failed are appended here; the caller appends those that fail later.
     """
     wanted = options.implementation_for(operation.name)
 
@@ -281,7 +282,7 @@ def _go_or_no_go(
     options: Options,
     attempts: tuple[tuple[str, str, str], ...],
 ) -> Decision:
-    """Go or no-go for one supported implementation."""
+    """Decides go or no-go for one supported implementation."""
     row = choice.row
 
     def decision(verdict: Literal["applied", "kept"], reason: str) -> Decision:

@@ -1,4 +1,4 @@
-"""What becomes of a site where its program is lowered for another device than it was planned for."""
+"""Plans a site again when its program is lowered for another device than it was planned for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Types = tuple[tuple[tuple[int, ...], Dtype], ...]
 
 
 class _Original:
-    """A site's original, known by its products: that is what rows of a table depend on."""
+    """A site's original, compared by its products, since table rows depend on nothing else of it."""
 
     def __init__(self, jaxpr: ClosedJaxpr):
         self.jaxpr, self.products = jaxpr, products(jaxpr)
@@ -43,7 +43,7 @@ class _Original:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Subject:
-    """As much of a match as a table has to know."""
+    """The part of a match that a table look-up needs."""
 
     op: str
     spec: SiteSpec
@@ -62,22 +62,22 @@ def replan_for(
     original: ClosedJaxpr,
     active: Sequence[int] | None = None,
 ) -> Decision:
-    """The decision for a device that is not the one of ``decision``, as tables and rules alone give it.
+    """Returns the decision for another device than that of ``decision``, from tables and support rules alone.
 
-    A kernel that cannot be lowered for the device is passed over here, where the next one can still be taken.
+    A kernel that cannot be lowered for the device is skipped here, while the next one can still be chosen.
 
     Args:
-      decision: what was decided for the device that the program was planned for.
-      device: the one that it is lowered for; its kind is "" where only the platform is known.
-      site, original: the site's, as parameters of its primitive.
-      active: of a backward, the positions of the operands whose cotangents it gives.
+      decision: the decision for the device that the program was planned for.
+      device: the device that it is lowered for; its kind is "" where only the platform is known.
+      site, original: the parameters of the site's primitive.
+      active: for a backward, the positions of the operands whose gradients it returns; None for a forward.
 
     Raises:
       UnsupportedError: a single implementation was asked for by name, and it does not work on this device.
     """
     given: Sequence[Shaped] = original.in_avals
     found: Sequence[Shaped] = original.out_avals
-    if isinstance(site, ShardedSite):  # its parts are lowered: the devices are not known here
+    if isinstance(site, ShardedSite):  # one part is lowered, since the devices are not known here
         active = None if active is None else site.moved(active, site.given_types(given))
         given, found, site = site.local(given), site.local(found, results=True), site.standalone
     operands = tuple((a.shape, a.dtype) for a in given)
@@ -140,7 +140,10 @@ def _shapes(types: Types) -> list[jax.ShapeDtypeStruct]:
 
 
 def _lowering_problem(function: ArrayFunction, device: Device, types: Sequence[PyTree]) -> str | None:
-    """Why a kernel cannot be lowered for a device, or None.  Tried on its own: half a lowering cannot be taken back."""
+    """Returns why a kernel cannot be lowered for a device, or None.
+
+    Lowers it in a program of its own, since a half-finished lowering cannot be undone.
+    """
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     try:
         with device.lowered(), settled():

@@ -1,4 +1,4 @@
-"""What becomes of a recognised site: the word that the planner says and the rewrite obeys."""
+"""The decision about a recognised site: the planner makes it, and the rewrite carries it out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Decision"]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one site on one platform."""
+    """Decision about one site on one platform: whether it is replaced, and by what."""
 
     verdict: Literal["applied", "kept"]
     reason: str
@@ -24,17 +24,17 @@ class Decision:
     block_sizes: BlockSizes | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
     evidence: Row[BlockSizes] | None = None
-    """The row of a table or of the cache that the verdict rests on, or None."""
+    """Row of a table or of the cache that the verdict rests on, or None."""
     attempts: tuple[tuple[str, str, str], ...] = ()
-    """(implementation, stage, error) of those that were asked before and cannot."""
+    """(implementation, stage, error) of each implementation that was tried before and cannot be used."""
     kind: str = ""
-    """The device that it is for, by its own name; "" for any of the platform."""
+    """Device kind that the decision is for, by the device's own name; "" for any device of the platform."""
     direction: Literal["forward", "forward+backward"] = "forward"
     options: Options | None = field(default=None, repr=False)
-    """What was asked for, should the program be lowered for another platform; None: there the original runs."""
+    """Options to plan with again if the program is lowered for another platform; None: the original runs there."""
     raise_on_failure: bool = False
-    """Whether a failure of it is raised, in place of a fallback."""
+    """Whether a failure of the implementation is raised instead of falling back to the original."""
     entry: Entry | None = field(default=None, repr=False, compare=False)
-    """Where in the report it is entered if the original runs after all; every replaced site has its own."""
+    """Entry of the site in the report, updated if the original runs after all; every replaced site has its own."""
     mark: int | None = None
-    """A number under which the original is lowered with marks, to find out how a program is divided among devices."""
+    """Number of the site when the original is lowered with marks, to find out how a program is sharded."""

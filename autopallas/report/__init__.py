@@ -1,4 +1,4 @@
-"""The report: its records, and the views of them for people."""
+"""The report: its records, and views of them for people."""
 
 from autopallas.report.records import SCHEMA_VERSION, Failure, NearMiss, Pass, Report, Site
 

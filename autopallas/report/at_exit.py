@@ -1,4 +1,4 @@
-"""The reports of the whole process, printed or written when it ends: ``AUTOPALLAS_REPORT``, ``autopallas run``."""
+"""Prints or writes the reports of the whole process when it ends: ``AUTOPALLAS_REPORT``, ``autopallas run``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autopallas.report.records import Report
 __all__ = ["JSON", "TABLE", "collect", "record", "withdraw", "write"]
 
 TABLE, JSON = "table", "json"
-"""Destinations of :func:`collect`: standard error, as one table for each function with anything in it, or as JSON."""
+"""Destinations of :func:`collect`: standard error, with one table for each function that has anything, or as JSON."""
 _STREAMS = (TABLE, JSON, "1")
 
 
 @dataclass(slots=True)
 class _Log:
-    """The reports so far.  They are kept only where somebody asks for them."""
+    """The reports so far.  They are kept only if somebody asks for them."""
 
     entries: list[tuple[str, Report | Callable[[], Report]]] = field(default_factory=list)
     destination: str | None = None
@@ -66,18 +66,18 @@ class _Log:
             try:
                 print(f"autopallas: the report cannot be written to {self.destination}: {error}", file=sys.stderr)
             except (OSError, ValueError):
-                pass  # Standard error itself is closed: nobody is left to tell.
+                pass  # standard error itself is closed, so nobody can be told
 
 
 _LOG = _Log()
 
 
 def record(name: str, report: Report | Callable[[], Report]) -> None:
-    """Keeps a report for the end of the process, if ``AUTOPALLAS_REPORT`` asks for that.
+    """Keeps a report for the end of the process, if ``AUTOPALLAS_REPORT`` asks for it.
 
     Args:
       name: the function that was traced.
-      report: what happened to it; as a function, which is called at the end, where that may still change.
+      report: what happened to it; a function, which is called at the end, if that may still change.
 
     Raises:
       OptionError: the environment holds a bad ``AUTOPALLAS_*`` variable.
@@ -93,12 +93,12 @@ def record(name: str, report: Report | Callable[[], Report]) -> None:
 
 
 def withdraw(report: Report | Callable[[], Report]) -> None:
-    """Takes back what was recorded, of what turned out otherwise."""
+    """Takes back a recorded report that turned out to be wrong."""
     _LOG.remove(report)
 
 
 def collect(destination: str) -> None:
-    """Keeps all reports from now on, for the end of the process; wins over the environment.
+    """Keeps all reports from now on, for the end of the process; takes precedence over the environment.
 
     Args:
       destination: ``TABLE``, ``JSON``, "1", or a path as ``AUTOPALLAS_REPORT`` takes it.
@@ -107,7 +107,7 @@ def collect(destination: str) -> None:
 
 
 def _show(entries: list[tuple[str, Report]]) -> None:
-    """What a person wants to see at the end of a run: each function once, and those alone in which something was."""
+    """Shows what a person wants to see at the end of a run: each function once, and if something was found."""
     from autopallas.report import terminal
 
     told: dict[str, tuple[str, Report]] = {}
@@ -134,7 +134,7 @@ def _as_text(entries: list[tuple[str, Report]]) -> str:
 
 
 def write(path: str, entries: list[tuple[str, Report]]) -> None:
-    """Writes (name, report) pairs to a file ``.json``, ``.html`` or ``.txt``, the whole of it or nothing.
+    """Writes (name, report) pairs to a file ``.json``, ``.html`` or ``.txt``, either completely or not at all.
 
     Raises:
       OSError: the file cannot be written.
@@ -151,7 +151,7 @@ def write(path: str, entries: list[tuple[str, Report]]) -> None:
     # Written beside the file and renamed, so that a reader never sees half of a report.
     unfinished = f"{path}.{os.getpid()}"
     try:
-        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # paths and sizes are the user's own
+        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # paths are private
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(content)
         os.replace(unfinished, path)

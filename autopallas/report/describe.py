@@ -1,4 +1,4 @@
-"""From a match and a decision to a record of the report."""
+"""Turns a match and a decision into a record of the report."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Describer"]
 
 
 class Describer:
-    """Makes the records of sites: everything as text and numbers.  Equal sites share theirs but for the place."""
+    """Makes the records of sites: everything as text and numbers.  Equal sites share a record, except for the place."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Site] = {}
 
     def accountable(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> list[Decision]:
-        """The decisions, but that a site is kept of which the report could not say what it is."""
+        """Returns the decisions, but keeps the original of each site that the report cannot describe."""
         result = []
         for match, decision in zip(matches, decisions, strict=True):
             if decision.verdict == "applied":
@@ -39,7 +39,7 @@ class Describer:
         return result
 
     def records(self, matches: Sequence[Match], decisions: Sequence[Decision]) -> tuple[Site, ...]:
-        """The records of all sites; of one that cannot be described, its place and what became of it."""
+        """Returns the records of all sites; for one that cannot be described, only its place and its outcome."""
         return tuple(map(self._record_or_less, matches, decisions))
 
     def _record_or_less(self, match: Match, decision: Decision) -> Site:
@@ -55,7 +55,7 @@ class Describer:
 
 
 def _outcome(match: Match, decision: Decision) -> Site:
-    """Where a site is and what became of it: what can be said of every site."""
+    """Returns a site's place and its outcome, which is known of every site."""
     return Site(
         op=match.op,
         location=match.location,
@@ -87,7 +87,7 @@ def _describe(match: Match, decision: Decision) -> Site:
 
 
 def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) -> dict[str, object]:
-    """The fields of a specification, and the picture of its tiles where the operation has one."""
+    """Returns the fields of a spec, and the picture of its tiles if the operation has one."""
     fields: dict[str, object] = spec.to_dict()
     if sizes is not None and hasattr(sizes, "query_block") and hasattr(spec, "tiles"):
         fields["tiles"] = spec.tiles(sizes, implementation)
@@ -95,7 +95,7 @@ def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) 
 
 
 def _checks(spec: SiteSpec, decision: Decision) -> tuple[str, ...]:
-    """What a replacement finds out when it runs, where its operation says so."""
+    """Returns what a replacement finds out when it runs, if its operation declares that."""
     said: tuple[str, ...] = spec.checks(decision.implementation) if hasattr(spec, "checks") else ()
     return said if decision.verdict == "applied" else ()
 
@@ -113,7 +113,7 @@ def _row(row: Row[object]) -> dict[str, object]:
 
 
 def _replacement(match: Match, decision: Decision) -> str:
-    """The call that stands in the program instead, and the program that the kernel evaluates on its tiles."""
+    """Returns the call that stands in the program instead, and the program that the kernel evaluates on its tiles."""
     operands = ", ".join(a.str_short() for a in match.original.in_avals)
     results = ", ".join(a.str_short() for a in match.original.out_avals)
     assert decision.block_sizes is not None

@@ -1,7 +1,7 @@
-"""The report for a browser: one self-contained page that requests nothing, and folds without scripts too.
+"""Renders the report for a browser: one self-contained page that requests nothing, and folds without scripts too.
 
-Whatever comes from the program reported on is escaped.  As a second line of defence the page's policy lets no script
-run but its own, by hash, and no resource load.
+Everything that comes from the reported program is escaped.  As a second line of defence, the page's policy lets only
+its own script run, by hash, and loads no resource.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = {"applied": "Replaced", "kept": "Kept", "miss": "Near misses", "failure
 
 
 def page(reports: Iterable[tuple[str, Report]]) -> str:
-    """An HTML document with one or several reports.
+    """Returns an HTML document with one or several reports.
 
     Args:
       reports: (title, report) pairs; the title may be empty.
@@ -56,7 +56,7 @@ def page(reports: Iterable[tuple[str, Report]]) -> str:
 
 
 def frame(report: Report) -> str:
-    """The page inside a frame of its own, for notebooks: its style and script touch nothing around it."""
+    """Returns the page in a frame of its own, for notebooks: its style and script do not affect anything around it."""
     height = min(760, 260 + 60 * (len(report.sites) + len(report.near_misses)))
     return (
         f'<iframe title="autopallas report" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0" '
@@ -97,7 +97,7 @@ def _top(entries: Sequence[tuple[str, Report]]) -> Iterator[str]:
 
 
 def _operation(op: str, sites: Sequence[Site], misses: int) -> str:
-    """One operation at a glance."""
+    """Renders one operation at a glance."""
     applied = [site for site in sites if site.verdict == "applied"]
     kept = len(sites) - len(applied)
     parts = [f"{len(applied)} replaced"] * bool(applied) + [f"{kept} kept"] * bool(kept)
@@ -168,7 +168,7 @@ def _report(title: str, report: Report) -> Iterator[str]:
 
 
 def _passes(report: Report) -> Iterator[str]:
-    """What each pass over the program took, and what it left."""
+    """Renders the time of each pass over the program, and what the pass left."""
     if not report.trace:
         return
     seconds = sum(one.seconds for one in report.trace)
@@ -299,7 +299,7 @@ def _failure(failure: Failure) -> str:
 
 
 def _source(location: str) -> Iterator[str]:
-    """The line of the user's code with its neighbours, where the file is at hand."""
+    """Renders the line of the user's code with its neighbours, if the file is available."""
     found = _PLACE.fullmatch(users_place(location))
     if found is None or not found["file"].endswith(".py"):
         return

@@ -1,8 +1,8 @@
-"""A report that stays true: what becomes of a site after the report was made is entered into it.
+"""Keeps a report up to date: later events at a site are entered into it.
 
 A replaced site may still turn out to be impossible: when its program is lowered, for another platform, under vmap.
-Then the original runs.  The site's equations carry its :class:`Entry`, which takes such news, and whoever reads the
-:class:`LiveReport` reads them too.
+Then the original runs.  The site's equations carry its :class:`Entry`, which records such events, and readers of the
+:class:`LiveReport` see them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Kept:
 
 
 class Entry:
-    """What became of one replaced site where it was lowered, per platform."""
+    """Events at one replaced site where it was lowered, per platform."""
 
     __slots__ = ("_kept", "_ran")
 
@@ -34,20 +34,20 @@ class Entry:
         self._kept: dict[str, _Kept] = {}
 
     def runs(self, platform: str) -> None:
-        """Notes that the kernel was lowered for a platform."""
+        """Records that the kernel was lowered for a platform."""
         self._ran[platform] = None
 
     def keeps(self, platform: str, reason: str, *errors: tuple[str, str]) -> bool:
-        """Notes that the original was lowered in its place, and the (stage, error) that are to blame; the first reason
-        counts.  Returns whether this is it."""
+        """Records that the original was lowered instead, and each (stage, error) to blame; the first reason counts.
+        Returns whether this is the first."""
         kept = _Kept(reason, errors)
         return self._kept.setdefault(platform, kept) is kept
 
     def corrected(self, site: Site, platform: str) -> tuple[Site, list[Failure]]:
-        """The record of the site as it is by now, and the failures since it was made.
+        """Returns the current record of the site, and the failures since it was made.
 
-        Only one platform's program runs, so a kernel that runs on one stays in the report though another keeps the
-        original: ``platform``, for which the site was planned, before the others.
+        Only one platform's program runs, so a kernel that runs on one platform stays in the report although another one
+        keeps the original; ``platform``, for which the site was planned, takes precedence over the others.
         """
         if site.verdict != "applied" or not self._kept:
             return site, []
@@ -67,7 +67,7 @@ class Entry:
 
 
 def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, str]] = ()) -> Site:
-    """The record of a replaced site of which the original runs after all."""
+    """Returns the record of a replaced site whose original runs after all."""
     return replace(
         site,
         verdict="kept",
@@ -88,7 +88,7 @@ class LiveReport:
         self._entries = tuple(entries)
 
     def __call__(self) -> Report:
-        """The report as it is by now."""
+        """Returns the current report."""
         sites, failures = [], list(self._report.failures)
         entries = self._entries or (None,) * len(self._report.sites)
         for site, entry in zip(self._report.sites, entries, strict=True):
@@ -99,15 +99,15 @@ class LiveReport:
         return replace(self._report, sites=tuple(sites), failures=tuple(failures))
 
     def counts(self) -> Counter[str]:
-        """As of the report."""
+        """Returns the counts of the current report."""
         return self().counts()
 
     def add(self, *failures: Failure) -> None:
-        """Enters failures of the whole program."""
+        """Adds failures of the whole program."""
         self._report = replace(self._report, failures=(*self._report.failures, *failures))
 
     def leave(self, reason: str) -> None:
-        """Says of every replaced site that the original runs."""
+        """Records for every replaced site that the original runs."""
         sites = tuple(
             without_kernel(site, reason) if site.verdict == "applied" else site for site in self._report.sites
         )

@@ -1,4 +1,4 @@
-"""The drawings of the page: bars of time and memory, and the tiles of a mask.  SVG, sized by its container."""
+"""Draws the pictures of the page: bars of time and memory, and tiles of a mask, as SVG sized by its container."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = {"2": "full", "1": "partial", "0": "skipped", "3": "hidden"}
 
 
 def compared(site: Site) -> list[tuple[str, float, float, str, str]]:
-    """What was measured of a site: (label, original, kernel, the two as text), as far as it is known."""
+    """Returns what was measured of a site, as far as known: (label, original, kernel, the two as text)."""
     row = site.measured or {}
     found = []
     for label, unit, shown in (("time", "us", _time), ("temporary memory", "bytes", _bytes)):
@@ -26,7 +26,7 @@ def compared(site: Site) -> list[tuple[str, float, float, str, str]]:
 
 
 def bars(original: float, kernel: float, texts: tuple[str, str]) -> str:
-    """Two bars below each other: the original and the kernel."""
+    """Draws two bars below each other: the original and the kernel."""
     longest = max(original, kernel) or 1.0
     rows = []
     for name, value, shown in (("original", original, texts[0]), ("kernel", kernel, texts[1])):
@@ -41,14 +41,14 @@ def bars(original: float, kernel: float, texts: tuple[str, str]) -> str:
 
 
 def tile_counts(picture: Mapping[str, object]) -> dict[str, int]:
-    """How many tiles are full, partial, skipped, and hidden: skipped if a check at run time allows it."""
+    """Counts the tiles that are full, partial, skipped, and hidden: skipped if a check at run time allows it."""
     states = "".join(_rows(picture))
     counts = {name: states.count(state) for state, name in _STATES.items()}
     return {name: count for name, count in counts.items() if count or name != "hidden"}
 
 
 def tiles(picture: Mapping[str, object]) -> str:
-    """The tiles of a mask: queries downwards, keys to the right; equal neighbours are one rectangle."""
+    """Draws the tiles of a mask: queries downwards, keys to the right; equal neighbours are one rectangle."""
     rows = _rows(picture)
     if not rows or not rows[0]:
         return ""

@@ -1,4 +1,4 @@
-"""What the rewrite did and did not do, as plain frozen data.
+"""Records what the rewrite did and did not do, as plain frozen data.
 
 A report holds numbers, strings, and tuples and dictionaries of these: no arrays, no jaxprs, nothing that keeps a device
 or a trace alive.  It survives a round trip through JSON unchanged.
@@ -17,22 +17,22 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 __all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "plain"]
 
 SCHEMA_VERSION = 3
-"""Rises whenever the fields of the records, or their meaning, change."""
+"""Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
 """(implementation, stage, error): an implementation that was tried and did not work."""
 
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-"""What JSON can say."""
+"""Values that JSON can represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place that spells out a known computation, and what became of it.
+    """A place that spells out a known computation, and what was decided about it.
 
-    One for each forward occurrence in the program as it runs with calls inlined: a scan body counts once, an unrolled
-    loop each time; backward, rematerialised and merged copies are no further sites.
+    There is one for each forward occurrence in the program as it runs with calls inlined: a scan body counts once, an
+    unrolled loop each time; backward, rematerialised and merged copies are no further sites.
     """
 
     op: str
@@ -40,34 +40,34 @@ class Site:
     location: str
     """"file:line (function)" of the user's code."""
     path: str
-    """The bodies around the site, outermost first, such as "scan > checkpoint"; empty at the top level."""
+    """Bodies around the site, outermost first, such as "scan > checkpoint"; empty at the top level."""
     direction: Literal["forward", "forward+backward"]
     verdict: Literal["applied", "kept"]
     """"applied": a kernel runs here.  "kept": recognised, but the original runs."""
     reason: str
-    """Why that verdict, in words."""
+    """Reason for the verdict, in words."""
     implementation: str | None = None
-    """The implementation that was chosen."""
+    """Implementation that was chosen."""
     block_sizes: Mapping[str, int] | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
     measured: Mapping[str, object] | None = None
-    """The row of the tuned table or of the cache that the verdict rests on."""
+    """Row of the tuned table or of the cache that the verdict rests on."""
     attempts: tuple[Attempt, ...] = ()
-    """The implementations that were tried and did not work."""
+    """Implementations that were tried and did not work."""
     assumptions: tuple[str, ...] = ()
-    """What has to hold for the replacement to equal the original, such as finite values."""
+    """Conditions under which the replacement equals the original, such as finite values."""
     checks: tuple[str, ...] = ()
-    """What the replacement finds out when it runs, such as whether masked tiles may be skipped."""
+    """Checks that the replacement makes when it runs, such as whether masked tiles may be skipped."""
     spec: Mapping[str, object] = field(default_factory=dict)
-    """The site's description: sizes, dtypes, score program, mask."""
+    """Description of the site: sizes, dtypes, score program, mask."""
     spec_line: str = ""
-    """The same on one line."""
+    """The same description on one line."""
     encoded: Mapping[str, object] | None = None
-    """The site as data, from which ``autopallas tune --from`` makes it anew; None where it has no such form."""
+    """The site as data, from which ``autopallas tune --from`` makes it anew; None if it has no such form."""
     original: str = ""
-    """The equations that were found, printed."""
+    """Equations that were found, printed."""
     replacement: str = ""
-    """The equations that run instead, printed; empty where the original was kept."""
+    """Equations that run instead, printed; empty if the original was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class NearMiss:
     location: str
     reason: str
     advice: str = ""
-    """What to write instead, if that can be said."""
+    """Advice on what to write instead, if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ class Failure:
     """An exception inside autopallas; the program ran on without the rewrite concerned."""
 
     stage: str
-    """The stage of the pipeline: "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
+    """Stage of the pipeline, such as "trace", "graph", "patterns", "plan", "rewrite", "lowering", "compile", "run"."""
     error: str
-    """The exception's type and message."""
+    """Type and message of the exception."""
     op: str = ""
-    """The operation concerned, if one is known."""
+    """Operation concerned, if one is known."""
     location: str = ""
-    """The place in the user's code, if one is known."""
+    """Place in the user's code, if one is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ class Pass:
 
     name: str
     stage: str
-    """The stage that it belongs to, as in a failure."""
+    """Stage that it belongs to, as in a failure."""
     seconds: float
     equations: int
-    """The equations of the program and its bodies, calls inlined."""
+    """Number of equations of the program and its bodies, with calls inlined."""
     sites: int
-    """The sites that are to be replaced, as far as is known by then."""
+    """Number of sites that are to be replaced, as far as is known by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened to one traced signature of one function.
+    """Record of what happened to one traced signature of one function.
 
     ``str(report)`` is for people, ``to_json`` for programs, ``to_html`` for a browser.
 
@@ -130,25 +130,25 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     trace: tuple[Pass, ...] = field(default=(), compare=False)
-    """The passes of the pipeline, in order; their times differ from run to run, so that they are not compared."""
+    """Passes of the pipeline, in order; they are not compared, since their times differ from run to run."""
 
     def counts(self) -> Counter[str]:
-        """The number of applied sites per operation; an operation without any counts 0."""
+        """Returns the number of applied sites per operation; an operation without any counts 0."""
         return Counter(site.op for site in self.sites if site.verdict == "applied")
 
     def to_dict(self) -> dict[str, Json]:
-        """The report as JSON's types: dictionaries, lists, strings, numbers, booleans and None."""
+        """Returns the report as JSON's types: dictionaries, lists, strings, numbers, booleans and None."""
         result = plain(self)
         assert isinstance(result, dict)
         return result
 
     def to_json(self) -> str:
-        """The report as a JSON object; equal reports give equal text, but for the times of passes."""
+        """Returns the report as a JSON object; equal reports give equal text, except for the times of passes."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     @classmethod
     def from_dict(cls, data: object) -> Report:
-        """The report that ``to_dict`` described; see :meth:`from_json`."""
+        """Returns the report that ``to_dict`` described; see :meth:`from_json`."""
         version = data.get("schema_version") if isinstance(data, dict) else None
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise ValueError(f"the report has schema version {version}; this autopallas reads up to {SCHEMA_VERSION}")
@@ -161,13 +161,13 @@ class Report:
         """Reads a report back.  The text is data only: nothing in it is executed or opened.
 
         Args:
-          text: what ``to_json`` gave, perhaps on another machine.
+          text: the result of ``to_json``, perhaps from another machine.
 
         Returns:
           An equal report.
 
         Raises:
-          ValueError: the text is no report, with the field that is wrong.
+          ValueError: the text is no report; the message names the wrong field.
 
         Example:
           >>> Report.from_json(Report(platform="cpu").to_json()).platform
@@ -180,13 +180,13 @@ class Report:
         return cls.from_dict(data)
 
     def to_html(self) -> str:
-        """The report as one self-contained HTML page."""
+        """Returns the report as one self-contained HTML page."""
         from autopallas.report import html
 
         return html.page([("", self)])
 
     def _repr_html_(self) -> str:
-        """For notebooks: the page in a frame of its own."""
+        """Returns the page in a frame of its own, for notebooks."""
         from autopallas.report import html
 
         return html.frame(self)
@@ -198,7 +198,7 @@ class Report:
 
 
 def plain(value: object) -> Json:
-    """``value`` in JSON's types; what has no such form becomes its text, infinities and NaNs included."""
+    """Returns ``value`` in JSON's types; a value without such a form becomes its text, also infinities and NaNs."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -214,8 +214,8 @@ def plain(value: object) -> Json:
     return str(value)
 
 
-def _parsed(kind: Any, data: object, where: str) -> Any:  # an annotation has no type, nor what it describes
-    """``data`` as the annotated type ``kind``, or ValueError naming ``where`` it is not."""
+def _parsed(kind: Any, data: object, where: str) -> Any:  # neither an annotation nor its values have a static type
+    """Returns ``data`` as the annotated type ``kind``; raises ValueError naming ``where`` it is not."""
 
     def wrong(expected: str) -> ValueError:
         return ValueError(f"{where} is {_short(data)}, not {expected}")

@@ -1,6 +1,6 @@
-"""The report at a glance: one table of all sites, at most 80 columns wide, then what was kept or missed and why.
+"""Shows the report at a glance: a table of all sites, at most 80 columns wide, then what was kept or missed, and why.
 
-With ``rich`` (extra ``cli``) and a terminal it has colours; the text is the same without.
+With ``rich`` (extra ``cli``) on a terminal it has colours; the text is the same without.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Group:
 
 
 def summary(reports: Iterable[tuple[str, Report]]) -> str:
-    """One or several reports as plain text of at most 80 columns, without a newline at its end.
+    """Returns one or several reports as plain text of at most 80 columns, without a newline at its end.
 
     Args:
       reports: (title, report) pairs; the title may be empty.
@@ -56,7 +56,7 @@ def summary(reports: Iterable[tuple[str, Report]]) -> str:
 
 
 def show(reports: Iterable[tuple[str, Report]], stream: TextIO) -> None:
-    """Prints the same, with colours where ``stream`` is a terminal and ``rich`` is installed."""
+    """Prints the summary, in colour if ``stream`` is a terminal and ``rich`` is installed."""
     reports = list(reports)
     console = _console(stream)
     if console is None:
@@ -82,7 +82,7 @@ def _console(stream: TextIO) -> Console | None:
 
 
 def relative(words: str) -> str:
-    """A text with the places in it as seen from the current folder, where they lie in there."""
+    """Returns a text with the places in it relative to the current folder, if they lie in it."""
     try:
         here = os.getcwd() + os.sep
     except OSError:  # a folder that is gone
@@ -94,7 +94,7 @@ def relative(words: str) -> str:
 
 
 def _blocks(reports: Iterable[tuple[str, Report]]) -> Iterator[list[tuple[str, str]]]:
-    """The lines of each report; the machine is named where it is another one than before."""
+    """Yields the lines of each report; names the machine if it differs from the previous report's."""
     before = ""
     for title, report in reports:
         yield _lines(title, report, text.where(report) != before)
@@ -149,7 +149,7 @@ def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
     rows = [(text.ranges(list(group.numbers)), *_cells(group.site)) for group in groups]
     widths = [max(len(row[i]) for row in (_HEAD, *rows)) for i in range(len(_HEAD))]
     gaps = 2 * (len(widths) - 1)
-    for column, least in ((2, 16), (4, 8), (0, 3), (1, 9)):  # what may be shortened, first the place
+    for column, least in ((2, 16), (4, 8), (0, 3), (1, 9)):  # columns that may be shortened, first the place
         excess = sum(widths) + gaps - WIDTH
         widths[column] = max(min(widths[column], least), widths[column] - max(excess, 0))
 
@@ -163,7 +163,7 @@ def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
 
 
 def _cells(site: Site) -> tuple[str, ...]:
-    """Operation, place, verdict, what runs there, and what that costs relative to the original."""
+    """Returns operation, place, verdict, what runs there, and its cost relative to the original."""
     replaced = site.verdict == "applied"
     sizes = "x".join(str(size) for size in (site.block_sizes or {}).values())
     runs = f"{site.implementation} {sizes}".strip() if replaced else "original"
@@ -173,7 +173,7 @@ def _cells(site: Site) -> tuple[str, ...]:
 
 
 def _without_function(place: str, width: int) -> str:
-    """ "file:line" alone where "file:line (function)" is too long."""
+    """Returns "file:line" alone if "file:line (function)" is too long."""
     found = _PLACE.fullmatch(place)
     return place if found is None or len(place) <= width else f"{found['file']}:{found['line']}"
 

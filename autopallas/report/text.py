@@ -1,4 +1,4 @@
-"""The report for a terminal: plain text that fits 80 columns."""
+"""Renders the report for a terminal: plain text that fits 80 columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LABEL = 16
 
 
 def render(report: Report) -> str:
-    """The whole report as text of at most 80 columns, without a newline at its end.
+    """Returns the whole report as text of at most 80 columns, without a newline at its end.
 
     Example:
       >>> print(render(Report(platform="cpu", device_kind="cpu")))
@@ -40,7 +40,7 @@ def render(report: Report) -> str:
 
 
 def headline(report: Report) -> str:
-    """What the report holds, in one line: "2 sites replaced, 1 kept, 1 near miss"."""
+    """Returns the report's contents in one line: "2 sites replaced, 1 kept, 1 near miss"."""
     applied = sum(report.counts().values())
     kept = len(report.sites) - applied
     parts = []
@@ -56,7 +56,7 @@ def headline(report: Report) -> str:
 
 
 def where(report: Report) -> str:
-    """The device and the versions, in one line."""
+    """Returns the device and the versions, in one line."""
     kind = report.device_kind
     device = report.platform + (f" ({kind})" if kind and kind != report.platform else "")
     return ", ".join(
@@ -65,7 +65,7 @@ def where(report: Report) -> str:
 
 
 def tuning(report: Report) -> str:
-    """What it took to find block sizes, in one line; empty where tables sufficed."""
+    """Returns what it took to find block sizes, in one line; empty if tables sufficed."""
     searches, hits = report.tuning.get("searches", 0), report.tuning.get("cache_hits", 0)
     parts = [f"{searches} search{'es' * (searches > 1)} for block sizes"] if searches else []
     parts += [f"{hits} answer{'s' * (hits > 1)} from the cache on disk"] if hits else []
@@ -73,7 +73,7 @@ def tuning(report: Report) -> str:
 
 
 def passes(report: Report) -> str:
-    """The passes of the pipeline: how long each took, and the equations and sites that it left."""
+    """Returns the passes of the pipeline: the time of each, and the equations and sites that it left."""
     lines = ["Passes (equations and sites after each):"]
     for one in report.trace:
         lines.append(f"  {one.name:30} {one.seconds * 1e3:10.1f} ms {one.equations:8} {one.sites:6}")
@@ -81,7 +81,7 @@ def passes(report: Report) -> str:
 
 
 def nothing_found(report: Report) -> str:
-    """What it means that a report is empty."""
+    """Returns what it means that a report is empty."""
     if not report.platform:
         return (
             "No function has been traced yet, or AUTOPALLAS_DISABLE is set. A report is there after the first call, or "
@@ -91,7 +91,7 @@ def nothing_found(report: Report) -> str:
 
 
 def _verdict(site: Site) -> str:
-    """The verdict in words."""
+    """Returns the verdict in words."""
     if site.verdict == "kept":
         return "kept: recognised, but the original code runs"
     direction = "forward and backward" if site.direction == "forward+backward" else "forward"
@@ -99,7 +99,7 @@ def _verdict(site: Site) -> str:
 
 
 def _block_sizes(site: Site) -> str:
-    """The block sizes and where they come from, or an empty string where there are none."""
+    """Returns the block sizes and where they come from, or an empty string if there are none."""
     if not site.block_sizes:
         return ""
     origin = {
@@ -116,7 +116,7 @@ def _block_sizes(site: Site) -> str:
 
 
 def site_rows(site: Site) -> list[tuple[str, str]]:
-    """What there is to say about a site, as (label, text) pairs, none of them empty."""
+    """Returns the facts about a site as (label, text) pairs, none of them empty."""
     rows = [
         ("verdict", _verdict(site)),
         ("reason", site.reason),
@@ -132,7 +132,7 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
 
 
 def _sites(sites: tuple[Site, ...]) -> Iterator[str]:
-    # The layers of an unrolled model are told once.
+    # The layers of an unrolled model are listed once.
     numbers: dict[tuple[str, ...], list[int]] = {}
     for number, site in enumerate(sites, 1):
         rows = [_row(label, text) for label, text in site_rows(site)]
@@ -143,7 +143,7 @@ def _sites(sites: tuple[Site, ...]) -> Iterator[str]:
 
 
 def gains(site: Site) -> tuple[str, str]:
-    """What the evidence says: ("2.57x", "0.07x"), how many times as fast, and what part of the temporary memory."""
+    """Returns the evidence as text: ("2.57x", "0.07x"), the speed and the temporary memory relative to the original."""
     row = site.measured or {}
     try:
         time = f"{_figure(row, 'original_us') / _figure(row, 'kernel_us'):.2f}x"
@@ -161,7 +161,7 @@ def _figure(row: Mapping[str, object], name: str) -> float:
 
 
 def ranges(numbers: list[int]) -> str:
-    """Ascending numbers in short: [1, 2, 3, 5] is "1-3, 5"."""
+    """Shortens ascending numbers: [1, 2, 3, 5] becomes "1-3, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

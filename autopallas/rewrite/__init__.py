@@ -1,1 +1,1 @@
-"""Splices decisions back into an edited jaxpr; the site primitive."""
+"""Replaces the applied sites of a program: defines the site primitives, and splices them into the jaxpr."""

@@ -1,12 +1,13 @@
-"""The site primitives: what stands in a rewritten program where a reference computation stood.
+"""Defines the site primitives, which take the place of reference computations in a rewritten program.
 
 Three primitives serve every operation.  ``site`` gives the original's results, and on demand the residuals that the
-backward kernel wants.  Its JVP rule binds itself and ``tangent``, which is linear in the tangents; the transpose of
-``tangent`` binds ``backward``.  So reverse mode runs the kernels, and everything else that JAX can do with the original
-(forward mode, second order) is done with the original, which all three carry along.
+backward kernel needs.  Its JVP rule binds itself and ``tangent``, which is linear in the tangents; the transpose of
+``tangent`` binds ``backward``.  So reverse mode runs the kernels.  Everything else that JAX can do with the original
+(forward mode, second order) runs the original, which all three primitives carry along.
 
-Their parameters: ``site``, the operation's description of the place (see :mod:`autopallas.sites.calls`); ``decision``,
-what was chosen for it; ``original``, the equations that stood there, as a closed jaxpr from operands to results.
+Their parameters are ``site``, the operation's description of the site (see :mod:`autopallas.sites.calls`);
+``decision``, the planner's decision about it; and ``original``, the replaced equations as a closed jaxpr from operands
+to results.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from autopallas.tuning.cache import WARNED
 Arrays: TypeAlias = tuple[jax.Array, ...]
 Tangent: TypeAlias = jax.Array | ad.Zero
 Lowering: TypeAlias = Callable[..., compat.IrValues]
-"""From a context and the operands in a module to the results."""
+"""Maps a context and the operands in a module to the results."""
 
 
 class _Place(TypedDict):
-    """The parameters that all three primitives have; ``decision`` aside, which some functions have as one of theirs."""
+    """Parameters that all three primitives have, except ``decision``, which some functions take separately."""
 
     site: SiteDescription
     original: ClosedJaxpr
 
 
 class _Further(_Place, total=False):
-    """And those that some of them have."""
+    """Parameters that only some of the primitives have, added to the common ones."""
 
     residuals: bool
     active: tuple[int, ...]
@@ -80,12 +81,12 @@ class _LinearParams(_Decided):
 
 
 def entry_of(decision: Decision) -> Entry:
-    """Where in the report it is entered what becomes of a site; what was never reported enters into nothing."""
+    """Returns the report entry of a site; for a site that was never reported, an entry that nothing shows."""
     return decision.entry or Entry()
 
 
 def enter(name: str, decision: Decision, platform: str, stage: str, error: Exception) -> None:
-    """Says, in the report and as a warning, that a site runs as it is written since an exception was raised."""
+    """Reports and warns that a site runs as it is written, because of an exception."""
     reason = f"{name} of {decision.implementation} failed with {one_line(error)}"
     if entry_of(decision).keeps(platform, f"{stage} failed: {reason}", (stage, one_line(error))):
         WARNED.once(reason, f"autopallas runs a transformed site as it is written: {reason}")
@@ -94,7 +95,7 @@ def enter(name: str, decision: Decision, platform: str, stage: str, error: Excep
 def _vary(
     original: ClosedJaxpr, chosen: Sequence[int], operands: Sequence[ArrayLike]
 ) -> Callable[..., list[jax.Array]]:
-    """The original as a function of the operands at the positions ``chosen``, the others fixed."""
+    """Returns the original as a function of the operands at the positions ``chosen``, with the others fixed."""
 
     def function(*varied: jax.Array) -> list[jax.Array]:
         filled = list(operands)
@@ -123,8 +124,8 @@ def _site(
 def _site_for_backward(
     *operands: jax.Array, site: SiteDescription, original: ClosedJaxpr, **_: object
 ) -> list[jax.Array]:
-    """The original's results where the kernel failed, with residuals for a backward kernel that may work all the same:
-    those of the reference implementation, on whole arrays."""
+    """Returns the original's results where the forward kernel failed, and residuals for the backward kernel, which may
+    still work: those of the reference implementation, on whole arrays."""
     results = compat.jaxpr_as_fun(original)(*operands)
     whole: SiteDescription = site.site if isinstance(site, ShardedSite) else site
     extra = whole.forward(site.operation.implementation("reference"), None, operands)[1]
@@ -175,7 +176,7 @@ def _backward(
 
 
 def _split(arguments: Arrays, site: SiteDescription, original: ClosedJaxpr) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """(operands, results, residuals, tangents or cotangents)."""
+    """Splits arguments into (operands, results, residuals, tangents or cotangents)."""
     operands = len(original.in_avals)
     results = operands + len(original.out_avals)
     residuals = results + len(site.residual_types())
@@ -206,10 +207,10 @@ def _primitive(
     def attempt(
         kernel: bool, *operands: jax.Array, platform: str, decision: Decision, **params: Unpack[_Further]
     ) -> list[jax.Array]:
-        """The kernel, or the original where that cannot be traced.
+        """Runs the kernel, or the original where the kernel cannot be traced.
 
-        A kernel is traced for the program before it gets here, but not for what transformations around the program
-        make of it.
+        Planning has traced the kernel for the program, but not for what transformations around the program make of
+        it.
         """
         if kernel:
             try:
@@ -225,7 +226,7 @@ def _primitive(
                 return results
         return compute(False, *operands, decision=decision, **params)
 
-    def impl(  # only without jit
+    def impl(  # runs only without jit
         *operands: jax.Array, decision: Decision, **params: Unpack[_Further]
     ) -> list[jax.Array]:
         device = Device.current()
@@ -253,7 +254,7 @@ def _primitive(
         ) -> compat.IrValues:
             found = compat.lowering_device(context)
             device = Device.of(found) if found is not None and Device.of(found).platform == ours else Device(ours, "")
-            # Kernels and extracted equations mix operands and constants, and know of no mesh.
+            # Kernels and extracted equations mix operands and constants, and ignore the mesh.
             typed = isinstance(params["site"], ShardedSite) or decision.mark is not None
             plain = compat.invariant_type if typed else compat.whole_type
             given = cast("Sequence[ShapedArray]", context.avals_in)
@@ -274,7 +275,7 @@ def _primitive(
         mlir.register_lowering(primitive, lowering, platform=platform)
 
     def marked(*operands: jax.Array, number: int, **params: Unpack[_Params]) -> list[jax.Array]:
-        """The original, with marks by which its operands and results are found in the lowered program."""
+        """Runs the original, with marks by which its operands and results are found in the lowered program."""
         if compute is not _site:
             return compute(False, *operands, **params)
         prelude = getattr(params["site"], "prelude", None)
@@ -369,14 +370,14 @@ def _site_and_tangent(
         moved = [_zero(x) for x in outputs[:count]]
     if not residuals:
         return outputs[:count], moved
-    # The residuals are functions of the operands, and whatever reads them has a rule of its own that says so.
+    # The residuals depend on the operands, but every primitive that reads them differentiates through the operands.
     return outputs, [*moved, *(_zero(x) for x in outputs[count:])]
 
 
 def _site_transpose(
     cotangents: Sequence[Tangent], *operands: jax.Array, original: ClosedJaxpr, **_: object
 ) -> list[jax.Array | None]:
-    """Where a program is linear in the values, as ``jax.linear_transpose`` wants it: the transpose of the original."""
+    """Transposes the original, for ``jax.linear_transpose`` of a program that is linear in the operands."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     types = [compat.shape_of(operands[i].aval) for i in linear]
     given = [ad.instantiate_zeros(ct) for ct in cotangents[: len(original.out_avals)]]
@@ -412,9 +413,9 @@ def _differentiate(
     tangents: Sequence[Tangent],
     params: _LinearParams,
 ) -> tuple[list[jax.Array], list[Tangent]]:
-    """The derivative of ``tangent`` or ``backward``: as functions of operands and (co)tangents, by the original.
+    """Differentiates ``tangent`` or ``backward`` through the original, as functions of operands and (co)tangents.
 
-    Tangents of results and residuals do not count: they depend on the operands, which the original says.
+    Tangents of results and residuals are ignored: these depend on the operands, and the original accounts for that.
     """
     site, original = params["site"], params["original"]
     operands = len(original.in_avals)
@@ -445,7 +446,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
 def _front(x: jax.Array, axis: int | None, size: int, wanted: bool) -> jax.Array:
-    """``x`` with its mapped axis in front; broadcast to have one where it is wanted and missing."""
+    """Moves the mapped axis of ``x`` to the front; adds one by broadcasting where it is wanted and missing."""
     if axis is not None:
         return jnp.moveaxis(x, axis, 0)
     return jnp.broadcast_to(x, (size, *x.shape)) if wanted else x
@@ -469,7 +470,7 @@ def _batched_params(
 
 
 def _first_axes(kind: Shaped) -> tuple[str, ...]:
-    """The explicit mesh axes over which the first axis of an array is divided."""
+    """Returns the explicit mesh axes over which the first axis of an array is sharded."""
     sharding = compat.explicit_sharding(kind)
     axes = sharding.spec[0] if sharding is not None and kind.shape else None
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
@@ -481,8 +482,8 @@ _MAPPED = "autopallas runs a site as it is written: vmap maps it over an axis th
 def _batch(
     primitive: Primitive, arguments: Sequence[jax.Array], axes: Sequence[int | None], params: _Params
 ) -> tuple[Sequence[jax.Array], list[int]]:
-    """One rule for the three.  An operand whose tangent or cotangent is asked for has the mapped axis, so that each
-    example gets its own; other operands that lack it stay without."""
+    """Batches each of the three primitives.  An operand whose tangent or cotangent is asked for gets the mapped axis,
+    so that each example has its own; other operands that lack the axis stay without it."""
     sizes = {np.shape(x)[axis] for x, axis in zip(arguments, axes, strict=True) if axis is not None}
     (size,) = sizes
     count = len(params["original"].in_avals)

@@ -1,4 +1,4 @@
-"""Puts sites into a flat program: equations that give results and cotangents become the site primitives."""
+"""Puts sites into a flat program: replaces equations that give results and cotangents by the site primitives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["splice"]
 
 
 def splice(graph: Graph, matches: Sequence[Match], decisions: Sequence[Decision]) -> ClosedJaxpr:
-    """The program with the applied sites replaced, as a closed jaxpr; what is no longer needed is dropped.
+    """Returns the program with the applied sites replaced, as a closed jaxpr without dead code.
 
-    A site is replaced at every occurrence where its operands are at hand: a checkpoint's recomputation as well as the
-    original computation.
+    A site is replaced at every occurrence where its operands are available: in a checkpoint's recomputation as well as
+    in the original computation.
     """
     splicer = _Splicer(graph)
     for match, decision in zip(matches, decisions, strict=True):
@@ -54,7 +54,7 @@ class _Splicer:
         self._replace_loop(match, params, outputs)
         for body, position in self.graph.occurrences(match.results[0]):
             known = self.graph.positions[body]
-            if position in body.children:  # a checkpoint that holds the occurrence, which is met in there
+            if position in body.children:  # a checkpoint; the loop meets the occurrence in its body
                 continue
             if not all(n in known and known[n][0] < position for n in match.operands):
                 continue
@@ -66,7 +66,7 @@ class _Splicer:
             self._replace_backward(match, params, backward, outputs)
 
     def _replace_loop(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
-        """A site that is one result of a scan: the scan stays for what else it gives, or goes as dead code."""
+        """Replaces a site that is one result of a scan; the scan keeps its other results, or goes as dead code."""
         numbers = self.graph.numbers[match.body]
         for position in match.body.children:
             equation = match.body.equations[position]
@@ -80,7 +80,7 @@ class _Splicer:
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn
     ) -> tuple[JaxprEqn, list[Var]]:
-        """The equation of a site, and the variables of its results and residuals."""
+        """Returns the equation of a site, and the variables of its results and residuals."""
         operands = self._operands_in(body, match)
         avals = [v.aval for v in operands]
         variables = list(results)
@@ -96,7 +96,7 @@ class _Splicer:
         known = self.graph.positions[body]
         like = body.equations[known[backward.gradients[0][1]][0]]
         variables = self._outputs_in(body, match, outputs)
-        if variables is None:  # computed again, as the program did: in a checkpoint
+        if variables is None:  # recomputed here, as by the program's checkpoint
             results = [Var(self.graph.avals[number]) for number in match.results]
             forward, variables = self._forward(match, params, body, results, True, like)
             edit.added.append(forward)
@@ -115,7 +115,7 @@ class _Splicer:
             self._give(body, number, gradient)
 
     def _known_before(self, match: Match) -> bool:
-        """Whether a site could stand just where its result is computed, everywhere."""
+        """Returns whether the operands are known before each occurrence of the site's result."""
         for body, position in self.graph.occurrences(match.results[0]):
             known = self.graph.positions[body]
             if position not in body.children and not all(n in known and known[n][0] < position for n in match.operands):
@@ -123,8 +123,8 @@ class _Splicer:
         return True
 
     def _replace_together(self, match: Match, params: Params) -> None:
-        """A site with several results, or with operands from elsewhere: one equation in each body that computes any of
-        them."""
+        """Replaces a site with several results, or with operands from elsewhere, by one equation in each body that
+        computes any of the results."""
         bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
         for body in bodies:
             if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
@@ -137,7 +137,7 @@ class _Splicer:
                 self._give(body, number, variable)
 
     def _give(self, body: Body, number: int, variable: Var) -> None:
-        """Reads ``variable`` in one body wherever a value was computed there."""
+        """Makes one body read ``variable`` instead of a value wherever it computed that value itself."""
         edit, numbers = self._edit(body), self.graph.numbers[body]
         for holder, position in self.graph.occurrences(number):
             if holder is body:
@@ -148,7 +148,7 @@ class _Splicer:
                 edit.renamed.update(dict.fromkeys(same, variable))
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
-        """The results and residuals of the forward in the body of the backward, where they can be brought there."""
+        """Returns the forward's results and residuals in the backward's body, or None if they cannot go there."""
         if body in outputs:
             return outputs[body]
         for source, variables in outputs.items():
@@ -157,7 +157,7 @@ class _Splicer:
         return None
 
     def _operands_in(self, body: Body, match: Match) -> list[Var]:
-        """The operands in a body, brought there from the loop of the forward where the body does not have them."""
+        """Returns the operands in a body; those that it lacks are brought there from the loop of the forward."""
         known = self.graph.positions[body]
         return [
             known[number][1] if number in known else self._brought_from(match.sources, number, body)
@@ -169,8 +169,11 @@ class _Splicer:
         return self._across(self.graph.positions[home][number][1], home, body)
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
-        """A variable of one body in another that is linked to it: as the operand of the equation that holds it that it
-        is in the first, or else as a further result of the first and a further operand of the second."""
+        """Brings a variable of one body into another body that is linked to it.
+
+        An input that the equation around the first body passes in is passed to the second body in the same way.  Any
+        other variable becomes a further result of the first body and a further operand of the second.
+        """
         if source is target:
             return variable
         numbers, known = self.graph.numbers[source], self.graph.positions[target]
@@ -190,7 +193,7 @@ class _Splicer:
         return self._brought[variable, target]
 
     def _enter(self, holder: JaxprEqn, place: int, inner: Var, given: Var | Literal, edit: Edit) -> None:
-        """Gives a body what the equation ``holder`` gives its own as the input at ``place``."""
+        """Passes to a body the value that the equation ``holder`` passes to its own body as the input at ``place``."""
         if holder.primitive.name == "scan" and place < compat.scan_parts(holder)[0]:
             edit.given.append((inner, given))
             return
@@ -201,13 +204,13 @@ class _Splicer:
     def _leave(
         self, holder: JaxprEqn, variable: Var, inner: Var, source: Body, target: Body, outside: Callable[[Var], Var]
     ) -> None:
-        """Gives a body what another one computes, which ``holder`` holds."""
+        """Passes to a body a value that is computed in another one, the body of the equation ``holder``."""
         edits, aval = (self._edit(source), self._edit(target)), variable.aval
         match holder.primitive.name:
             case "scan":
                 stacked = Var(compat.array_type((holder.params["length"], *aval.shape), aval.dtype, [aval], aval))
             case "shard_map":
-                if not aval.shape:  # has no axis along which the devices' parts could lie side by side
+                if not aval.shape:  # a scalar has no axis along which the devices' parts can be concatenated
                     line = jaxprs.reshape_equation(variable, (1,))
                     edits[0].added.append(line)
                     (variable,) = line.outvars
@@ -224,7 +227,7 @@ class _Splicer:
 
 
 def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: Params) -> list[JaxprEqn]:
-    """The equations of the backward of a site for many cotangents, along a leading axis of the last operand."""
+    """Returns the equations of a site's backward for many cotangents, along a leading axis of the last operand."""
     shapes = [compat.shape_of(v.aval) for v in given]
     axes = (*(None for _ in given[1:]), 0)
     many = jax.vmap(lambda *given: backward_p.bind(*given, **params), in_axes=axes)
@@ -240,7 +243,7 @@ def _mapped(given: Sequence[Var], gradients: Sequence[Var], params: Params) -> l
 
 
 def _carried(holder: JaxprEqn, place: int) -> bool:
-    """Whether a body's input comes from the step before."""
+    """Returns whether a body's input is carried over from the previous scan step."""
     if holder.primitive.name != "scan":
         return False
     constants, carried = compat.scan_parts(holder)

@@ -1,1 +1,1 @@
-"""Programs that are divided among several devices: how each site is divided, as the original would be."""
+"""Programs that are sharded over several devices: each site is sharded as the original would be."""

@@ -1,4 +1,4 @@
-"""From how a site's operands and results are divided to how its labels are."""
+"""Derives the sharding of a site's labels from the shardings of its operands and results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Indivisible", "assign"]
 
 
 class Indivisible(Exception):
-    """A kernel cannot compute a site in the parts in which it is divided; says why."""
+    """Raised where no kernel can compute a site sharded as it is; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """One array: its dimensions, their sizes, and how it is divided."""
+    """One array of a site: its dimensions, the mesh axes of each label, and its role."""
 
     view: View
     labels: Mapping[Label, tuple[str, ...]]
@@ -37,18 +37,18 @@ def assign(
     mesh: Mapping[str, int],
     gathers: bool = False,
 ) -> Division:
-    """How the labels of a site are divided, such that nothing moves between devices but what the original moves too.
+    """Chooses the mesh axes of each label of a site, so that no data moves that the original would not move as well.
 
     Args:
-      parts: where the labels are.
-      sizes: of the labels.
-      shapes: of the operands.
-      found: how operands and results are divided.
-      mesh: sizes of the mesh axes.
-      gathers: whether it is known otherwise that operands that are divided further are gathered.
+      parts: which labels each array has.
+      sizes: the size of each label.
+      shapes: the shapes of the operands.
+      found: how operands and results are sharded.
+      mesh: the sizes of the mesh axes.
+      gathers: whether operands that are sharded further are taken to be gathered, since the caller checks the traffic.
 
     Raises:
-      Indivisible: it cannot be.
+      Indivisible: no such choice exists.
     """
     uses = []
     for operand in parts.operands:
@@ -72,7 +72,7 @@ def assign(
                 if axes != chosen.get(label, ()):
                     raise Indivisible(f"an axis that it computes as a whole is divided over the mesh axis {axes[0]!r}")
             continue
-        if use.is_result:  # it may be cut further, or was gathered behind the computation
+        if use.is_result:  # it may be sharded further, or gathered, after the computation
             for label, axes in use.labels.items() if parts.between else ():
                 if not taken.isdisjoint(axes[_common(axes, chosen.get(label, ())) :]):
                     raise Indivisible("a sum of parts is divided over the mesh axis of the parts")
@@ -82,11 +82,11 @@ def assign(
             continue
         for label, axes in use.labels.items():
             extra = axes[_common(axes, chosen.get(label, ())) :]
-            # One operand is gathered by the original too, where its axis of the mesh divides something else.  What two
-            # have divided alike the original sums in parts.
+            # The original also gathers an operand whose mesh axis shards something else.  But where two operands are
+            # sharded alike, the original sums partial results.
             if extra and label in parts.rows:
                 raise Indivisible(f"what is divided over the mesh axis {extra[0]!r} is gathered along tokens")
-            known = bool(parts.between)  # that it is not summed in parts
+            known = bool(parts.between)  # that the original does not sum partial results
             if extra and not gathers and (label in gathered and not known or not set(extra) <= taken):
                 raise Indivisible(f"an axis over which it sums or looks is divided over the mesh axis {extra[0]!r}")
             if extra:
@@ -97,7 +97,7 @@ def assign(
 
 
 def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many leading entries are equal."""
+    """Counts the leading entries that are equal."""
     count = 0
     while count < min(len(first), len(second)) and first[count] == second[count]:
         count += 1
@@ -135,8 +135,11 @@ def _by_label(
 
 
 def _chosen(parts: ShardableAxes, uses: Sequence[_Use], exact: bool) -> dict[Label, tuple[str, ...]]:
-    """The axes of each label that may be divided; those that results have come first, and where results are divided as
-    ``exact``ly as they are computed, count alone."""
+    """Chooses the mesh axes of each label that may be sharded; labels of results come first.
+
+    The intermediate values decide, if there are any; otherwise the results, if their shardings are ``exact``; otherwise
+    the operands.
+    """
     chosen: dict[Label, tuple[str, ...]] = {}
     taken: set[str] = set()
     ordered = [u for u in uses if u.is_result] + [u for u in uses if not u.is_result]
@@ -144,7 +147,7 @@ def _chosen(parts: ShardableAxes, uses: Sequence[_Use], exact: bool) -> dict[Lab
     for use in ordered:
         for label, axes in use.labels.items():
             asked.setdefault(label, []).append(axes)
-    # Axes that operands agree on divide the computation itself; a result may have been cut afterwards only.
+    # Operands show how the computation itself is sharded; a result may have been resharded afterwards.
     for label in (a for a in asked if a in parts.labels):
         between = {u.labels.get(label, ()) for u in uses if u.is_between and u.has(label)}
         if len(between) > 1:
@@ -173,7 +176,7 @@ def _chosen(parts: ShardableAxes, uses: Sequence[_Use], exact: bool) -> dict[Lab
 
 
 def _check(parts: ShardableAxes, division: Division, sizes: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
-    """Each device's part of every array has to be one block of it, the same for all uses of an operand."""
+    """Raises unless each device's part of every array is one block, and all uses of an operand are sharded alike."""
     specs: dict[int, object] = {}
     views = [(o.view, o.position) for o in parts.operands]
     views += [(view, -1) for view in (*parts.results, *parts.residuals)]

@@ -1,8 +1,8 @@
-"""The shardings of a call's arguments, which a trace does not see.
+"""Records the shardings of a call's arguments, which a trace does not see.
 
-A function under ``jit`` sees of an array only over which mesh it is spread, not how.  So the trace of a program over
-several devices is broken off by :class:`ShardingsNeeded`, and done again in a context that holds the shardings.  They
-are a part of the key of every trace, so that a call with other shardings is traced anew.
+Inside of ``jit`` the type of an array names its mesh, but not how the array is sharded.  So :class:`ShardingsNeeded`
+aborts the trace of a program over several devices, and the trace is repeated in a context that holds the shardings.
+They are part of the key of every trace, so that a call with other shardings is traced anew.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Shardings", "ShardingsNeeded", "is_recording", "known", "needs_shard
 
 
 class ShardingsNeeded(Exception):
-    """Breaks off the trace of a program over several devices."""
+    """Aborts the trace of a program over several devices, so that it is repeated with the shardings recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shardings:
-    """How the arguments and results of a program are spread over devices; None where nothing says.
+    """Shardings of a program's arguments and results; None for those that are not known.
 
     Attributes:
-      arguments: per argument.
-      results: per result.
-      mesh: of all of them.
+      arguments: one per argument.
+      results: one per result.
+      mesh: the mesh of all of them.
     """
 
     arguments: tuple[Sharding | None, ...]
@@ -44,8 +44,8 @@ class Shardings:
 _UNKNOWN = "unknown"
 _Recorded: TypeAlias = tuple[tuple[Sharding | None, ...], Mesh | None]
 _recorded: compat.TraceContext[_Recorded | str | None] = compat.trace_context(None)
-"""None: nobody asked; "unknown": there are no arrays, since something outside is being traced; else (per leaf of the
-call's arguments, the sharding or None; the mesh in force)."""
+"""None outside of :func:`recording_shardings`; "unknown" where the arguments are not arrays, since an outer
+transformation is being traced; otherwise (the sharding or None per leaf of the call's arguments, the mesh in force)."""
 
 
 def _of_leaf(leaf: object) -> Sharding | None:
@@ -54,7 +54,7 @@ def _of_leaf(leaf: object) -> Sharding | None:
 
 
 def recording_shardings(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> AbstractContextManager[None]:
-    """A context in which the shardings of a call's arguments are known, as far as there are any."""
+    """Returns a context in which the shardings of a call's arguments are recorded, as far as they are known."""
     leaves = jax.tree.leaves((tuple(args), kwargs))
     if not compat.is_outermost() or any(map(compat.is_tracer, leaves)):
         context: AbstractContextManager[None] = _recorded(_UNKNOWN)
@@ -64,12 +64,12 @@ def recording_shardings(args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) ->
 
 
 def is_recording() -> bool:
-    """Whether this is inside of :func:`recording_shardings`."""
+    """Returns whether :func:`recording_shardings` is in force."""
     return _recorded.value is not None
 
 
 def needs_shardings(program: ClosedJaxpr, settings: Params | None) -> bool:
-    """Whether a program is spread over several devices, and nothing has recorded how."""
+    """Returns whether a program is spread over several devices and no shardings have been recorded."""
     if _recorded.value is not None:
         return False
     given = jax.tree.leaves([(settings or {}).get(name) for name in ("in_shardings", "out_shardings")])
@@ -82,8 +82,8 @@ class _Holder:
 
 
 def spread(program: JaxprLike) -> bool:
-    """Whether the types or constraints in a program name a mesh of several devices that the compiler divides for."""
-    divided: dict[int, bool] = {}  # per mesh: a program has few, and many values
+    """Returns whether the compiler shards a program: whether a type or constraint names a mesh of several devices."""
+    divided: dict[int, bool] = {}  # one answer per mesh: a program has few meshes and many values
     todo, seen = [program], set()
     while todo:
         jaxpr, _ = jaxprs.open_jaxpr(todo.pop())
@@ -111,17 +111,17 @@ def spread(program: JaxprLike) -> bool:
 
 
 def _is_divided_for(mesh: MeshLike) -> bool:
-    """Whether the compiler divides values whose types name a mesh."""
+    """Returns whether the compiler shards values whose types name this mesh."""
     if mesh.empty:
         return False
     pairs = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    # Types with explicit axes say how, but not over which processes.
+    # Types with explicit axes tell the sharding, but not over which processes.
     kinds = {AxisType.Auto, AxisType.Explicit} if jax.process_count() > 1 else {AxisType.Auto}
     return any(n > 1 and kind in kinds for n, kind in pairs)
 
 
 def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
-    """The mesh of several devices that a constraint names, if an equation is one."""
+    """Returns the mesh of several devices that an equation names, if it is a sharding constraint, else None."""
     sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
         return None
@@ -129,7 +129,7 @@ def _constrained_over(equation: compat.JaxprEqn) -> jax.sharding.Mesh | None:
 
 
 def _named_mesh(program: JaxprLike) -> jax.sharding.Mesh | None:
-    """The first mesh that a constraint in a program names."""
+    """Returns the first mesh of several devices that a sharding constraint in a program names, or None."""
     jaxpr, _ = jaxprs.open_jaxpr(program)
     for equation in jaxpr.eqns:
         meshes = [_constrained_over(equation), *(_named_mesh(body) for _, _, body in jaxprs.bodies(equation))]
@@ -147,14 +147,14 @@ def known(
     results: PyTree,
     settings: Params | None,
 ) -> Shardings | None:
-    """The shardings of the program that is being traced, or None where they are not known.
+    """Returns the shardings of the program that is being traced, or None where they are not known.
 
     Args:
-      program: as a closed jaxpr.
-      args, kwargs: of the traced function.
-      arrays: those of their leaves that are the program's arguments.
-      results: the structure of its results.
-      settings: of its ``jit``.
+      program: the program, as a closed jaxpr.
+      args, kwargs: the arguments of the traced function.
+      arrays: the leaves of ``args`` and ``kwargs`` that are the program's arguments.
+      results: a tree with the structure of its results.
+      settings: the settings of its ``jit``.
     """
     recorded = _recorded.value
     if recorded is None or isinstance(recorded, str):
@@ -180,7 +180,7 @@ def known(
 
 
 def _demanded(args: Sequence[PyTree], settings: Params) -> list[Sharding | None]:
-    """Per leaf of the positional arguments, the sharding that ``jit`` demands; of static ones it demands none."""
+    """Returns the sharding that ``jit`` demands for each leaf of the positional arguments; for static ones, None."""
     if settings.get("in_shardings") is None:
         return []
     static = {number % len(args) for number in settings.get("static_argnums", ())} if args else set()
@@ -190,7 +190,7 @@ def _demanded(args: Sequence[PyTree], settings: Params) -> list[Sharding | None]
 
 
 def _prefixed(prefix: PyTree, full: PyTree) -> list[Sharding | None]:
-    """The leaves of a tree of shardings, one for each leaf of the tree that they are meant for."""
+    """Spreads a prefix tree of shardings over the leaves of the full tree."""
     found: list[Sharding | None] = []
 
     def spread_out(sharding: object, part: PyTree) -> None:

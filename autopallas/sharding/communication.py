@@ -1,4 +1,4 @@
-"""Compares collective traffic of the original and the sharded site by compiling both, where no rule tells it."""
+"""Compares collective traffic of the original and the sharded site by compiling both, where no rule decides."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ARRAY = re.compile(r"\b[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 
 def communicates_no_more(part: Match, site: ShardedSite, found: Found) -> bool:
-    """Whether a site in parts sends nothing that the original would not; both are compiled by themselves.
+    """Returns whether a sharded site sends nothing that the original would not; compiles both, each on its own.
 
     Args:
       part: the match.
-      site: how it is to be computed.
-      found: how its operands and results are divided.
+      site: the sharded site that is to compute it.
+      found: how its operands and results are sharded.
     """
     if not isinstance(site.mesh, Mesh):
         return False
@@ -53,7 +53,7 @@ _Type: TypeAlias = tuple[tuple[int, ...], str, Divided | None]
 
 
 class _Program:
-    """A function, known by its key."""
+    """A function that is compared and hashed by its key."""
 
     def __init__(self, run: Callable[..., Sequence[jax.Array]], key: Hashable):
         self.run, self.key = run, key
@@ -66,7 +66,7 @@ class _Program:
 
 
 def _in_parts(site: ShardedSite) -> Callable[..., Sequence[jax.Array]]:
-    """What the site computes, with its own derivative, by the reference: what is sent is the same for all kernels."""
+    """Returns the sharded site's function and derivative on the reference kernel, since all kernels send the same."""
     kernel, saving = site.operation.implementation("reference"), with_residuals(site)
 
     @jax.custom_vjp
@@ -92,7 +92,7 @@ def _in_parts(site: ShardedSite) -> Callable[..., Sequence[jax.Array]]:
 def _sent(
     program: _Program, given: Sequence[_Type], wanted: Sequence[_Type], gradients: tuple[int, ...], mesh: Mesh
 ) -> Counter[str]:
-    """How often what is sent, and how many bits are received with that."""
+    """Counts the collectives of each kind in the compiled program, and the bits of the arrays that they return."""
     operands, results = (
         [_type(shape, dtype, divided, mesh) for shape, dtype, divided in types] for types in (given, wanted)
     )

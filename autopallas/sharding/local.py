@@ -1,4 +1,4 @@
-"""What one device does of a site that several compute in parts: that is what is measured and probed."""
+"""Extracts one device's part of a sharded site, which is what is measured and probed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["local_match"]
 
 
 def local_match(match: SiteWorkload) -> SiteWorkload:
-    """A match, or of a sharded one the part of one device, as much like a match as searches and probes need."""
+    """Returns a match as it is, or one device's part of a sharded match, in the form that searches and probes need."""
     if not isinstance(match.site, ShardedSite):
         return match
     first, *then = map(_part, match.passes)

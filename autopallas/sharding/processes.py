@@ -1,4 +1,4 @@
-"""Processes that run one program together have to run the same one, or they wait for each other forever."""
+"""Compares programs between processes: those that run different programs together wait for each other forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopallas.tuning.distributed import agreement
 __all__ = ["disagreement", "inspection_only"]
 
 LOOK_SECONDS = 60.0
-"""How long the other processes are waited for where nothing is to be run yet.  They may not lower it at all."""
+"""How long to wait for the other processes when the program is only inspected; they may never lower it."""
 
 _inspecting = contextvars.ContextVar("inspection_only", default=False)
 
@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 @contextlib.contextmanager
 def inspection_only() -> Iterator[None]:
-    """A context in which a program is only looked at: lowered, not called.  The others are not waited for as long."""
+    """Enters a context in which a program is only lowered, not called; waits for other processes are shorter in it."""
     token = _inspecting.set(True)
     try:
         yield
@@ -40,16 +40,16 @@ def inspection_only() -> Iterator[None]:
 def disagreement(
     program: ClosedJaxpr, rewritten: ClosedJaxpr, arrays: Sequence[ArrayLike], shardings: Shardings | None
 ) -> str | None:
-    """Why the original has to stay in all processes; None where each has rewritten it alike, or only one runs it.
+    """Returns why all processes keep the original, or None where all made the same rewrite or there is only one.
 
-    All processes over which the program's mesh spreads are waited for.  What one of them cannot do, or does in another
-    way, none does.
+    Waits for all processes that the program's mesh spans.  If one of them fails or rewrites in another way, none of
+    them replaces anything.
 
     Args:
       program: the original, as a closed jaxpr.
-      rewritten: what this process makes of it.
-      arrays: its arguments.
-      shardings: of its arguments and results.
+      rewritten: the rewritten program of this process.
+      arrays: the program's arguments.
+      shardings: of the program's arguments and results.
     """
     processes = _processes(shardings)
     if len(processes) < 2:
@@ -57,7 +57,7 @@ def disagreement(
     shared = agreement()
     if shared is None:
         return "it is run by several processes that cannot compare what they run"
-    try:  # whether it can be traced belongs to what they compare
+    try:  # a failure to trace is also compared between processes
         text = str(jax.make_jaxpr(lambda *arrays: compat.emit(rewritten, list(arrays)))(*arrays))
         own = hashlib.sha256(_same_everywhere(text).encode()).hexdigest()
     except Exception as error:
@@ -68,15 +68,15 @@ def disagreement(
 
 
 def _processes(shardings: Shardings | None) -> list[int]:
-    """The processes over which a mesh spreads; none where this one is not among them, or there is but one."""
+    """Returns the processes that the mesh spans; none where this one is not among them, or there is only one."""
     if jax.process_count() == 1 or shardings is None or shardings.mesh is None:
         return []
-    if not isinstance(shardings.mesh, jax.sharding.Mesh):  # an abstract one, which may be of any
+    if not isinstance(shardings.mesh, jax.sharding.Mesh):  # an abstract mesh may be of any processes
         return list(range(jax.process_count()))
     found = sorted({device.process_index for device in shardings.mesh.devices.flat})
     return found if jax.process_index() in found else []
 
 
 def _same_everywhere(text: str) -> str:
-    """A program's text without addresses, and with sets in one order."""
+    """Returns a program's text without addresses, and with the elements of sets sorted."""
     return _SET.sub(lambda match: "{" + ",".join(sorted(match[1].split(", "))) + "}", _ADDRESS.sub("", text))

@@ -1,5 +1,5 @@
-"""Reads how Shardy would divide a program's values, before it is compiled: its propagation is run on the
-lowered original, with marks where the sites read and give something."""
+"""Reads how Shardy would shard a program's values before the program is compiled: runs Shardy's propagation on the
+lowered original, with marks on the sites' operands and results."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from autopallas.sharding.call_shardings import Shardings
 __all__ = ["Divided", "Found", "propagated"]
 
 Divided: TypeAlias = tuple[tuple[str, ...], ...]
-"""The mesh axes over which each dimension of an array is divided."""
+"""Mesh axes over which each dimension of an array is sharded."""
 
 
 @dataclass(slots=True)
 class Found:
-    """How the operands and results of a site, and values in between, are divided; None where that differs or cannot be
-    said.
+    """Shardings of a site's operands, its results and intermediate values; None where uses differ or it is unknown.
 
-    ``exact``: what is said of the results holds where they are computed, not only for what becomes of them.
+    ``exact``: whether the results' shardings hold where the results are computed, not only where they are used.
     """
 
     operands: dict[int, Divided | None] = field(default_factory=dict)
@@ -39,13 +38,13 @@ class Found:
 
 
 def propagated(program: ClosedJaxpr, graph: Graph, parts: Sequence[Match], shardings: Shardings) -> list[Found]:
-    """What was found out about each part, in order.
+    """Returns the shardings found for each part, in order.
 
     Args:
       program: the original, as a closed jaxpr.
-      graph: the same.
+      graph: the same program as a graph.
       parts: the sites, each pass on its own.
-      shardings: of the program's arguments and results.
+      shardings: the shardings of the program's arguments and results.
     """
     marked = splice(graph, [replace(p, then=()) for p in parts], [_numbered(i) for i in range(len(parts))])
     types = [

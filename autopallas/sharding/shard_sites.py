@@ -1,4 +1,4 @@
-"""Gives each site of a program over several devices its place: which device computes which part."""
+"""Shards each site of a program over several devices: decides which device computes which part."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _UNKNOWN = (
 def shard_sites(
     program: ClosedJaxpr, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
 ) -> list[Match]:
-    """The matches with sharded sites where the compiler divides them; with an obstacle where that is not possible.
+    """Returns the matches, with sharded sites where the compiler shards them; with an obstacle if that is impossible.
 
     Args:
       program: the original, as a closed jaxpr.
-      graph: the same.
+      graph: the same program as a graph.
       matches: the sites.
-      shardings: of its arguments and results; None where they are not known.
-      strict: whether a failure in here is raised.
+      shardings: the shardings of its arguments and results; None where they are not known.
+      strict: whether to raise failures that occur here.
     """
     outside = None if shardings is None else shardings.mesh
 
@@ -68,15 +68,15 @@ def shard_sites(
         found = looked_up(concerned)
     except Exception:
         if strict:
-            raise  # else each by itself, so that the one at fault is told
+            raise  # otherwise each match is looked up alone, so that only the faulty one fails
 
     def divided(match: Match) -> Match:
         if match not in concerned:
             return match
         own = found[match] if match in found else looked_up([match])[match]
         mesh = _mesh(match)
-        # Within a shard_map over some axes the mesh is what is left of it; else the one that has the devices, where the
-        # arguments name it.
+        # Where its axes are not all automatic, the mesh of the operands' types applies, as inside a shard_map over
+        # some axes.  Otherwise the arguments' mesh applies, where it is known, since it names the devices.
         named = mesh is not None and set(mesh.axis_types) != {AxisType.Auto}
         entered = mesh is not None and outside is not None and mesh.axis_types != outside.axis_types  # by auto_axes
         match = _divided(match, own, mesh if named or entered or outside is None else outside)
@@ -86,7 +86,7 @@ def shard_sites(
 
 
 def _each(matches: Sequence[Match], work: Callable[[Match], Match]) -> list[Match]:
-    """The matches after some work on each; where that raises an exception, with an obstacle."""
+    """Applies ``work`` to each match; a match on which it fails gets an obstacle."""
     result = []
     for match in matches:
         with contained(match.location, match.op, "partition") as attempt:
@@ -102,7 +102,7 @@ def _with_obstacle(match: Match, reason: str) -> Match:
 
 
 def _unsupported(match: Match, outside: MeshLike | None) -> str:
-    """What about the mesh of a site's operands, or of the program's arguments, is not supported; or an empty string."""
+    """Returns what is not supported about the mesh of a site's operands or of the program's arguments, or ""."""
     mesh = _mesh(match)
     for part in match.passes:
         types: dict[str, set[AxisType]] = {}
@@ -126,7 +126,7 @@ def _meshes(avals: Sequence[object]) -> list[MeshLike]:
 
 
 def _divisible_axes(match: Match, shardings: Shardings | None) -> frozenset[str] | None:
-    """The mesh axes that the compiler divides a site over; None where a ``shard_map`` around it leaves none."""
+    """Returns the mesh axes that the compiler may shard a site over; None if a ``shard_map`` around it leaves none."""
     mesh = _mesh(match)
     if mesh is None:
         mesh = None if shardings is None else shardings.mesh
@@ -141,13 +141,13 @@ def _over(mesh: MeshLike) -> frozenset[str]:
 
 
 def _is_explicit(match: Match) -> bool:
-    """Whether the types of a site's operands say how they are divided."""
+    """Returns whether the types of a site's operands tell their sharding."""
     mesh = _mesh(match)
     return not match.obstacle and mesh is not None and _kinds(mesh) == {AxisType.Explicit}
 
 
 def _kinds(mesh: MeshLike) -> set[AxisType]:
-    """Of the axes that a site may be divided over."""
+    """Returns the types of the axes that a site may be sharded over."""
     return {kind for kind in mesh.axis_types if kind != AxisType.Manual}
 
 
@@ -156,11 +156,11 @@ def _is_concerned(match: Match) -> bool:
 
 
 def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
-    """A match whose operands' types say how they are divided, sharded; with an obstacle where that is not possible."""
+    """Shards a match whose operands' types tell their sharding; adds an obstacle where that is impossible."""
     mesh = _mesh(match)
     found = [_by_types(part) for part in match.passes]
     assert mesh is not None
-    if not _over(mesh):  # nothing is divided, and the kernel need not know of the mesh; as it is, it could do without
+    if not _over(mesh):  # no axis has several devices, so the site also works without being sharded
         alone = _divided(match, found, mesh)
         return match if alone.obstacle else alone
     if shardings is None and jax.process_count() > 1:
@@ -169,7 +169,7 @@ def _typed(match: Match, graph: Graph, shardings: Shardings | None) -> Match:
 
 
 def _with_typed_gradients(match: Match, graph: Graph) -> Match:
-    """A match, with an obstacle if a gradient has another type than what it is the gradient of."""
+    """Adds an obstacle to a match if a gradient is sharded in another way than its operand."""
     for part in match.passes:
         for backward in part.backwards:
             types = [(part.original.in_avals[i], graph.avals[number]) for i, number in backward.gradients]
@@ -179,7 +179,7 @@ def _with_typed_gradients(match: Match, graph: Graph) -> Match:
 
 
 def _as_typed(match: Match, graph: Graph) -> Match:
-    """A match that the compiler divides over some axes and types over others, with an obstacle if these disagree."""
+    """Adds an obstacle to a match if its automatic sharding disagrees with the explicit types of its results."""
     match = _with_typed_gradients(match, graph)
     for part in match.passes if not match.obstacle else ():
         types = [compat.explicit_sharding(a) for a in part.original.out_avals]
@@ -244,7 +244,7 @@ def _sharded(part: Match, found: Found, mesh: MeshLike | None) -> Match:
         apart = None if further is None or found.exact else further(part.site)
         if apart is None:
             raise
-        # The compiler may sum parts, or gather the operand, as it likes.
+        # No rule tells whether the compiler sums partial results or gathers the operand, so both are tried.
         for site, gathers in ((apart, False), (part.site, True)):
             with contextlib.suppress(Indivisible):
                 sharded = divided(site, gathers)

@@ -1,1 +1,1 @@
-"""The words that every stage uses: device, operation, site, index notation, elementwise program.  Imports no stage."""
+"""Vocabulary of all stages: device, operation, site, index notation, elementwise program.  Imports no stage."""

@@ -1,6 +1,6 @@
-"""The one way from a site's description to the kernel that computes it.
+"""Turns a site's description into the kernel call that computes it; nothing else does.
 
-Sites with the same description share one traced function each way: 24 equal layers cost one trace of the kernel.
+Sites with the same description share one traced function per direction: 24 equal layers trace the kernel once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 
 
 class SiteDescription(Protocol):
-    """What an operation must say of one place in a program.  Frozen and hashable."""
+    """Interface of an operation's description of one site in a program.  Frozen and hashable."""
 
     @property
     def operation(self) -> Operation: ...
 
     @property
     def spec(self) -> SiteSpec:
-        """The canonical description that implementations and tables know."""
+        """Canonical description that implementations and tables know."""
 
     @property
     def has_backward(self) -> bool:
-        """Whether ``backward`` gives the derivative; else it is the original's."""
+        """Whether ``backward`` computes the derivative; otherwise the original's derivative is used."""
 
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(results as the original has them, residuals for the backward)."""
+        """Returns (the results as the original has them, residuals for the backward)."""
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the residuals."""
+        """Returns the shapes and dtypes of the residuals."""
 
     def backward(
         self,
@@ -52,23 +52,23 @@ class SiteDescription(Protocol):
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
+        """Returns the cotangents of the operands at the positions ``active``."""
 
     def __hash__(self) -> int: ...
 
     def batched(self, axes: Sequence[int | None], size: int) -> SiteDescription:
-        """The place under vmap: each operand with an axis, and each result and residual, has it in front."""
+        """Returns the site under vmap: each operand with an axis, and each result and residual, has it in front."""
 
 
 def with_residuals(site: SiteDescription) -> SiteDescription:
-    """The place where a backward follows, for which some sites save more: those with a method of that name."""
+    """Returns the site as it is where a backward follows; sites with a method of that name save more there."""
     own: Callable[[], SiteDescription] | None = getattr(site, "with_residuals", None)
     return site if own is None else own()
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel_forward(site: SiteDescription, implementation: str, block_sizes: BlockSizes | None) -> ArrayFunction:
-    """(results, residuals) as a jitted function of the operands."""
+    """Returns a jitted function from the operands to (results, residuals)."""
     kernel = site.operation.implementation(implementation)
     assert kernel is not None
     name = f"autopallas_{site.operation.name}"
@@ -85,7 +85,7 @@ def kernel_forward(site: SiteDescription, implementation: str, block_sizes: Bloc
 def kernel_backward(
     site: SiteDescription, implementation: str, block_sizes: BlockSizes | None, active: tuple[int, ...]
 ) -> ArrayFunction:
-    """Cotangents of the active operands as a jitted function of (operands, results, residuals, cotangents)."""
+    """Returns a jitted function from (operands, results, residuals, cotangents) to the active operands' cotangents."""
     kernel = site.operation.implementation(implementation)
     assert kernel is not None
     name = f"autopallas_{site.operation.name}_backward"

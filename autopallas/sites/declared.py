@@ -1,7 +1,7 @@
-"""Operations that are declared: what their folder lacks has a default that follows from the declaration.
+"""Declared operations: everything that their folder lacks has a default derived from the declaration.
 
 A declaration names the operands and their axes by letters, as einsum does, and gives the computation in plain JAX.
-From that come the site (how a program's arrays are read and written, ``vmap``, devices, the derivative), the
+From these follow the site (how it reads and writes a program's arrays, ``vmap``, sharding, the derivative), the
 implementations "xla" and "reference", search inputs, and empty tables.
 """
 
@@ -38,10 +38,10 @@ Arrays: TypeAlias = Mapping[str, jax.Array]
 class DeclaredOperation(Operation):
     """An operation with a declaration.
 
-    An implementation in a module of its own offers ``supports(spec, device)``, ``forward(spec, block_sizes, operands)``
-    and ``backward(spec, block_sizes, operands, cotangent, wanted)``, which gives the cotangents of the operands whose
-    names are wanted.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where an operand
-    does not vary along it.
+    An implementation in its own module offers ``supports(spec, device)``, ``forward(spec, block_sizes, operands)`` and
+    ``backward(spec, block_sizes, operands, cotangent, wanted)``, which returns the cotangents of the operands named in
+    ``wanted``.  ``operands`` maps names to canonical arrays: one axis for each letter, of size 1 where an operand does
+    not vary along it.
 
     Attributes:
       reference: the computation in plain JAX, ``reference(spec, **operands)``; it casts its result to
@@ -49,8 +49,8 @@ class DeclaredOperation(Operation):
       operands: the letters of each operand's axes, such as ``{"x": "B M N", "scale": "B N"}``.
       result: the letters of the result.
       sizes: the field of the spec that holds the size of each letter, such as ``{"M": "rows"}``.
-      rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and devices
-        may share any.
+      rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and any may
+        be sharded over devices.
       sample: a typical spec.
     """
 
@@ -62,7 +62,7 @@ class DeclaredOperation(Operation):
     sample: Spec = field(kw_only=True)
 
     def module(self, name: str) -> object | None:
-        """A module of the operation's folder, or its default."""
+        """Returns a module of the operation's folder, or its default."""
         found = Operation.module(self, name)
         if found is not None:
             return found
@@ -80,11 +80,11 @@ class DeclaredOperation(Operation):
         return name in ("reference", "xla") or Operation.has(self, name)
 
     def shape(self, spec: Spec, operand: str) -> tuple[int, ...]:
-        """The shape of a canonical operand that varies along all its letters."""
+        """Returns the shape of a canonical operand that varies along all its letters."""
         return tuple(getattr(spec, self.sizes[letter]) for letter in self.operands[operand].split())
 
     def program(self) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
-        """A program that computes the operation, and the types of its arguments: the reference of the sample."""
+        """Returns a program that computes the operation, and its argument types: the reference of the sample."""
         dtypes: dict[str, Dtype | None] = {name: getattr(self.sample, f"{name}_dtype") for name in self.operands}
         given = {n: jax.ShapeDtypeStruct(self.shape(self.sample, n), d) for n, d in dtypes.items() if d is not None}
 
@@ -96,19 +96,19 @@ class DeclaredOperation(Operation):
 
 @dataclass(frozen=True)
 class DeclaredSite:
-    """A place in a program that computes a declared operation.
+    """A site in a program that computes a declared operation.
 
     Attributes:
       op: the operation's name.
       form: the spec; its sizes are those of the labels.
-      sizes: of each label.
+      sizes: the size of each label.
       operands: how each canonical operand is read, by name.
       letters: the labels of each letter.
       result: the view of the result.
-      uses: for each array that the site is given, which value it is, by the position that ``operands`` have.  Several
-        are one value where a program's backward tells the uses of a value apart.
-      read_at: for each value, at which position it is read, where that is not its first use: under ``vmap`` one use may
-        have the axis, and another not.
+      uses: for each array passed to the site, the number of its value, which the positions in ``operands`` refer to.
+        Several arrays have one value where a program's backward distinguishes the uses of a value.
+      read_at: for each value, the position of the array from which it is read, where that is not its first use: under
+        ``vmap`` one use may have the axis, and another not.
     """
 
     op: str
@@ -128,7 +128,7 @@ class DeclaredSite:
 
     @cached_property
     def spec(self) -> Spec:
-        """The canonical description, which kernels and tables know."""
+        """Canonical description, which kernels and tables know."""
         extents = {letter: math.prod(self.sizes[label] for label in labels) for letter, labels in self.letters}
         return replace(self.form, **{name: extents[letter] for letter, name in self.operation.sizes.items()})
 
@@ -146,11 +146,11 @@ class DeclaredSite:
         return [labels[letter] for letter in letters.split()]
 
     def _values(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """One array for each value."""
+        """Returns one array for each value."""
         return [operands[position] for position in self._positions()]
 
     def _positions(self) -> tuple[int, ...]:
-        """The position at which each value is read."""
+        """Returns the position at which each value is read."""
         return self.read_at or tuple(self.uses.index(value) for value in range(max(self.uses) + 1))
 
     def _canonical(self, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
@@ -158,8 +158,8 @@ class DeclaredSite:
         return {name: read(own, values, self.sizes, self._groups(axes[name])) for name, own in self.operands}
 
     def _as_large_as_the_result(self, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Operands of which one varies along each axis of the result: several cotangents may be asked of what none of
-        the operands has several of."""
+        """Broadcasts operands so that at least one varies along each axis of the result: there may be a cotangent for
+        each index of an axis along which no operand varies."""
         letters = self.operation.operands
         for letter in self.operation.result.split():
             size = getattr(self.spec, self.operation.sizes[letter])
@@ -176,7 +176,7 @@ class DeclaredSite:
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(the program's result, nothing to save)."""
+        """Returns (the program's result, no residuals)."""
         out = kernel.forward(self.spec, block_sizes, self._canonical(self._values(operands)))
         return (write(out, self.result, self.sizes, self._groups(self.operation.result)),), ()
 
@@ -190,7 +190,7 @@ class DeclaredSite:
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        """Of several uses of one value the first has its whole cotangent, the others zeros: they are added up."""
+        """Returns cotangents.  Of several uses of one value, the first gets the whole and the others get zeros."""
         values = self._values(operands)
         wanted = list(dict.fromkeys(self.uses[position] for position in active))
 
@@ -214,7 +214,7 @@ class DeclaredSite:
     # ------------------------------------------------------------------ on several devices, and under vmap
 
     def shardable_axes(self) -> ShardableAxes:
-        """The rows may be divided: each is computed without the others."""
+        """Allows sharding of the rows, since each is computed without the others."""
         labels = frozenset(label for group in self._groups(self.operation.rows) for label in group)
         reads = (
             Operand(position, own.view)
@@ -225,15 +225,15 @@ class DeclaredSite:
         return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),))
 
     def per_device(self, division: Division) -> tuple[DeclaredSite, tuple[PositionOperand, ...]]:
-        """What each device computes."""
+        """Returns the site that each device computes."""
         return self.standalone(division), ()
 
     def standalone(self, division: Division) -> DeclaredSite:
-        """No device needs another."""
+        """Returns the same site as for :meth:`per_device`, since no device needs another."""
         return replace(self, sizes=division.local(self.sizes))
 
     def batched(self, axes: Sequence[int | None], size: int) -> DeclaredSite:
-        """The site under vmap: operands with an axis have it in front, and so has the result."""
+        """Returns the site under vmap: operands with an axis have it in front, and so has the result."""
         label: Labels = (len(self.sizes),)
         positions = [
             next((p for p, used in enumerate(self.uses) if used == value and axes[p] is not None), before)
@@ -252,7 +252,7 @@ class DeclaredSite:
 
 
 class _Differentiated:
-    """The implementation that a reference is: its derivative is JAX's."""
+    """Implementation that consists of a reference, with JAX's derivative of it."""
 
     def __init__(self, name: str, reference: Callable[..., jax.Array]):
         self.__name__ = name  # as a module has one
@@ -282,7 +282,7 @@ class _Differentiated:
 
 
 class _NoTable:
-    """Tuned block sizes where nothing was measured."""
+    """Tuned block sizes of an operation for which nothing was measured."""
 
     BUCKETS: tuple[Bucket, ...] = ()
     TABLE: Mapping[str, Rows] = {}
@@ -298,7 +298,7 @@ class _NoTable:
 
 
 def _normal(site: DeclaredSite, types: Sequence[Shaped], key: int = 0) -> list[np.ndarray]:
-    """Inputs for a search: normally distributed numbers; zeros for what has no floating dtype."""
+    """Returns inputs for a search: normally distributed numbers, or zeros for dtypes that are not floating."""
     random = np.random.default_rng(key)
     values: list[np.ndarray] = []
     for kind in (types[site.uses.index(value)] for value in range(max(site.uses) + 1)):

@@ -1,4 +1,4 @@
-"""Devices for which programs are compiled."""
+"""Describes the devices for which programs are compiled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autopallas import compat
 __all__ = ["Device"]
 
 _ANY_TPU = "TPU v4"
-"""What Mosaic lowers for the oldest supported generation runs on the later ones."""
+"""Oldest supported generation; what Mosaic lowers for it runs on the later ones."""
 
 _target: compat.TraceContext[Device | None] = compat.trace_context(None)
-"""The device that code is being lowered for, where it is not this process's."""
+"""Device that code is being lowered for, where it is not this process's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Device:
 
     @staticmethod
     def current() -> Device:
-        """The device that is compiled for: that of an enclosing ``with device.targeted()``, else that of JAX's mesh,
-        else the default one."""
+        """Returns the device that code is compiled for: that of an enclosing ``with device.targeted()``, else that of
+        JAX's mesh, else the default one."""
         if _target.value is not None:
             return _target.value
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -37,7 +37,7 @@ class Device:
 
     @staticmethod
     def of(device: jax.Device | jax.sharding.AbstractDevice) -> Device:
-        """The description of one of JAX's devices."""
+        """Returns the description of one of JAX's devices."""
         return Device({"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform), device.device_kind)
 
     @property
@@ -46,12 +46,12 @@ class Device:
         return self.platform == Device.of(jax.devices()[0]).platform
 
     def targeted(self) -> AbstractContextManager[None]:
-        """A context in which code is traced and lowered for this device, whatever this process runs on."""
+        """Returns a context in which code is traced and lowered for this device, whatever this process runs on."""
         return _target(self)
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """The same for what is traced and lowered at once: JAX's own rules are told the device too."""
+        """Does the same for code that is traced and lowered at once, and also tells JAX's own rules the device."""
         with ExitStack() as contexts:
             contexts.enter_context(self.targeted())
             if self.platform == "tpu" and jax.default_backend() != "tpu":

@@ -1,4 +1,4 @@
-"""How the labels of a site are divided among the devices of a mesh."""
+"""Describes how the labels of a site are sharded over the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Divisible", "Division", "PositionOperand", "PositionOperands", "Prel
 
 @dataclass(frozen=True, slots=True)
 class ShardableAxes:
-    """Where the labels of a site are, and which may be divided.
+    """Which labels each array of a site has, and which labels may be sharded.
 
     Attributes:
       operands: every use of an operand.
       results, residuals: the dimensions of each.
-      labels: those that may be divided.
-      combined: per result, labels that it lacks and over which it need not be summed: the site sees to that.
-      between: the dimensions of values in between, by which it is known how the original divides the computation; empty
-        where none can be told.
+      labels: the labels that may be sharded.
+      combined: per result, labels that it lacks and over which it need not be summed, since the site does that.
+      between: the dimensions of intermediate values, which show how the original shards the computation; empty where
+        that is not known.
       rows: labels along which no operand is gathered.
-      whole: why nothing may be divided; empty where something may.
+      whole: the reason why nothing may be sharded; empty where something may.
 
-    A site with a ``prelude`` is divided behind that: its operands are what the prelude gives.
+    A site with a ``prelude`` is sharded after it: its operands are what the prelude returns.
     """
 
     operands: tuple[Operand, ...]
@@ -47,47 +47,47 @@ class ShardableAxes:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Mesh axes per label, for the labels that are divided.
+    """Mesh axes of each sharded label.
 
     Attributes:
-      sizes: of the mesh's axes.
-      axes: per label, the axes over which it is divided, the outermost first.
+      sizes: the sizes of the mesh's axes.
+      axes: per label, the axes over which it is sharded, the outermost first.
     """
 
     sizes: tuple[tuple[str, int], ...]
     axes: tuple[tuple[Label, tuple[str, ...]], ...]
 
     def of(self, label: Label) -> tuple[str, ...]:
-        """The axes over which a label is divided."""
+        """Returns the axes over which a label is sharded."""
         return dict(self.axes).get(label, ())
 
     def count(self, label: Label) -> int:
-        """Into how many parts a label is divided."""
+        """Returns into how many parts a label is sharded."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in self.of(label))
 
     def divides(self, labels: Sequence[Label]) -> bool:
-        """Whether any of some labels is divided."""
+        """Returns whether any of the labels is sharded."""
         return any(self.of(label) for label in labels)
 
     def local(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of labels on one device."""
+        """Returns the sizes of the labels on one device."""
         return tuple(size // self.count(label) for label, size in enumerate(sizes))
 
     def spec(self, view: View) -> PartitionSpec:
-        """How an array with these dimensions is divided."""
+        """Returns how an array with these dimensions is sharded."""
         named = [tuple(axis for label in labels for axis in self.of(label)) for _, labels in view]
         return PartitionSpec(*(axes or None for axes in named))
 
     def lacking(self, views: Sequence[View], but: frozenset[Label] = frozenset()) -> tuple[str, ...]:
-        """The axes over which something is divided that has none of these dimensions."""
+        """Returns the axes over which labels are sharded that are neither in ``views`` nor in ``but``."""
         own = {label for view in views for _, labels in view for label in labels} | but
         return tuple(axis for label, axes in self.axes if label not in own for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)
 class PositionOperand:
-    """Positions in an array of labels: ``offset + (p // stride) % extent`` with p the mixed radix of the labels."""
+    """Array of positions by labels: ``offset + (p // stride) % extent``, where p is the mixed radix of the labels."""
 
     labels: tuple[Label, ...]
     dtype: Dtype
@@ -100,27 +100,27 @@ class PositionOperand:
         return tuple((0, (label,)) for label in self.labels)
 
     def array(self, sizes: Sequence[int]) -> jax.Array:
-        """One dimension for each label."""
+        """Returns the positions as an array with one dimension for each label."""
         shape = tuple(sizes[label] for label in self.labels)
         place = jnp.arange(math.prod(shape), dtype=jnp.int32) // self.stride % self.extent + self.offset
         return place.reshape(shape).astype(self.dtype)
 
 
 class PositionOperands:
-    """Positions as further operands of a site of which each device has a part."""
+    """Collects position arrays as further operands of a site, of which each device gets a part."""
 
     def __init__(self, operands: int):
         self.counted: list[PositionOperand] = []
         self._operands = operands
 
     def operand(self, counted: PositionOperand) -> Operand:
-        """The operand that gives some positions."""
+        """Returns the operand for some positions."""
         if counted not in self.counted:
             self.counted.append(counted)
         return Operand(self._operands + self.counted.index(counted), counted.view)
 
     def source(self, source: Operand | Positions, division: Division) -> Operand | Positions:
-        """A source on one device: positions along divided labels are an operand."""
+        """Returns a source as one device reads it: positions along sharded labels become an operand."""
         if isinstance(source, Operand) or not division.divides(source.labels):
             return source
         offset, labels = source.dimension
@@ -132,26 +132,26 @@ class PositionOperands:
 
 
 class Prelude(Protocol):
-    """What some sites compute of their operands before they are divided."""
+    """Computation on the operands of some sites that runs before they are sharded."""
 
     @property
     def reads(self) -> Sequence[frozenset[int]]:
-        """For each array that it gives, the positions of the operands that it is computed from."""
+        """For each array that it returns, the positions of the operands that the array is computed from."""
 
     def __call__(self, operands: Sequence[jax.Array]) -> list[jax.Array]: ...
 
 
 class Divisible(SiteDescription, Protocol):
-    """A site that can say how it is computed in parts."""
+    """A site that can be computed in parts."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
 
     def shardable_axes(self) -> ShardableAxes:
-        """Where its labels are, and which may be divided."""
+        """Returns which labels its arrays have, and which labels may be sharded."""
 
     def per_device(self, division: Division) -> tuple[SiteDescription, tuple[PositionOperand, ...]]:
-        """What each device computes, and what it reads beside the operands."""
+        """Returns the site that each device computes, and the positions that it reads beside the operands."""
 
     def standalone(self, division: Division) -> SiteDescription:
-        """The same as something that one device can do without the others, to be measured."""
+        """Returns the same as a site that one device can compute without the others, to be measured."""

@@ -1,8 +1,9 @@
-"""A small elementwise program over a tile: how masks, biases, scales and caps reach a kernel.
+"""Small elementwise programs over a tile, which bring masks, biases, scales and caps into a kernel.
 
-A reference computation's elementwise part (from the dot that gives the scores to the argument of the exponential, say)
-is not decoded into features.  It is carried, equation by equation, as an :class:`ElementwiseProgram`; a kernel
-evaluates it on each tile from the tile's scores, the positions of its rows and columns, and side inputs.
+The elementwise part of a reference computation (for example, from the dot that gives the scores to the argument of
+the exponential) is not decoded into features.  It is carried, equation by equation, as an
+:class:`ElementwiseProgram`; a kernel evaluates it on each tile from the tile's scores, the positions of its rows and
+columns, and side inputs.
 
 Programs are frozen, hashable and comparable, which jaxprs are not, so they can be part of a specification and of a
 cache key.
@@ -26,10 +27,10 @@ from autopallas.compat import ArrayFunction, Dtype, Jaxpr, Var
 from autopallas.compat import Literal as JaxprLiteral
 
 custom_p = Primitive("custom_derivative")
-"""Stands in a program for a function with a derivative of its own: parameters ``value`` and ``tangent``, both programs.
+"""Stands in a program for a function with its own derivative; its parameters ``value`` and ``tangent`` are programs.
 
-It is never bound.  Side input n of both is argument n; those of the tangent go on with the tangents of the floating
-arguments.
+It is never bound.  Side input n of both programs is argument n; in the tangent's program the tangents of the floating
+arguments follow.
 """
 
 Axis: TypeAlias = Literal["query", "key"]
@@ -38,16 +39,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The tile's scores: the result of the contraction, in the dtype that the original declared for it."""
+    """Scores of the tile: the result of the contraction, in the dtype that the original declared for it."""
 
     dtype: Dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A position: ``offset + (p // stride) % extent`` with ``p`` the row's (query) or column's (key) position.
+    """Position ``offset + (p // stride) % extent``, where ``p`` is the position of the row (query) or column (key).
 
-    ``stride`` and ``extent`` single out one factor of a merged axis (height and width of an image, say).
+    ``stride`` and ``extent`` select one factor of a merged axis, such as the height or the width of an image.
     """
 
     axis: Axis
@@ -59,7 +60,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side input: an array of the program (a mask, a bias, lengths, segment ids), by position in the spec's sides."""
+    """Side input: an array of the program (a mask, a bias, lengths, segment ids), by position in the spec's sides."""
 
     position: int
     dtype: Dtype
@@ -72,7 +73,7 @@ class Constant:
     value: bool | int | float
     dtype: Dtype
 
-    def __eq__(self, other: object) -> bool:  # True == 1 == 1.0 and nan != nan would make a poor identity
+    def __eq__(self, other: object) -> bool:  # True == 1 == 1.0 and nan != nan, so plain equality will not do
         return isinstance(other, Constant) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -126,8 +127,8 @@ class ElementwiseProgram:
 
     @property
     def scales_last(self) -> bool:
-        """Whether the result is a product of which something else than the score itself is a factor, such as a masked
-        score, but for a cast."""
+        """Whether the result, apart from casts, is a product or quotient of a computed number, such as a masked score,
+        and not only of inputs."""
         count, at = len(self.inputs), self.result
         while at >= count and self.instructions[at - count].primitive.name == "convert_element_type":
             (at,) = self.instructions[at - count].arguments
@@ -141,7 +142,7 @@ class ElementwiseProgram:
 
     @property
     def primitives(self) -> frozenset[str]:
-        """Names of the primitives used: a backend that lacks one can say so before any compile."""
+        """Names of the primitives used; a backend that lacks one can refuse the program before compiling."""
         own = {i.primitive.name for i in self.instructions}
         inner = (p.primitives for i in self.instructions if i.primitive is custom_p for _, p in _programs(i))
         return frozenset(own.union(*inner))
@@ -153,16 +154,16 @@ class ElementwiseProgram:
         key: jax.Array | None,
         sides: Sequence[jax.Array],
     ) -> jax.Array:
-        """The program's value on one tile.
+        """Evaluates the program on one tile.
 
         Args:
           score: the tile's scores, or None if the program reads none.
-          query: integer positions of the rows, of a shape that broadcasts against the tile, or None.
+          query: integer positions of the rows, in a shape that broadcasts against the tile, or None.
           key: integer positions of the columns, likewise.
           sides: every side input of the spec, already cut to the tile, each broadcastable against it.
 
         Returns:
-          An array of the broadcast shape of what was read (smaller than the tile where nothing tile-sized was read).
+          An array of the broadcast shape of what was read, smaller than the tile if nothing tile-sized was read.
         """
         positions = {"query": query, "key": key}
 
@@ -220,10 +221,11 @@ class ElementwiseProgram:
 
 @functools.cache
 def honoured(program: ElementwiseProgram) -> ElementwiseProgram:
-    """The program with a rounding that XLA cannot leave out after each operation in bfloat16.
+    """Adds a rounding that XLA cannot leave out after each operation of the program in bfloat16.
 
-    XLA computes these in float32, and keeps that where it fuses them with what reads them in float32, and not where it
-    does not.  So a sum of ``exp(z - max(z))`` may hold an exponential that is not 1 where z is the maximum.
+    XLA computes these operations in float32.  It keeps the float32 value where it fuses the operation with a float32
+    consumer, and rounds it elsewhere.  So without the roundings a sum of ``exp(z - max(z))`` may hold an exponential
+    that is not 1 where z is the maximum.
     """
     registers = list(range(len(program.inputs)))
     instructions: list[Instruction] = []
@@ -252,12 +254,12 @@ _ROUNDING = frozenset({"add", "add_any", "sub", "mul", "div", "tanh", "exp", "lo
 
 
 def conversion_params(dtype: Dtype) -> dict[str, Hashable]:
-    """The parameters of a cast."""
+    """Returns the parameters of a cast."""
     return {"new_dtype": dtype, "sharding": None, "weak_type": False}
 
 
 def parameters(params: Mapping[str, Hashable]) -> tuple[tuple[str, Hashable], ...]:
-    """Parameters of an elementwise primitive as an instruction has them: without what ties them to a placement."""
+    """Returns a primitive's parameters as an instruction has them: sorted, and without placement."""
     return tuple((name, None if name in _PLACEMENT else value) for name, value in sorted(params.items()))
 
 
@@ -269,7 +271,7 @@ def _chosen(which: jax.Array, *cases: jax.Array) -> jax.Array:
 
 
 _LOGICAL: dict[str, Callable[..., jax.Array]] = {"select_n": _chosen, "max": jnp.logical_or, "min": jnp.logical_and}
-"""Of booleans, which Mosaic neither selects nor compares."""
+"""Functions to use on booleans, since Mosaic neither selects nor compares booleans."""
 
 
 def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
@@ -277,7 +279,7 @@ def _bind(instruction: Instruction, arguments: list[jax.Array]) -> jax.Array:
     operands = [jnp.broadcast_to(a, shape) for a in arguments]
     if instruction.primitive is custom_p:
         return _custom(instruction, operands)
-    if instruction.primitive.name == "add_any":  # of cotangents, which kernels need not know
+    if instruction.primitive.name == "add_any":  # adds cotangents; kernels need not know it
         return jax.lax.add(*operands)
     if all(x.dtype == jnp.bool_ for x in operands) and (logical := _LOGICAL.get(instruction.primitive.name)):
         return logical(*operands)
@@ -290,7 +292,7 @@ def _programs(instruction: Instruction) -> list[tuple[str, ElementwiseProgram]]:
 
 
 def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
-    """A function with its own derivative, on arrays of one shape."""
+    """Evaluates a function with its own derivative on arrays of one shape."""
     programs = dict(_programs(instruction))
     floating = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -310,7 +312,7 @@ def _custom(instruction: Instruction, operands: list[jax.Array]) -> jax.Array:
 
 
 def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
-    """The program of an elementwise function, one scalar argument per input.
+    """Returns the program of an elementwise function, which takes one scalar argument per input.
 
     Example: ``traced(lambda i, j: i >= j, Index("query", int32), Index("key", int32))`` is the causal mask.
     """
@@ -361,4 +363,4 @@ def traced(function: ArrayFunction, *inputs: Input) -> ElementwiseProgram:
 
 
 _NOTHING = frozenset({"broadcast_in_dim", "reduce_sum", "reshape", "squeeze"})
-"""What derivatives have beside elementwise primitives, and what does nothing to a scalar."""
+"""Primitives that occur in derivatives beside elementwise ones, and that leave a scalar unchanged."""

@@ -1,4 +1,4 @@
-"""Sites as plain data, so that a saved report can be tuned for: JSON out, the same site back in.
+"""Writes sites as plain data (JSON) and reads them back, so that a saved report can be tuned for.
 
 Reading builds only dataclasses of this package that describe sites, and looks up only elementwise primitives of JAX;
 it imports nothing that the data names, and executes nothing.
@@ -33,7 +33,7 @@ __all__ = ["EncodingError", "SavedSite", "encoded", "saved_site"]
 Direction: TypeAlias = Literal["forward", "forward+backward"]
 
 FORMAT = 2
-"""Rises whenever sites are encoded otherwise."""
+"""Version number, which rises whenever the encoding of sites changes."""
 
 _SHARED = ("autopallas.sites.elementwise", "autopallas.sites.index_notation", "autopallas.sites.declared")
 _MOST_ELEMENTS = 2**40
@@ -41,18 +41,18 @@ _DEEPEST = 60
 
 
 class EncodingError(ValueError):
-    """Data describe no site, or a site has no description as data."""
+    """Raised where data describe no site, or a site has no description as data."""
 
 
 @dataclass(frozen=True, eq=False)
 class SavedSite:
-    """A site without its program, as much like a match as searches need.
+    """A site without its program, in the form that searches need instead of a match.
 
-    In the place of the original stands the operation's reference: the same computation, as vanilla JAX.
+    The operation's reference takes the place of the original: the same computation, as vanilla JAX.
 
     Attributes:
-      op, direction, location: as of the match.
-      site: what is computed.
+      op, direction, location: those of the match.
+      site: the description of the computation.
       original: the reference as a closed jaxpr of the site's operands.
       backwards: as many as the program held, each with the positions of the operands whose gradients it computes.
       then: further passes.
@@ -84,7 +84,7 @@ class _Backward:
 
 
 def encoded(match: SiteWorkload) -> dict[str, object] | None:
-    """A match as data, from which :func:`saved_site` makes one to tune for; None where it has no such form."""
+    """Returns a match as data, from which :func:`saved_site` makes a site to tune for; None if it has no such form."""
     try:
         return {"format": FORMAT, "passes": [_pass(part) for part in match.passes]}
     except EncodingError:
@@ -136,16 +136,16 @@ def _data(value: object) -> object:
 
 
 def saved_site(op: str, direction: str, data: object, location: str = "") -> SavedSite:
-    """The site that :func:`encoded` described.
+    """Returns the site that :func:`encoded` described.
 
     Args:
-      op: its operation.
+      op: the site's operation.
       direction: "forward" or "forward+backward".
-      data: what ``encoded`` gave, perhaps on another machine, or anything else.
-      location: where it stood; for people.
+      data: the result of ``encoded``, perhaps from another machine, or anything else.
+      location: the site's place in the source; for people.
 
     Raises:
-      EncodingError: it describes no site of that operation.
+      EncodingError: the data describe no site of that operation.
     """
     if op not in operation_names():
         raise EncodingError(f"no operation is called {op!r}")
@@ -159,7 +159,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
         first, *then = (_read_pass(op, cast(Direction, direction), part, location) for part in data["passes"])
     except EncodingError:
         raise
-    except Exception as error:  # fields of a wrong type show in the site's own arithmetic
+    except Exception as error:  # fields of a wrong type fail in the site's own arithmetic
         raise EncodingError(f"it describes no {op}: {type(error).__name__}: {error}") from None
     return dataclasses.replace(first, then=tuple(then))
 
@@ -233,7 +233,7 @@ def _value(data: object, classes: Mapping[str, type], depth: int) -> object:
 
 @functools.cache
 def _classes(op: str) -> Mapping[str, type]:
-    """The dataclasses that a site of an operation may consist of."""
+    """Returns the dataclasses that a site of an operation may consist of."""
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
     own = (operation_named(op).module(name) for name in ("operation", "spec", "site"))
@@ -250,7 +250,7 @@ def _dataclasses(module: ModuleType) -> dict[str, type]:
 
 @functools.cache
 def _primitives() -> Mapping[str, Primitive]:
-    """JAX's primitives by name."""
-    from jax.extend.core import primitives  # here, for it takes a while
+    """Returns JAX's primitives by name."""
+    from jax.extend.core import primitives  # here, since the import takes a while
 
     return {p.name: p for p in vars(primitives).values() if isinstance(p, Primitive)}

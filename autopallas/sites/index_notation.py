@@ -1,7 +1,7 @@
-"""How a site reads its operands: index notation, and the arrays that it stands for.
+"""Index notation: describes how a site reads its operands, and converts them to and from canonical arrays.
 
-A site's operands are arrays as the program has them.  A :data:`View` gives, per dimension of the array,
-``(offset, labels)``: the elements ``offset + mixed radix of the labels``.  Labels are small integers with sizes.
+A site's operands are arrays as the program has them.  A :data:`View` gives ``(offset, labels)`` for each dimension
+of the array: the elements ``offset + mixed radix of the labels``.  Labels are small integers with sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operand:
         return tuple(label for _, labels in self.view for label in labels)
 
     def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> Operand:
-        """The same use after operands with an axis have got it in front, under a new label."""
+        """Returns the same use after vmap has put the axis of operands that have it in front, under a new label."""
         if axes[self.position] is None:
             return self
         return Operand(self.position, ((0, label), *self.view))
@@ -42,7 +42,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """An array that is no operand: ``offset + mixed radix`` of some labels, as an iota gives."""
+    """Array that is no operand: ``offset + mixed radix`` of some labels, as from an iota."""
 
     dimension: Dimension
     dtype: Dtype
@@ -58,9 +58,9 @@ class Positions:
 def read(
     source: Operand | Positions, operands: Sequence[jax.Array], sizes: Sequence[int], groups: Sequence[Sequence[Label]]
 ) -> jax.Array:
-    """The array with one dimension per group of labels; size 1 where it varies over none of a group's labels.
+    """Returns the array with one dimension per group of labels; size 1 where it has none of a group's labels.
 
-    A group of which the array has some labels and lacks others is filled up by broadcasting.
+    If the array has some labels of a group and lacks others, it is broadcast along those.
     """
     if isinstance(source, Positions):
         offset, labels = source.dimension
@@ -83,7 +83,7 @@ def read(
 
 
 def write(array: jax.Array, view: View, sizes: Sequence[int], groups: Sequence[Sequence[Label]]) -> jax.Array:
-    """The inverse of :func:`read` for a result: from one dimension per group to the dimensions of ``view``."""
+    """Inverts :func:`read` for a result: from one dimension per group to the dimensions of ``view``."""
     order = [a for group in groups for a in group]
     array = array.reshape([sizes[a] for a in order])
     wanted = [a for _, labels in view for a in labels]
@@ -98,11 +98,11 @@ def fill(
     sizes: Sequence[int],
     groups: Sequence[Sequence[Label]],
 ) -> None:
-    """Writes into the operand what makes :func:`read` give ``array``; what is not read stays as it is.
+    """Writes into an operand so that :func:`read` returns ``array``; elements that are not read stay as they are.
 
     Args:
       source: the use through which it is read.
-      array: one dimension per group, of the group's extent, or of size 1 for the same along all of it.
+      array: one dimension per group, of the group's extent, or of size 1 to repeat it along the group.
       operands: the arrays of the site; one is changed.
       sizes, groups: as in :func:`read`.
     """

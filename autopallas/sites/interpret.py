@@ -1,4 +1,4 @@
-"""Where a Pallas kernel may run, and whether it is interpreted."""
+"""Tells where a Pallas kernel may run, and whether it is interpreted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ None leaves it to the environment.  Part of the trace key; for tests."""
 
 
 def interpretation() -> object:
-    """The ``interpret`` argument of a ``pallas_call``: True only if ``AUTOPALLAS_INTERPRET=1`` asks for it."""
+    """Returns the ``interpret`` argument of a ``pallas_call``: that of :data:`mode`, else ``AUTOPALLAS_INTERPRET``."""
     return bool(environment.read().interpret) if mode.value is None else mode.value
 
 
 def settled() -> AbstractContextManager[None]:
-    """A context in which the answer of the environment is part of the trace key."""
+    """Returns a context that makes the environment's answer a part of the trace key."""
     return mode(interpretation())
 
 
 def refusal(platform: str, device: Device) -> Unsupported | None:
-    """Why a kernel for ``platform`` cannot run on ``device``; None where it can, be it interpreted."""
+    """Returns why a kernel for ``platform`` cannot run on ``device``; None where it can, also if interpreted."""
     if device.platform == platform or interpretation():
         return None
     return Unsupported(

@@ -1,9 +1,9 @@
-"""What an operation and its implementations are, and how one is chosen.  Exists once, for all operations.
+"""Defines operations and their implementations, and how one is chosen; all operations share this code.
 
-An operation is a folder in ``autopallas/kernels`` with a module ``operation`` that has an ``OPERATION``; there is no
-list of them.  One that is declared in full has defaults for all that its folder lacks: see
+An operation is a folder in ``autopallas/kernels`` whose module ``operation`` has an ``OPERATION``; there is no list of
+operations.  An operation that is declared in full has defaults for everything that its folder lacks: see
 :class:`autopallas.sites.declared.DeclaredOperation`.  A folder may also hold a part of an operation that has another
-one: what it declares has that operation's name.
+folder; its declaration then has that operation's name.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = [
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
 
 HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
-"""The platform of each implementation that is written for one."""
+"""Platform of each implementation that is written for one platform."""
 
 NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}
-"""What stands in an exported program for an implementation whose calls ``jax.export`` does not promise to keep."""
+"""Substitutes, in exported programs, for implementations whose calls ``jax.export`` does not promise to keep."""
 
 
 def _order() -> Mapping[str, tuple[str, ...]]:
@@ -63,90 +63,90 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """The implementation can compute this spec on this device."""
+    """Answer that the implementation can compute this spec on this device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """The implementation cannot compute this spec on this device, and why."""
+    """Answer that the implementation cannot compute this spec on this device, with the reason."""
 
     reason: str
 
 
 class Kernel(Protocol):
-    """What a site runs: functions of canonical arrays, whose arguments and results are the operation's own."""
+    """Functions of canonical arrays that a site runs; their arguments and results depend on the operation."""
 
     @property
     def forward(self) -> ArrayFunction:
-        """``forward(spec, block_sizes, ...)``."""
+        """``forward(spec, block_sizes, ...)`` computes the results."""
 
     @property
     def backward(self) -> ArrayFunction:
-        """``backward(spec, block_sizes, ...)``."""
+        """``backward(spec, block_sizes, ...)`` computes the gradients."""
 
 
 class Implementation(Kernel, Protocol):
-    """The module of an implementation, or what an operation has in the place of one."""
+    """The module of an implementation, or what an operation provides instead of one."""
 
     @property
     def supports(self) -> Callable[..., Supported | Unsupported]:
-        """``supports(spec, device)``."""
+        """``supports(spec, device)`` tells whether it can compute the spec there."""
 
 
 class BlockSizesModule(Protocol):
-    """What the module ``block_sizes`` of an operation offers."""
+    """Interface of an operation's module ``block_sizes``."""
 
     @property
     def BlockSizes(self) -> BlockSizesClass:
-        """The class of its block sizes."""
+        """Class of the operation's block sizes."""
 
 
 class TunedBlockSizes(Protocol):
-    """What the module ``tuned_block_sizes`` of an operation offers.  Specs are the operation's."""
+    """Interface of an operation's module ``tuned_block_sizes``.  Specs are the operation's."""
 
     @property
     def TABLE(self) -> Mapping[str, Rows]:
-        """The rows by device."""
+        """Rows by device."""
 
     @property
     def find(self) -> Callable[..., Found | None]:
-        """The row for a spec: see :meth:`autopallas.tuning.table.Table.find`."""
+        """Finds the row for a spec: see :meth:`autopallas.tuning.table.Table.find`."""
 
     @property
     def infer_block_sizes(self) -> Callable[..., BlockSizes]:
-        """Block sizes from the table, or the default."""
+        """Returns block sizes from the table, or the default."""
 
     @property
     def table_key(self) -> Callable[..., Key]:
-        """Where the table files a spec."""
+        """Returns the key under which the table files a spec."""
 
 
 class Example(Protocol):
-    """What the module ``example`` of an operation offers."""
+    """Interface of an operation's module ``example``."""
 
     @property
     def operands(self) -> Callable[..., Sequence[np.ndarray]]:
-        """``operands(site, types, key)``: an array for each operand of a site of the operation."""
+        """``operands(site, types, key)`` returns an array for each operand of a site of the operation."""
 
     def program(self) -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
-        """A small typical program, and the types of its arguments."""
+        """Returns a small typical program, and the types of its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One operation.
 
-    The implementation ``name`` of an operation is the module ``autopallas.kernels.<folder>.<name>``, imported when
-    first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
-    ``backward(spec, block_sizes, ...)``; a module that does not exist is Unsupported.
+    The implementation ``name`` of an operation is the module ``autopallas.kernels.<folder>.<name>``, imported when it
+    is first asked for.  It offers ``supports(spec, device)``, ``forward(spec, block_sizes, ...)`` and
+    ``backward(spec, block_sizes, ...)``; a module that does not exist counts as Unsupported.
 
     Attributes:
-      name: in options, reports, tables and caches, and of its module in ``patterns``.
-      order: the implementations to be asked on each platform.
-      priority: patterns of operations with a higher one look first, and have what several want.
-      folder: in ``kernels``; by default it has the operation's name.  What is declared in a folder of another name is a
-        part of the operation: it is selected, counted, filed and reported as the operation is, and has a description,
-        a site and implementations of its own.
+      name: its name in options, reports, tables and caches, and of its module in ``patterns``.
+      order: the implementations to ask on each platform, in order.
+      priority: patterns of operations with a higher priority look first, and win where several match.
+      folder: its folder in ``kernels``; by default it has the operation's name.  A declaration in a folder of another
+        name is a part of the operation: it is selected, counted, filed and reported as the operation is, but has a
+        description, a site and implementations of its own.
     """
 
     name: str
@@ -156,11 +156,11 @@ class Operation:
 
     @property
     def package(self) -> str:
-        """The name of its folder as a Python package."""
+        """Name of its folder as a Python package."""
         return f"autopallas.kernels.{self.folder or self.name}"
 
     def module(self, name: str) -> object | None:
-        """A module of the operation's folder, or None where it has none of that name."""
+        """Returns a module of the operation's folder, or None where it has none of that name."""
         try:
             return importlib.import_module(f"{self.package}.{name}")
         except ModuleNotFoundError as error:
@@ -178,10 +178,10 @@ class Operation:
     def part(self, name: Literal["example"]) -> Example: ...
 
     def part(self, name: str) -> object:
-        """A module of the operation's folder that it must have.
+        """Returns a module of the operation's folder that must exist.
 
         Raises:
-          ImportError: it has none of that name.
+          ImportError: the folder has no module of that name.
         """
         found = self.module(name)
         if found is None:
@@ -195,7 +195,7 @@ class Operation:
     def implementation(self, name: str) -> Implementation | None: ...
 
     def implementation(self, name: str) -> Implementation | None:
-        """The module of an implementation, or None where this operation has none of that name."""
+        """Returns the module of an implementation, or None where this operation has none of that name."""
         return cast("Implementation | None", self.module(name))
 
     @overload
@@ -215,17 +215,17 @@ class Operation:
     ) -> Callable[[SiteDescription], Divisible | None] | None: ...
 
     def hook(self, module: str, function: str) -> Callable[..., object] | None:
-        """What the operation does otherwise than others: a function of one of its modules, or None."""
+        """Returns a function by which one of the operation's modules overrides a default, or None."""
         found: Callable[..., object] | None = getattr(self.module(module), function, None)
         return found
 
     def program(self) -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
-        """A small typical program that computes the operation, and the types of its arguments: ``program`` in its
-        module ``example``."""
+        """Returns a small typical program that computes the operation, and the types of its arguments: ``program`` of
+        the module ``example``."""
         return self.part("example").program()
 
     def supports(self, name: str, spec: SiteSpec, device: Device) -> Supported | Unsupported:
-        """Whether the named implementation can compute ``spec`` on ``device``."""
+        """Returns whether the named implementation can compute ``spec`` on ``device``."""
         try:
             module = self.implementation(name)
         except ImportError as error:
@@ -235,16 +235,16 @@ class Operation:
         return module.supports(spec, device)
 
     def usual(self, device: Device) -> str:
-        """The first implementation in the platform's order that this operation has."""
+        """Returns the first implementation in the platform's order that this operation has."""
         order = self.requested(None, device)
         return next((name for name in order if self.has(name)), order[-1])
 
     def has(self, name: str) -> bool:
-        """Whether there is a module of an implementation, without importing it."""
+        """Returns whether an implementation has a module, without importing it."""
         return importlib.util.find_spec(f"{self.package}.{name}") is not None
 
     def requested(self, implementation: str | Sequence[str] | None, device: Device) -> tuple[str, ...]:
-        """The names to try, in order."""
+        """Returns the names to try, in order."""
         if implementation is None:
             return self.order.get(device.platform, ("xla",))
         names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
@@ -258,7 +258,7 @@ class Operation:
     def candidates(
         self, spec: SiteSpec, device: Device, implementation: str | Sequence[str] | None
     ) -> Iterator[tuple[str, Supported | Unsupported]]:
-        """The requested implementations in order, each with its answer."""
+        """Yields the requested implementations in order, each with its answer."""
         for name in self.requested(implementation, device):
             yield name, self.supports(name, spec, device)
 
@@ -301,21 +301,21 @@ def _folders() -> tuple[str, ...]:
 
 @functools.cache
 def operation_names() -> tuple[str, ...]:
-    """The operations there are, those first whose patterns look first."""
+    """Returns the names of all operations, those with the highest priority first."""
     names = [folder for folder in _folders() if operation_named(folder).name == folder]
     return tuple(sorted(names, key=lambda name: -operation_named(name).priority))
 
 
 @functools.cache
 def operation_folders(name: str) -> tuple[str, ...]:
-    """The folders in ``kernels`` of an operation: its own, and then those of its parts; none where there is no such
-    operation."""
+    """Returns the folders of an operation in ``kernels``: its own, and then those of its parts; none where there is no
+    such operation."""
     folders = [folder for folder in _folders() if operation_named(folder).name == name]
     return tuple(sorted(folders, key=lambda folder: folder != name))
 
 
 @functools.cache
 def operation_named(name: str) -> Operation:
-    """The operation that a folder in ``kernels`` declares: the one of that name, or a part of another one."""
+    """Returns the operation that a folder in ``kernels`` declares: the one of that name, or a part of another one."""
     found: Operation = importlib.import_module(f"autopallas.kernels.{name}.operation").OPERATION
     return found

@@ -1,4 +1,4 @@
-"""A site that the devices of a mesh compute in parts."""
+"""Sharded sites: the devices of a mesh compute a site in parts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Specs: TypeAlias = PartitionSpec | tuple["Specs", ...]
 
 @dataclass(frozen=True)
 class ShardedSite:
-    """A site, and how it is divided.  Its operands and results are whole arrays.
+    """A site with its sharding.  Its operands and results are whole arrays.
 
     Attributes:
-      site: as the program has it.
-      division: which labels are divided, and over which mesh axes.
-      mesh: the mesh; an abstract one where the types of the operands say how they are divided.
+      site: the site as the program has it.
+      division: which labels are sharded, and over which mesh axes.
+      mesh: the mesh; an abstract one where the types of the operands tell their sharding.
     """
 
     site: Divisible
@@ -52,22 +52,22 @@ class ShardedSite:
 
     @property
     def prelude(self) -> Prelude | None:
-        """What is computed of the operands before they are divided; None: nothing."""
+        """Computation on the operands that runs before they are sharded, or None."""
         return getattr(self.site, "prelude", None)
 
     def given(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays of which each device has a part."""
+        """Returns the arrays of which each device gets a part: the operands, or what the prelude makes of them."""
         return list(operands) if self.prelude is None else self.prelude(operands)
 
     def given_types(self, types: Sequence[Shaped]) -> list[Shaped]:
-        """Their types, of operands of some types."""
+        """Returns the types of the arrays of :meth:`given`, from the types of the operands."""
         if self.prelude is None:
             return list(types)
         given: list[Shaped] = jax.eval_shape(self.given, list(map(compat.shape_of, types)))
         return given
 
     def moved(self, active: Sequence[int], types: Sequence[Shaped]) -> tuple[int, ...]:
-        """Which of the arrays, of given types, have a derivative by some of the operands."""
+        """Returns the positions of the arrays of :meth:`given` that have a derivative by the operands ``active``."""
         if self.prelude is None:
             return tuple(active)
         reads = enumerate(zip(self.prelude.reads, types, strict=True))
@@ -79,7 +79,7 @@ class ShardedSite:
 
     @property
     def spec(self) -> SiteSpec:
-        """What one device computes."""
+        """Spec of what one device computes."""
         return self._per_device[0].spec
 
     @property
@@ -96,11 +96,11 @@ class ShardedSite:
         )
 
     def result_shardings(self) -> tuple[NamedSharding, ...]:
-        """How the results are divided by their types."""
+        """Returns the shardings that the types of the results state."""
         return tuple(self._type(self.division.spec(view)) for view in self._axes.results)
 
     def _type(self, spec: PartitionSpec) -> NamedSharding:
-        """What types say of an array that is divided: nothing of the axes that the compiler divides over."""
+        """Returns the sharding that an array's type states: the explicit axes, not those that the compiler manages."""
         explicit = {
             n for n, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind == AxisType.Explicit
         }
@@ -110,11 +110,11 @@ class ShardedSite:
 
     @property
     def standalone(self) -> SiteDescription:
-        """What one device computes, as a site of its own."""
+        """Site that one device computes by itself."""
         return self.site.standalone(self.division)
 
     def local(self, types: Sequence[Shaped], results: bool = False) -> list[jax.ShapeDtypeStruct]:
-        """The types of the arrays (or of results) on one device; further operands behind the site's own."""
+        """Returns one device's types of the operands, with further operands after the site's own, or of the results."""
         types = types if results else self.given_types(types)
         views = self._result_views if results else self._operand_views(len(types))
         shapes = [self._shape(t, view) for t, view in zip(types, views, strict=True)]
@@ -147,7 +147,7 @@ class ShardedSite:
         return views
 
     def _mapped(self, function: ArrayFunction, in_specs: Specs, out_specs: Specs) -> ArrayFunction:
-        # Without names shard_map takes all axes; but for those that a vmap around, if traced now, takes for itself.
+        # Without names shard_map takes all axes, except those that an enclosing vmap, if it is being traced, takes.
         names = {"axis_names": divisible(self.mesh)} if AxisType.Manual in self.mesh.axis_types else {}
         mapped: ArrayFunction = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **names
@@ -159,7 +159,7 @@ class ShardedSite:
         return placed if self._explicit else mapped
 
     def _given(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """An array as a shard_map over explicit axes takes it: divided already."""
+        """Shards an array in advance, as a shard_map over explicit axes requires."""
         return compat.divided_like(x, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._type(spec)))
 
     def _specs(self, views: Sequence[View]) -> tuple[PartitionSpec, ...]:
@@ -198,7 +198,7 @@ class ShardedSite:
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
+        """Returns the cotangents of the operands at the positions ``active``."""
         if self.prelude is None:
             return self._backward(kernel, block_sizes, operands, results, residuals, cotangents, active)
         moved: tuple[int, ...] = ()
@@ -246,15 +246,15 @@ class ShardedSite:
     # ------------------------------------------------------------------ transformations
 
     def with_residuals(self) -> ShardedSite:
-        """The site where a backward follows."""
+        """Returns the site as it is where a backward follows."""
         return replace(self, site=cast(Divisible, with_residuals(self.site)))
 
     def batched(self, axes: Sequence[int | None], size: int) -> ShardedSite:
-        """The site under vmap: the further axis is on every device."""
+        """Returns the site under vmap; every device has the new axis as a whole."""
         return replace(self, site=cast(Divisible, self.site.batched(axes, size)))
 
     def divided_further(self, axes: tuple[str, ...]) -> ShardedSite | None:
-        """The same with the axis that vmap added last divided as well; None where it cannot be."""
+        """Returns the site with the axis that vmap added last sharded as well; None where that is impossible."""
         label, named = len(self.site.sizes) - 1, {axis for _, own in self.division.axes for axis in own}
         axes = tuple(axis for axis in axes if dict(self.division.sizes)[axis] > 1)
         if not axes:
@@ -265,7 +265,7 @@ class ShardedSite:
 
 
 def divisible(mesh: Mesh | AbstractMesh) -> frozenset[str]:
-    """The axes of a mesh that no shard_map around has taken."""
+    """Returns the axes of a mesh that no enclosing shard_map has taken."""
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(name for name, kind in pairs if kind != AxisType.Manual)
 

@@ -1,4 +1,4 @@
-"""What specs have in common: the canonical description of one site, which patterns produce and kernels consume."""
+"""Defines what specs have in common: the canonical description of a site, from patterns to kernels."""
 
 from __future__ import annotations
 
@@ -17,97 +17,97 @@ Sizes: TypeAlias = Mapping[str, int | bool | str]
 
 
 class SiteSpec(Protocol):
-    """The canonical description of a site, as far as every operation's is alike: a frozen dataclass."""
+    """Interface of a site's canonical description, common to all operations: a frozen dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns in words what has to hold for the result to equal the original's."""
 
     def programs(self) -> str:
-        """The elementwise programs that the site carries, one instruction a line."""
+        """Returns the elementwise programs of the site as text, one instruction per line."""
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data."""
+        """Returns the fields as plain data."""
 
     def __hash__(self) -> int: ...
 
 
 class BlockSizes(Protocol):
-    """The block sizes of some operation: a frozen dataclass of plain values.  Their specs are that operation's."""
+    """Interface of an operation's block sizes: a frozen dataclass of plain values.  Specs are that operation's."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     @property
     def fitted(self) -> Callable[..., BlockSizes]:
-        """``fitted(spec)``: the same, valid for the shape."""
+        """``fitted(spec)`` returns the same, adjusted to be valid for the shape."""
 
     @property
     def temporary_bytes(self) -> Callable[..., int]:
-        """``temporary_bytes(spec, direction)``: estimate of the temporary memory."""
+        """``temporary_bytes(spec, direction)`` estimates the temporary memory."""
 
     @classmethod
     def get_default(cls) -> BlockSizes:
-        """What is right almost everywhere."""
+        """Returns block sizes that are right almost everywhere."""
 
     def to_dict(self) -> Mapping[str, int]:
-        """The sizes by name."""
+        """Returns the sizes by name."""
 
     def __hash__(self) -> int: ...
 
 
 class BlockSizesClass(Protocol):
-    """The class of them."""
+    """Interface of a class of block sizes."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
 
     def __call__(self, **sizes: int | bool | str) -> BlockSizes: ...
 
     def get_default(self) -> BlockSizes:
-        """What is right almost everywhere."""
+        """Returns block sizes that are right almost everywhere."""
 
     @property
     def candidates(self) -> Callable[..., Sequence[BlockSizes]]:
-        """``candidates(spec)``: what a search should try, best guess first."""
+        """``candidates(spec)`` returns the block sizes that a search should try, best guess first."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The base of a declared operation's spec.
+    """Base class of a declared operation's spec.
 
-    A field ``<operand>_dtype`` gives the dtype of an operand, None for one that the site lacks; ``result_dtype`` that
-    of the result.  Sizes are whole numbers.
+    A field ``<operand>_dtype`` gives the dtype of an operand, or None if the site lacks it; ``result_dtype`` gives the
+    dtype of the result.  Sizes are whole numbers.
     """
 
     def dtypes(self) -> tuple[Dtype, ...]:
-        """All dtypes among the fields."""
+        """Returns all dtypes among the fields."""
         return tuple(value for f in fields(self) if isinstance(value := getattr(self, f.name), np.dtype))
 
     @property
     def accumulation_dtype(self) -> Dtype:
-        """float32, or float64 where anything is float64."""
+        """float32, or float64 where any field is float64."""
         return np.dtype(np.float64 if np.dtype(np.float64) in self.dtypes() else np.float32)
 
     @property
     def widest_dtype(self) -> Dtype:
-        """The dtype under which tables file the site."""
+        """Dtype under which tables file the site."""
         return max(self.dtypes(), key=lambda dtype: dtype.itemsize)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns in words what has to hold for the result to equal the original's."""
         return ()
 
     def programs(self) -> str:
-        """The elementwise programs that the site carries, one instruction a line."""
+        """Returns the elementwise programs of the site as text, one instruction per line."""
         return ""
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
+        """Returns the fields as plain data: numbers and strings."""
         return plain_fields(self)
 
 
 def plain_fields(spec: SiteSpec) -> dict[str, object]:
-    """The fields of a spec as plain data: numbers and strings, and all else as the string that it prints as."""
+    """Returns the fields of a spec as plain data: numbers and strings; anything else becomes its string."""
     plain = (bool, int, float, str, type(None))
     values = {f.name: getattr(spec, f.name) for f in fields(spec)}
     return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
@@ -115,7 +115,7 @@ def plain_fields(spec: SiteSpec) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class NoBlockSizes:
-    """The block sizes of what has none, or chooses them itself."""
+    """Block sizes of an implementation that has none, or that chooses them itself."""
 
     def to_dict(self) -> dict[str, int]:
         return {}
@@ -124,7 +124,7 @@ class NoBlockSizes:
         return self
 
     def temporary_bytes(self, spec: SiteSpec, direction: str = "forward") -> int:
-        """What an implementation plans for, beside operands and results, is known by compiling it alone."""
+        """Returns 0: only compiling tells what an implementation needs beside operands and results."""
         return 0
 
     @classmethod

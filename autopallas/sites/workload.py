@@ -1,4 +1,4 @@
-"""What tables, searches and probes know of a site, whether its program is there or not."""
+"""Interfaces through which tables, searches and probes see a site, whether its program is available or not."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["Gradients", "SiteWorkload", "Workload"]
 
 
 class Workload(Protocol):
-    """What a table or a cache has to know: a site, or a direct call of an operation."""
+    """Interface for tables and caches: a site, or a direct call of an operation."""
 
     @property
     def op(self) -> str:
-        """The operation's name."""
+        """Name of the operation."""
 
     @property
     def spec(self) -> SiteSpec:
-        """What is computed, as the operation describes it."""
+        """Computation, as the operation describes it."""
 
     @property
     def direction(self) -> Literal["forward", "forward+backward"]: ...
 
     @property
     def original(self) -> ClosedJaxpr:
-        """The computation as the program has it, or as the operation's reference has it."""
+        """Computation as the program has it, or as the operation's reference has it."""
 
     @property
     def passes(self) -> Sequence[Workload]:
-        """This, and further passes of the same site."""
+        """This workload, and further passes of the same site."""
 
 
 class Gradients(Protocol):
@@ -40,19 +40,19 @@ class Gradients(Protocol):
 
     @property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """(position among the site's operands, number of the value that is its cotangent)."""
+        """(position among the site's operands, number of the value that is its cotangent) for each gradient."""
 
 
 class SiteWorkload(Workload, Protocol):
-    """What a search or a probe has to know: a match, or a site that was saved without its program."""
+    """Interface for searches and probes: a match, or a site that was saved without its program."""
 
     @property
     def site(self) -> SiteDescription:
-        """The site's description."""
+        """Description of the site."""
 
     @property
     def backwards(self) -> Sequence[Gradients]:
-        """The backwards that the program holds."""
+        """Backwards that the program holds."""
 
     @property
     def location(self) -> str:

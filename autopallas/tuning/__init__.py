@@ -1,6 +1,6 @@
 """Tuning: timing, tuned tables, and what is built on them.
 
-``measure`` is the one timing function: benchmarks, tables and searches all use it, so that their figures compare.
+``measure`` is the only timing function: benchmarks, tables and searches all use it, so that their figures compare.
 """
 
 from __future__ import annotations

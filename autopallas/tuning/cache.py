@@ -1,8 +1,8 @@
-"""Tuning results on disk: one JSON file per key, in a folder that many processes share.
+"""Keeps tuning results on disk: one JSON file per key, in a folder that many processes share.
 
-A file appears whole, by renaming a temporary one, or not at all, so that a process may be killed at any moment.  What
-is read was perhaps written by another version, or by somebody else: it is checked, and ignored with one warning where
-it is not an entry of the key that was asked for.  No name of a file comes from the contents of one.
+A file appears whole, by renaming a temporary one, or not at all, so that a process may be killed at any moment.  A file
+may have been written by another version, or by somebody else, so it is checked, and ignored with one warning if it is
+not an entry of the requested key.  File names never come from the contents of a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Cache", "Folder", "Kept", "directory"]
 
 
 class Kept(Protocol):
-    """What a folder keeps: data that knows its own key and its own text."""
+    """Interface of what a folder keeps: data that knows its own key and its own text."""
 
     @property
     def digest(self) -> str: ...
@@ -44,11 +44,11 @@ _MOST_BYTES = 64 * 2**20
 _ENTRY = re.compile(r"[0-9a-f]{64}\.json")
 _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
 _ABANDONED_SECONDS = 3600.0
-"""A temporary file of this age belongs to no process any more."""
+"""Age from which a temporary file counts as left behind by a dead process."""
 
 
 def directory() -> Path | None:
-    """``AUTOPALLAS_CACHE_DIR``, else the platform's folder for a user's caches; None where there is no such folder."""
+    """Returns ``AUTOPALLAS_CACHE_DIR``, else the platform's folder for a user's caches, or None if there is none."""
     asked = environment.read().cache_dir
     if asked is not None:
         return Path(asked)
@@ -60,12 +60,12 @@ def directory() -> Path | None:
         if sys.platform == "darwin":
             return Path.home() / "Library" / "Caches" / "autopallas"
         return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "autopallas"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
 
 
 class _Warned:
-    """Which warnings this process has given: each is given once."""
+    """Records which warnings this process has given: each is given only once."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
@@ -89,20 +89,20 @@ class Folder(Generic[K]):
     """Entries of one kind in one folder.
 
     Attributes:
-      folder: where the files are; None: entries are kept in this process alone.
+      folder: where the files are; None: entries are kept only in this process.
     """
 
     def __init__(self, base: Path | None, name: str):
         self._base = base
         self.folder = None if base is None else base / name
-        self._unwritten: dict[str, K] = {}  # so that a disk that takes nothing costs one search, not one per trace
+        self._unwritten: dict[str, K] = {}  # so that an unwritable disk costs one search, not one per trace
 
     def parse(self, text: str | bytes, digest: str) -> K:
-        """The entry in a file; EntryError where there is something else in it."""
+        """Parses the entry in a file; raises EntryError if the file holds something else."""
         raise NotImplementedError
 
     def get(self, key: TuningKey) -> K | None:
-        """The entry of a key, or None."""
+        """Returns the entry of a key, or None."""
         if key.digest in self._unwritten:
             return self._unwritten[key.digest]
         if not self.usable():
@@ -111,7 +111,7 @@ class Folder(Generic[K]):
         return self._read(self.folder / f"{key.digest}.json", key.digest)
 
     def put(self, entry: K) -> bool:
-        """Keeps an entry in the place of the one of the same key; False where the disk did not take it."""
+        """Keeps an entry, replacing the one of the same key; returns False if it could not be written to disk."""
         try:
             self._write(entry)
         except (OSError, ValueError) as error:
@@ -126,7 +126,7 @@ class Folder(Generic[K]):
         return True
 
     def entries(self) -> Iterator[K]:
-        """All valid entries on disk, by digest."""
+        """Yields all valid entries on disk, by digest."""
         for name in sorted(file.name for file in self._files(_ENTRY)):
             assert self.folder is not None
             entry = self._read(self.folder / name, name.removesuffix(".json"))
@@ -134,7 +134,7 @@ class Folder(Generic[K]):
                 yield entry
 
     def clear(self) -> int:
-        """Removes every entry, and nothing else; how many there were.
+        """Removes every entry, and nothing else; returns how many there were.
 
         Raises:
           OSError: a file cannot be removed.
@@ -147,7 +147,7 @@ class Folder(Generic[K]):
     # ------------------------------------------------------------------ files
 
     def usable(self) -> bool:
-        """Whether the folder is there, and is one: before the first result it is not, and no key need be computed."""
+        """Returns whether the folder exists and is one; before the first result it does not, and no key is computed."""
         if self.folder is None:
             return False
         try:
@@ -171,7 +171,7 @@ class Folder(Generic[K]):
             return []
 
     def _read(self, path: Path, digest: str) -> K | None:
-        """The entry in a file, or None, with a warning where there is something else in it."""
+        """Reads the entry in a file; returns None, with a warning, if the file holds something else."""
         try:
             return self.parse(_bytes(path), digest)
         except FileNotFoundError:
@@ -206,7 +206,7 @@ class Folder(Generic[K]):
             raise
 
     def _bound(self) -> None:
-        """Removes the oldest entries where there are too many, and what killed processes left."""
+        """Removes the oldest entries if there are too many, and files that killed processes left behind."""
         known = []
         for file in self._files(_ENTRY):
             try:
@@ -236,7 +236,7 @@ class Cache(Folder[Entry]):
 
     @staticmethod
     def current() -> Cache:
-        """The cache that the environment asks for now."""
+        """Returns the cache that the environment asks for now."""
         return _at(directory())
 
     def parse(self, text: str | bytes, digest: str) -> Entry:
@@ -257,7 +257,7 @@ def _removed(path: str | Path) -> bool:
 
 
 def _bytes(path: Path) -> bytes:
-    # Neither through a link, nor waiting for a pipe's other end.
+    # Opens no link, and does not wait for the other end of a pipe.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     handle = os.open(path, flags)
     with os.fdopen(handle, "rb") as file:

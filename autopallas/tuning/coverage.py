@@ -1,11 +1,12 @@
-"""Whether a table's row holds for a site: it was measured at one batch size, against one spelling, on one processor.
+"""Tells whether a table's row holds for a site: it was measured at one batch size, for one spelling, on one processor.
 
-A table's key names what block sizes depend on.  On CPUs the original's own speed depends on more: XLA makes one kernel
-of some originals and several of others, by their batch axes and the order of their products, and processors differ in
-how they multiply 16-bit numbers.  What was not varied when a row was measured, the row says nothing of.
+A table's key names what block sizes depend on.  On CPUs the original's own speed depends on more.  XLA compiles some
+originals to one kernel and others to several, depending on their batch axes and the order of their products, and
+processors differ in how they multiply 16-bit numbers.  A row says nothing about what was not varied when it was
+measured.
 
 An operation declares what its rows depend on by a function ``conditions(match)`` in its module of tuned block sizes;
-without one its rows depend on the processor alone.
+without one its rows depend only on the processor.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ S = TypeVar("S")
 __all__ = ["Conditions", "conditions_of", "gap", "products", "stated"]
 
 REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
-"""What a user can do about a site that no row holds for."""
+"""Advice to the user about a site that no row holds for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a site's original depends on, beyond the key of its row.
+    """Conditions that a site's original depends on, beyond the key of its row.
 
     Attributes:
-      batch: how many independent parts it has, all leading axes together; 1 where the operation has no such axis.
-      spelling: empty where its products are those of the operation's cases (``cases.py``), else these products.
+      batch: how many independent parts it has, all leading axes together; 1 if the operation has no such axis.
+      spelling: empty if its products are those of the operation's cases (``cases.py``); otherwise these products.
       holds_from: the gain from which a row holds for another batch size or spelling than its own: 0.0 for all of
         them, infinity for none.
     """
@@ -50,15 +51,15 @@ class Conditions:
 
 
 def conditions_of(match: Workload) -> Conditions:
-    """The conditions of a match, as its operation declares them."""
+    """Returns the conditions of a match, as its operation declares them."""
     tables = operation_named(match.op).part("tuned_block_sizes")
     found: Conditions = tables.conditions(match) if hasattr(tables, "conditions") else Conditions()
     return found
 
 
 def gap(row: Row[object], match: Workload, device: Device) -> str:
-    """Why a row of the table does not hold for a match (its ``op``, ``spec``, ``direction`` and ``original``), or an
-    empty string.  Of devices other than CPUs nothing is asked."""
+    """Returns why a row of the table does not hold for a match, or an empty string; checks nothing on devices other
+    than CPUs.  The match needs ``op``, ``spec``, ``direction`` and ``original``."""
     if device.platform != "cpu":
         return ""
     asked = conditions_of(match)
@@ -84,7 +85,7 @@ def gap(row: Row[object], match: Workload, device: Device) -> str:
 
 
 def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:
-    """A row that was measured for a match on this machine, with what it holds for."""
+    """Adds to a row that was measured for a match on this machine the conditions under which it holds."""
     if device.platform != "cpu":
         return row
     asked = conditions_of(match)
@@ -93,7 +94,7 @@ def stated(row: Row[S], match: Workload, device: Device) -> Row[S]:
 
 
 def products(original: ClosedJaxpr) -> str:
-    """The matrix products of a closed jaxpr in the notation of einsum, in their order.
+    """Returns the matrix products of a closed jaxpr in einsum notation, in their order.
 
     Example:
       >>> import jax
@@ -123,7 +124,7 @@ def products(original: ClosedJaxpr) -> str:
 
 
 def _narrow(spec: SiteSpec) -> bool:
-    """Whether some number of a specification has 16 bits or fewer, so that products may be of such numbers."""
+    """Returns whether any dtype of a spec has 16 bits or fewer, so that products may be of such numbers."""
     values = (getattr(spec, field.name) for field in dataclasses.fields(spec))
     dtypes = (value for value in values if isinstance(value, np.dtype))
     return any(dtype.itemsize <= 2 and not np.issubdtype(dtype, np.integer) and dtype != np.bool_ for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Block sizes of an operation that is called as a function, without recognition: from where a site's come too."""
+"""Chooses block sizes for an operation that is called as a function, without recognition, from the usual sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B = TypeVar("B", bound=BlockSizes)
 
 @dataclass(frozen=True)
 class Call:
-    """A direct call, as much like a match as a table or a cache has to know."""
+    """A direct call, in the form that a table or a cache needs instead of a match."""
 
     op: str
     spec: SiteSpec
@@ -47,7 +47,7 @@ _RECORDER = _Recorder()
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[Call, str]]]:
-    """``with recorded() as calls``: the direct calls of this thread that ask for block sizes, and of what."""
+    """``with recorded() as calls`` collects this thread's calls that ask for block sizes: (call, implementation)."""
     before, _RECORDER.calls = _RECORDER.calls, []
     try:
         yield _RECORDER.calls
@@ -58,17 +58,17 @@ def recorded() -> Iterator[list[tuple[Call, str]]]:
 def block_sizes_for(
     operation: str, spec: SiteSpec, device: Device, implementation: str, given: B | None
 ) -> tuple[B, B]:
-    """The block sizes of a call alone, and of one whose gradients are taken.
+    """Returns the block sizes of a forward call alone, and of a call whose gradients are taken.
 
     Args:
-      operation: its name.
-      spec: what is called for.
+      operation: the operation's name.
+      spec: the spec of the call.
       device: where it will run.
       implementation: the implementation's name.
-      given: what the caller passes, which wins; else the cache, the table's row, its nearest row, the default.
+      given: what the caller passes, which wins; otherwise the cache, the table's row, its nearest row, the default.
 
     Returns:
-      Two, valid for the shape.
+      Two block sizes, valid for the shape.
     """
     if given is not None:
         return cast(B, given.fitted(spec)), cast(B, given.fitted(spec))
@@ -80,7 +80,7 @@ def block_sizes_for(
         if _RECORDER.calls is not None:
             _RECORDER.calls.append((call, implementation))
         choice = tuner.choose(call, implementation)
-        if choice.block_sizes is None:  # a search found none that work; who calls by name is told by the kernel itself
+        if choice.block_sizes is None:  # a search found none that work; the kernel itself tells callers who name it
             choice = of_table(call, implementation, device, options.objective)
         return cast(B, choice.block_sizes)
 

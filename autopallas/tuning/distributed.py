@@ -1,8 +1,8 @@
-"""One answer for all processes of a distributed program: they compile the same program, so they must choose alike.
+"""Gives all processes of a distributed program one answer: they compile the same program, so they must choose alike.
 
 Process 0 looks into its cache and publishes what it found in the key-value store that the processes share.  The store
-takes the first value of a name and keeps it.  A process that waits too long publishes "nothing found" itself: either
-that is then the first value, or another one is; in both cases every process reads the same, whoever came when.
+keeps the first value of a name.  A process that waits too long publishes "nothing found" itself.  Whether that value or
+another one was first, every process reads the same value, no matter who came when.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ __all__ = ["Agreement", "Store", "agreement"]
 PATIENCE_SECONDS = 30.0
 """How long a process waits for the answer of process 0, the first time."""
 _IMPATIENCE_SECONDS = 1.0
-"""The same after it waited in vain once: process 0 does something else, and each further site would cost as much."""
+"""How long it waits after it once waited in vain: process 0 is busy otherwise, and each site would cost as much."""
 
 PROBE_SECONDS = 240.0
-"""How long process 0 waits for what the others found out about a kernel, each of which has to compile it."""
+"""How long process 0 waits for what the others found out about a kernel, which each of them has to compile."""
 
 QUIET_SECONDS = 10.0
-"""After so long a user is told what a process is waiting for."""
+"""Time after which a user is told what a process is waiting for."""
 
 _MOMENT = 0.2
-"""How long it may take to read what is there."""
+"""Time to allow for reading a value that is already there."""
 
 _NOTHING = "-"
 _LOCAL = ("kernel_version", "platform", "device_kind", "runtime", "versions", "flags")
-"""What the key of an entry holds of the machine: it may differ between processes, and the answer may not."""
+"""Fields of an entry's key that describe the machine: they may differ between processes, but the answer must not."""
 
 
 class Store(Protocol):
-    """What processes share: the client of ``jax.distributed``."""
+    """Interface of the store that processes share: the client of ``jax.distributed``."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
 
@@ -51,7 +51,7 @@ class Agreement:
     """Entries of process 0's cache, for every process.
 
     Attributes:
-      store: what the processes share.
+      store: the store that the processes share.
     """
 
     def __init__(self, store: Store, process: int, cache: Callable[[], Cache], patience: float = PATIENCE_SECONDS):
@@ -65,17 +65,17 @@ class Agreement:
         self._lock = threading.Lock()
 
     def usable(self) -> bool:
-        """Whether process 0 had a cache when the first of all processes asked.  If not, nobody has to wait again."""
+        """Returns whether process 0 had a cache when the first process asked.  If not, nobody has to wait again."""
         return self._agreed("any", lambda: "yes" if self._cache().usable() else _NOTHING) != _NOTHING
 
     def get(self, key: TuningKey) -> Entry | None:
-        """The entry of a key, the same in every process; None where there is none, or none that can be used."""
+        """Returns the entry of a key, the same in every process; None if there is none, or none that can be used."""
         if not self.usable():
             return None
 
         def own() -> str:
             found = self._cache().get(key)
-            # What is left to do is for a program that may search, and these may not.
+            # An unfinished entry serves programs that may search; these processes may not.
             return _NOTHING if found is None or found.outcome == "unfinished" else found.to_json()
 
         text = self._agreed(self._shared(key), own)
@@ -90,13 +90,13 @@ class Agreement:
     def unanimous(
         self, key: TuningKey, fault: tuple[str, str] | None, processes: int, patience: float = PROBE_SECONDS
     ) -> tuple[str, str] | None:
-        """None where a kernel works in every process; else the fault that one of them found, the same in all.
+        """Returns None if a kernel works in every process, else the fault that one of them found, the same in all.
 
         Args:
-          key: of the kernel.
+          key: the key of the kernel.
           fault: what this process found: (stage, error).
-          processes: how many there are.
-          patience: the seconds within which all have to answer; who does not counts as a fault.
+          processes: how many processes there are.
+          patience: the seconds within which all have to answer; a process that does not answer counts as a fault.
         """
 
         def verdict(answers: Sequence[str]) -> str:
@@ -111,12 +111,12 @@ class Agreement:
         return str(stage), str(error_text)
 
     def same(self, name: str, own: str, processes: Sequence[int], patience: float | None = None) -> str | None:
-        """None where some processes give the same answer; else why they do not, the same in all.
+        """Returns None if some processes give the same answer, else why they do not, the same in all.
 
         Args:
-          name: of the question.  It may be asked again, with the answers changed in all of them.
+          name: the name of the question.  It may be asked again, with the answers changed in all of them.
           own: the answer of this process.
-          processes: who is asked.
+          processes: the processes that are asked.
           patience: the seconds within which all have to answer.
         """
 
@@ -140,13 +140,13 @@ class Agreement:
         processes: Sequence[int],
         patience: float,
     ) -> str:
-        """The verdict on what some processes answer, the same in all; a fault where one does not answer."""
+        """Returns the verdict on what some processes answer, the same in all; a fault if one does not answer."""
         if name not in self._known:
             self._known[name] = json.dumps(["probe", "the processes could not agree"])
             try:
                 self._offer(f"{name}/{self._process}", own)
                 try:
-                    # All wait for all: who is first to find out that one does not answer says so to the others.
+                    # All wait for all: the first to find out that one does not answer tells the others.
                     given = self._all([f"{name}/{process}" for process in processes], patience)
                     if self._process == processes[0]:
                         self._offer(name, verdict(given))
@@ -161,7 +161,7 @@ class Agreement:
         return self._known[name]
 
     def _all(self, names: Sequence[str], patience: float) -> list[str]:
-        """What is published under some names, within so many seconds; a warning where it takes long."""
+        """Reads what is published under some names, within so many seconds; warns if it takes long."""
         end = time.monotonic() + patience
         quiet = min(patience, QUIET_SECONDS)
         try:
@@ -174,7 +174,7 @@ class Agreement:
         return [self._read(name, max(end - time.monotonic(), _MOMENT)) for name in names]
 
     def _shared(self, key: TuningKey) -> str:
-        """A name that processes on machines of different makes have in common."""
+        """Returns a name for a key that is the same on machines of different kinds."""
         return digest_of({name: value for name, value in key.description.items() if name not in _LOCAL})
 
     def _agreed(self, name: str, own: Callable[[], str]) -> str:
@@ -211,7 +211,7 @@ class Agreement:
 
 
 class _Current:
-    """The agreement of this process: what was settled stays settled as long as the processes are connected."""
+    """The agreement of this process: what is settled stays settled as long as the processes are connected."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,5 +232,5 @@ _CURRENT = _Current()
 
 
 def agreement() -> Agreement | None:
-    """The agreement among this program's processes; None where they are not connected by ``jax.distributed``."""
+    """Returns the agreement among this program's processes; None if ``jax.distributed`` does not connect them."""
     return _CURRENT.get()

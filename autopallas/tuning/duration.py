@@ -1,4 +1,4 @@
-"""How long a site's original takes on a CPU, roughly: whether a quick search of it can pay."""
+"""Estimates how long a site's original takes on a CPU, to tell whether a quick search for it can pay."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from autopallas.sites.workload import Workload
 __all__ = ["LEAST_SECONDS", "estimated_seconds", "takes_long"]
 
 LEAST_SECONDS = 0.005
-"""What takes less is not worth a search."""
+"""Time below which a site is not worth a search."""
 _OPERATIONS = 1e11
-"""Multiplications and additions of matrix products in a second, of a small machine."""
+"""Multiplications and additions of matrix products per second, on a small machine."""
 _ELEMENTS = 1e9
-"""Elements of other results in a second."""
+"""Elements of other results per second."""
 _WITH_BACKWARD = 3
-"""A train step's products are three times as many."""
+"""Factor by which a train step has more products than its forward."""
 
 
 def takes_long(match: Workload) -> bool:
-    """Whether one call of a site's original takes more than five milliseconds, by the estimate."""
+    """Returns whether one call of a site's original takes more than five milliseconds, by the estimate."""
     return estimated_seconds(match) > LEAST_SECONDS
 
 
 def estimated_seconds(match: Workload) -> float:
-    """What one call of a site's original takes on a small CPU, by counting: right within a factor of a few.
+    """Estimates one call of a site's original on a small CPU by counting; it is right within a factor of a few.
 
     Example:
       >>> from types import SimpleNamespace

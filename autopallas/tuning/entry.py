@@ -1,4 +1,4 @@
-"""One tuning result as it is kept on disk: plain data, of which nothing is believed before it was checked."""
+"""One tuning result as it is kept on disk: plain data, which is checked before anything in it is believed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Rises whenever the fields of an entry, or their meaning, change."""
+"""Version number, which rises whenever the fields of an entry, or their meaning, change."""
 
 MAXIMUM_BYTES = 128 * 1024
-"""A longer file is not read, a longer entry not written."""
+"""Largest size of a file that is read, and of an entry that is written."""
 
 Outcome: TypeAlias = Literal["tuned", "failed", "unfinished"]
 
@@ -50,12 +50,12 @@ _LONGEST_MICROSECONDS = 1e12
 
 
 class EntryError(ValueError):
-    """A text is no entry, and why."""
+    """Raised if a text is no entry; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Block sizes that must not be used, the stage at which they failed, and how."""
+    """Block sizes that must not be used, with the stage at which they failed, and the error."""
 
     block_sizes: Sizes
     stage: str
@@ -64,19 +64,19 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       key: the description of what was searched for.
       outcome: "tuned": block sizes, and what they cost.  "failed": the implementation does not work there.
         "unfinished": the search came to no result within its seconds.
-      block_sizes: the fastest, by name; None unless "tuned".
+      block_sizes: the fastest ones, by name; None unless "tuned".
       row: what kernel and original cost; None unless "tuned".  Its own block sizes are those of the entry.
-      lean: the same of those that need the least memory at a bounded slow-down, where they are others; its row has
-        the block sizes.
+      lean: the row of the block sizes that need the least memory at a bounded slow-down, if they are others; it holds
+        its block sizes.
       reason: why there is no result.
       rejected: the block sizes that failed, or computed something else.
-      seconds: what the search was allowed to take.
+      seconds: the time that the search was allowed to take.
     """
 
     key: Description
@@ -89,7 +89,7 @@ class Entry:
     lean: Row[Sizes] | None = None
 
     def serving(self, objective: str) -> Entry:
-        """The entry whose block sizes and row are the best for an objective."""
+        """Returns the entry with the block sizes and the row that are best for an objective."""
         if objective != "memory" or self.lean is None:
             return self
         return replace(self, block_sizes=self.lean.block_sizes, row=self.lean)
@@ -99,7 +99,7 @@ class Entry:
         return digest_of(self.key)
 
     def to_dict(self) -> dict[str, object]:
-        """The entry in JSON's types."""
+        """Returns the entry in JSON's types."""
         lean = None
         if self.lean is not None:
             lean = {"block_sizes": dict(self.lean.block_sizes), "row": _figures(self.lean)}
@@ -122,7 +122,7 @@ class Entry:
         return json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
 
     def sizes_for(self, kind: BlockSizesClass) -> BlockSizes:
-        """The block sizes as an operation's class of them.
+        """Returns the block sizes as an operation's class.
 
         Args:
           kind: the class ``BlockSizes`` of the operation that was asked for, never of one that the entry names.
@@ -151,7 +151,7 @@ def _figures(row: Row[object]) -> dict[str, object]:
 
 
 def printable(text: str) -> str:
-    """One line of printable characters: what is printed on terminals must not steer them."""
+    """Returns one line of printable characters, since what is printed on a terminal must not control it."""
     return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST_TEXT]
 
 
@@ -162,8 +162,8 @@ def parse(text: str | bytes, key: TuningKey | str | None = None) -> Entry:
     """Reads an entry.  The text is data: nothing in it is executed, imported, or opened.
 
     Args:
-      text: what ``to_json`` gave, or anything else.
-      key: the key, or the digest, for which the entry has to be; None: any.
+      text: the result of ``to_json``, or anything else.
+      key: the key, or the digest, that the entry must have; None: any.
 
     Raises:
       EntryError: it is no entry of this format, or another key's.
@@ -174,7 +174,7 @@ def parse(text: str | bytes, key: TuningKey | str | None = None) -> Entry:
 
 
 def read_json(text: str | bytes) -> object:
-    """JSON without numbers that are infinite, not a number, or too long to be meant."""
+    """Parses JSON without numbers that are infinite, not a number, or too long to be meant."""
 
     def whole(digits: str) -> int:
         if len(digits) > _MOST_DIGITS:
@@ -192,7 +192,7 @@ def read_json(text: str | bytes) -> object:
 
 
 def from_data(data: object, key: TuningKey | str | None = None) -> Entry:
-    """As :func:`parse`, from parsed JSON."""
+    """Like :func:`parse`, from parsed JSON."""
     if isinstance(data, dict) and data.get("format") != FORMAT:
         raise EntryError(f"its format is {_short(data.get('format'))}, not {FORMAT}")
     names = {"format", "key", "outcome", "block_sizes", "row", "lean", "reason", "rejected", "seconds"}
@@ -249,7 +249,7 @@ def _digest(description: Description) -> str:
 
 
 def checked_sizes(data: object) -> Sizes:
-    """Block sizes by name, few and within bounds, or EntryError."""
+    """Returns block sizes by name, few and within bounds; raises EntryError for anything else."""
     if not isinstance(data, dict) or len(data) > _MOST_SIZES:
         raise EntryError(f"block_sizes is {_short(data)}, not an object of up to {_MOST_SIZES}")
     for name, value in data.items():
@@ -302,7 +302,7 @@ def _object(data: object, names: set[str], where: str) -> dict[str, object]:
 
 
 def checked_text(data: object, where: str) -> str:
-    """A short text of printable characters, or EntryError."""
+    """Returns a short text of printable characters; raises EntryError for anything else."""
     if not isinstance(data, str) or len(data) > _LONGEST_TEXT or not data.isprintable():
         raise EntryError(f"{where} is {_short(data)}, not a short printable text")
     return data

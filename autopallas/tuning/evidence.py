@@ -1,4 +1,4 @@
-"""What the evidence for an implementation licenses under an objective, and which of several comes first by it."""
+"""Decides what the evidence for an implementation permits under an objective, and which implementation comes first."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 __all__ = ["LEAST_GAIN", "SIMULATED_MARGIN", "Evidence", "in_words", "ranked"]
 
 SIMULATED_MARGIN = 1.3
-"""A simulated gain counts only above this."""
+"""Simulated gains count only above this."""
 
 LEAST_GAIN = 1.1
-"""A measured gain in time counts from this: one process differs from the next by as much, and a kernel takes longer to
-compile than what it replaces."""
+"""Smallest gain in time that counts: processes differ from one another by as much, and a kernel takes longer to compile
+than what it replaces."""
 
 _GAIN_FOR_MEMORY = 1.3
-"""The same where the kernel needs more temporary memory than the original."""
+"""Smallest gain that counts if the kernel needs more temporary memory than the original."""
 
 _QUICK_GAIN = 1.25
-"""The same of what was measured quickly, in one process and few runs."""
+"""Smallest gain that counts if it was measured quickly, in one process and few runs."""
 _QUICK_GAIN_OF_LONG = 1.15
-"""The same where the original takes long enough that few runs say more."""
+"""Smallest quickly measured gain that counts if the original takes so long that few runs say more."""
 _LONG_MICROSECONDS = 10_000
 
 _NEXT_TO_NOTHING = 1e-3
-"""A share of the kernel's temporary memory that is none."""
+"""Share of the kernel's temporary memory that counts as none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one implementation at a site's device, dtype and size.
+    """Evidence about one implementation at a site's device, dtype and size.
 
     Attributes:
       kind: "measured", "quickly measured" or "simulated".
       time: how many times as fast as the original it is.
-      memory: how many times its temporary memory the original needs.
+      memory: how many times as much temporary memory the original needs.
       objective: "memory", or another, under which the time counts.
-      microseconds: what the original takes.
+      microseconds: the time of the original.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Evidence:
 
     @staticmethod
     def of(row: Row[object] | None, objective: str) -> Evidence | None:
-        """What a row of the site's own bucket says; None where there is none, or no more than an estimate."""
+        """Returns the evidence of a row of the site's own bucket; None if there is none, or only an estimate."""
         if row is None or row.evidence == "estimated":
             return None
         time, memory = row.original_us / row.kernel_us, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
@@ -65,7 +65,7 @@ class Evidence:
 
     @property
     def _least_gain(self) -> float:
-        """The gain in time from which a replacement pays."""
+        """Smallest gain in time that pays for a replacement."""
         least = LEAST_GAIN
         if self.kind == "quickly measured":
             least = _QUICK_GAIN_OF_LONG if self.microseconds > _LONG_MICROSECONDS else _QUICK_GAIN
@@ -73,7 +73,7 @@ class Evidence:
 
     @property
     def reason(self) -> str:
-        """The figures, and what is wanted of them where they do not suffice."""
+        """The figures, and what would be required of them if they do not suffice."""
         if self.licenses or self.objective == "memory" or self._sure_time <= 1:
             return str(self)
         more = " with more temporary memory" if self.memory < 1 else ""
@@ -81,7 +81,7 @@ class Evidence:
 
     @property
     def rank(self) -> tuple[bool, float, float]:
-        """Greater for the better one; relative to the original, since each may have been measured on another day."""
+        """Greater for better evidence; relative to the original, since each may have been measured on another day."""
         figures = (self.memory, self._sure_time) if self.objective == "memory" else (self._sure_time, self.memory)
         return self.licenses, *figures
 
@@ -97,7 +97,7 @@ class Evidence:
 
 
 def ranked(choices: Mapping[str, Choice], objective: str) -> list[tuple[str, Choice]]:
-    """Implementations with evidence first, the best in front; the others, and equal ones, in the order given."""
+    """Orders implementations: those with evidence first, the best in front; the others, and equal ones, as given."""
     known = {name: _known(choice, objective) for name, choice in choices.items()}
     best = sorted((e.rank for e in known.values() if e is not None), reverse=True)
 
@@ -109,7 +109,7 @@ def ranked(choices: Mapping[str, Choice], objective: str) -> list[tuple[str, Cho
 
 
 def in_words(order: Sequence[tuple[str, Choice]], objective: str) -> str:
-    """Why the first of several comes before the others, as the end of a sentence; of one there is nothing to say."""
+    """Returns why the first of several comes before the others, as the end of a sentence; empty for a single one."""
     if len(order) < 2:
         return ""
     known = [(name, _known(choice, objective)) for name, choice in order]

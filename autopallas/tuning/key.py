@@ -1,4 +1,4 @@
-"""The key of a tuning result: everything that the best block sizes depend on, as plain data, and its hash."""
+"""Computes the key of a tuning result: everything that the best block sizes depend on, as plain data, and its hash."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from autopallas.version import __version__
 __all__ = ["EXACT_UP_TO", "Description", "TuningKey", "canonical", "digest_of", "key_of"]
 
 EXACT_UP_TO = 128
-"""Sizes up to this, such as head sizes and numbers of heads, are themselves; longer ones share a power of two."""
+"""Largest size, such as a head size or a number of heads, that stands for itself; longer ones share a power of two."""
 
 _PERFORMANCE_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class Description(TypedDict, total=False):
-    """What a key is of, in JSON's types: all of a tuning result, or more of one probe."""
+    """Fields that a key is computed from, in JSON's types; a probe's key has more of them than a tuning result's."""
 
     operation: str
     implementation: str
@@ -51,7 +51,7 @@ class Description(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class TuningKey:
-    """What a result was, or is to be, found for.
+    """Identifies what a result was, or is to be, found for.
 
     Attributes:
       digest: SHA-256 of the description, in hexadecimal.
@@ -63,17 +63,17 @@ class TuningKey:
 
 
 def canonical(description: Mapping[str, object]) -> str:
-    """Equal text for equal descriptions, whatever the order of their parts."""
+    """Returns equal text for equal descriptions, whatever the order of their parts."""
     return json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest_of(description: Mapping[str, object]) -> str:
-    """The name under which a result is kept."""
+    """Returns the name under which a result is kept."""
     return hashlib.sha256(canonical(description).encode()).hexdigest()
 
 
 def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
-    """The key of one implementation of a site on a device, in this process's setting.
+    """Returns the key of one implementation of a site on a device, in this process's setting.
 
     Args:
       match: the site, as recognised.
@@ -81,7 +81,7 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
       device: where it will run.
 
     Returns:
-      The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, have the same.
+      The key.  Sites whose sizes are in the same buckets, and that are equal otherwise, share it.
     """
     tables = operation_named(match.op).part("tuned_block_sizes")
     description: Description = {
@@ -101,7 +101,7 @@ def key_of(match: Workload, implementation: str, device: Device) -> TuningKey:
 
 
 def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
-    """The spec with each long size replaced by the power of two at or above it."""
+    """Replaces each long size in a spec by the power of two at or above it."""
 
     def bucket(value: object) -> object:
         if isinstance(value, int) and not isinstance(value, bool) and value > EXACT_UP_TO:
@@ -113,9 +113,9 @@ def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=64)
 def kernel_version(operation: str) -> str:
-    """A hash of what an operation's kernels do: of the syntax of their modules, without comments and docstrings.
+    """Returns a hash of what an operation's kernels do: the syntax of their modules, without comments and docstrings.
 
-    Those of its parts are among them.  A table of block sizes is not.
+    The kernels of its parts are included.  A table of block sizes is not.
     """
     package = Path(__file__).parents[1]
     folders = [package / "sites", package / "kernels"]
@@ -128,7 +128,7 @@ def kernel_version(operation: str) -> str:
 
 
 def _syntax(source: str) -> str:
-    """What a module does, without comments, docstrings and layout."""
+    """Returns a module's syntax without comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -138,22 +138,22 @@ def _syntax(source: str) -> str:
 
 
 def _runtime(platform: str) -> str:
-    """What stands between the compiler and the device: the driver's version, or how many processors there are and which
-    vector extensions they have."""
+    """Returns what stands between the compiler and the device: the driver's version, or on a CPU the number of
+    processors and their vector extensions."""
     if platform == "cpu":
         return f"{os.cpu_count()} processors, {processor.vector_extensions() or 'unknown vector extensions'}"
     return " ".join(str(getattr(jax.devices()[0].client, "platform_version", "")).split())
 
 
 def _mesh(match: Workload) -> str:
-    """The kinds of mesh axes in the operands' types: under explicit sharding a search may not be possible."""
+    """Returns the kinds of mesh axes in the operands' types: under explicit sharding a search may not be possible."""
     types = (kind for part in match.passes for kind in part.original.in_avals)
     meshes = (getattr(getattr(kind, "sharding", None), "mesh", None) for kind in types)
     return " ".join(sorted({str(mesh.axis_types) for mesh in meshes if mesh is not None and not mesh.empty}))
 
 
 def _flags() -> dict[str, str]:
-    """Settings outside of the spec that change how fast a kernel is, or what it computes."""
+    """Returns settings outside of the spec that change how fast a kernel is, or what it computes."""
     found = {name: os.environ.get(name, "") for name in _PERFORMANCE_VARIABLES}
     x64, precision = compat.numeric_setting()
     found |= {"jax_enable_x64": str(x64), "jax_default_matmul_precision": str(precision)}

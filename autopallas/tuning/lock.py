@@ -1,6 +1,6 @@
-"""Lockfiles: what becomes of each site of a program, written down once, reviewed, and then no longer decided.
+"""Lockfiles: record the decision for each site of a program once, so that it is reviewed and no longer decided.
 
-A lockfile is JSON, and data only: reading one executes, imports and opens nothing.  Sites are told apart by what they
+A lockfile is JSON, and data only: reading one executes, imports and opens nothing.  Sites are identified by what they
 compute (operation, direction, sizes, dtypes, score program, mask), not by their place: moving code changes nothing.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "Lock", "LockError", "LockedSite", "identity", "read", "written"]
 
 FORMAT = 1
-"""Rises whenever the fields of a lockfile, or their meaning, change."""
+"""Version number, which rises whenever the fields of a lockfile, or their meaning, change."""
 
 _MOST_BYTES = 16 * 2**20
 _MOST_SITES = 10_000
@@ -41,7 +41,7 @@ _FIGURES = ("kernel_us", "original_us", "kernel_bytes", "original_bytes")
 
 
 class LockError(ValueError):
-    """A text is no lockfile, and why."""
+    """Raised if a text is no lockfile; the message says why."""
 
 
 class RowEvidence(TypedDict):
@@ -62,13 +62,13 @@ class LockedSite:
 
     Attributes:
       op: the operation.
-      location: where it stood when the file was written; for people.
+      location: its place when the file was written; for people.
       path: the bodies around it, outermost first; for people.
       direction: "forward" or "forward+backward".
       spec: its description in one line; for people.
       identity: the hash of all that it computes; see :func:`identity`.
       verdict: "applied" or "kept".
-      reason: why, when the file was written.
+      reason: the reason when the file was written.
       implementation: what runs there, if it is applied.
       block_sizes: by name, if it is applied.
       evidence: the row of a table or of the cache that the verdict rests on, without its block sizes.
@@ -87,7 +87,7 @@ class LockedSite:
     evidence: RowEvidence | None = None
 
     def sizes_for(self, op: str) -> BlockSizes:
-        """The block sizes as the operation's class of them.
+        """Returns the block sizes as the operation's class.
 
         Raises:
           LockError: they are not that operation's.
@@ -99,7 +99,7 @@ class LockedSite:
             raise LockError(str(error)) from None
 
     def row(self, block_sizes: BlockSizes) -> Row[BlockSizes] | None:
-        """The evidence as a row."""
+        """Returns the evidence as a row."""
         return None if self.evidence is None else Row(block_sizes, **self.evidence)
 
 
@@ -108,11 +108,11 @@ class Lock:
     """A lockfile.
 
     Attributes:
-      function: "module:function" whose sites these are.
+      function: "module:function" that has the sites.
       shapes: its arguments, as ``--shapes`` takes them.
       platform, device_kind: the device for which the sites were decided.
-      versions: with which autopallas, jax and jaxlib; for people.
-      sites: in the order of the program.
+      versions: of autopallas, jax and jaxlib at that time; for people.
+      sites: the sites in the order of the program.
     """
 
     function: str
@@ -123,12 +123,12 @@ class Lock:
     sites: tuple[LockedSite, ...]
 
     def find(self, match: Workload) -> LockedSite | None:
-        """The site that computes what ``match`` does, or None."""
+        """Returns the site that computes what ``match`` does, or None."""
         wanted = identity(match)
         return next((site for site in self.sites if site.identity == wanted), None)
 
     def to_json(self) -> str:
-        """The file's text: equal locks give equal texts, with one field on each line."""
+        """Returns the file's text: equal locks give equal texts, with one field on each line."""
         data: dict[str, object] = {"autopallas_lock": FORMAT}
         data |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sites"}
         data["versions"] = dict(sorted(self.versions.items()))
@@ -140,7 +140,7 @@ class Lock:
         """Reads a lockfile.
 
         Raises:
-          LockError: it is none, with the field that is wrong.
+          LockError: it is none; the message names the wrong field.
 
         Example:
           >>> lock = Lock("model:loss", "f32[8,1024]", "cpu", "cpu", {"jax": "0.12.0"}, ())
@@ -172,7 +172,7 @@ class Lock:
 
 
 def identity(match: Workload) -> str:
-    """The hash of what a site computes: equal for sites that may share a decision."""
+    """Returns the hash of what a site computes: equal for sites that may share a decision."""
     specs = [part.spec.to_dict() for part in match.passes]
     return digest_of({"op": match.op, "direction": match.direction, "specs": specs})
 
@@ -181,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> Lock:
     """Reads a lockfile from the disk.
 
     Raises:
-      OptionError: there is none, or what is there is none.
+      OptionError: there is no file, or it is no lockfile.
     """
     name = os.fspath(path)
     try:
@@ -208,15 +208,15 @@ def _plain(site: LockedSite) -> dict[str, object]:
 def written(
     matches: Sequence[Match], decisions: Sequence[Decision], function: str, shapes: str, device: Device, folder: str
 ) -> Lock:
-    """The lock of a program.
+    """Returns the lock of a program.
 
     Args:
-      matches: its sites.
-      decisions: what becomes of each.
+      matches: the program's sites.
+      decisions: the decision about each site.
       function: "module:function".
-      shapes: its arguments.
-      device: for which it was decided.
-      folder: that of the lockfile; files below it are named as seen from there.
+      shapes: the function's arguments.
+      device: the device for which it was decided.
+      folder: the folder of the lockfile; names of files below it are relative to it.
     """
     from autopallas import compat
 
@@ -253,7 +253,7 @@ def _locked(match: Match, decision: Decision, folder: str) -> LockedSite:
 
 
 def place(location: str, folder: str) -> str:
-    """A location with its file as seen from a folder, or by its name alone if it is elsewhere: the same everywhere.
+    """Returns a location with its file relative to a folder, or its name alone if it is elsewhere: the same everywhere.
 
     Example:
       >>> place("/home/me/project/model/attention.py:12 (attend)", "/home/me/project")

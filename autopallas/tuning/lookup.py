@@ -1,4 +1,4 @@
-"""What the tables know of a site: block sizes, and the evidence for them."""
+"""Looks up what the tables know of a site: block sizes, and the evidence for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Choice:
       row: the row that they come from, or None.
       failure: None, or why the implementation does not work for this site.
       gap: why the table's row of this bucket does not hold for this site, or an empty string.
-      note: what a search came to that found nothing, or an empty string.
+      note: why a search found nothing, or an empty string.
     """
 
     block_sizes: BlockSizes | None
@@ -37,12 +37,12 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """Whether the row was measured for such a site, so that it can license a replacement."""
+        """Whether the row was measured for such a site, so that it can justify a replacement."""
         return self.row is not None and self.source in ("cache", "table", "autotune") and not self.gap
 
 
 def of_table(match: Workload, implementation: str, device: Device, objective: str = "time") -> Choice:
-    """What the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
+    """Returns what the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
     tables = operation_named(match.op).part("tuned_block_sizes")
     found = tables.find(match.spec, device, implementation, match.direction, objective)
     sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)

@@ -1,7 +1,7 @@
-"""The one timing function: benchmarks, tables and searches all use it, so that their figures compare.
+"""Times candidates; benchmarks, tables and searches all use this function, so that their figures compare.
 
 A shared machine changes its speed from second to second.  What can be trusted there is not a time but the ratio of
-two times taken next to each other, so every candidate is run once per round, in an order drawn anew for each round,
+two times taken next to each other.  So every candidate runs once per round, in an order drawn anew for each round,
 and ratios are formed within rounds.
 """
 
@@ -32,7 +32,7 @@ _PROFILED_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Where the time comes from, in seconds: ``cpu`` counts the processor time of all threads of this process."""
+    """Sources of the time, in seconds: ``cpu`` counts the processor time of all threads of this process."""
 
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
@@ -50,7 +50,7 @@ class Spread:
 
     @staticmethod
     def of(sample: Iterable[float]) -> Spread | None:
-        """The spread of a sample, or None where it is empty."""
+        """Returns the spread of a sample, or None if it is empty."""
         values = list(sample)
         if not values:
             return None
@@ -60,7 +60,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where a candidate failed, and with what."""
+    """The stage at which a candidate failed, and the error."""
 
     stage: Stage
     error: str
@@ -71,9 +71,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One output against its reference: ``max |x - reference| / max |reference|``, and the mean in place of the max.
+    """Difference of one output from its reference: ``max |x - reference| / max |reference|``, and its mean counterpart.
 
-    Both are infinite where one side is NaN or infinite and the other is not the same there.
+    Both are infinite if one side is NaN or infinite where the other one is not the same.
     """
 
     maximum: float
@@ -82,19 +82,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was measured of one candidate.  After a failure, what had been measured before it.
+    """Measurements of one candidate; after a failure, those taken before it.
 
     Attributes:
       wall: wall time of each round, in seconds.
       cpu: process CPU time of each round, in seconds.
-      device: how long the device was busy in each round, in seconds, where the profiler gives it: on GPUs and TPUs.
+      device: how long the device was busy in each round, in seconds, if the profiler tells: on GPUs and TPUs.
       lower_seconds: tracing and lowering.
       compile_seconds: compiling, after lowering.
-      first_step_seconds: from the callable to its first result: lowering, compiling, first run.
+      first_step_seconds: time from the callable to its first result: lowering, compiling, first run.
       temporary_bytes: scratch memory that the compiler asked for.  XLA on a CPU may use more inside fused loops; peak
         resident memory shows that.
-      argument_bytes, output_bytes: memory of what goes in and comes out.
-      differences: one per output leaf, where a reference was given.
+      argument_bytes, output_bytes: memory of arguments and results.
+      differences: one per output leaf, if a reference was given.
       failure: None, or why the candidate was given up.
     """
 
@@ -111,16 +111,16 @@ class Timing:
     failure: Failure | None = None
 
     def samples(self, clock: Clock = "wall") -> tuple[float, ...]:
-        """The times of all rounds by one of the clocks."""
+        """Returns the times of all rounds by one of the clocks."""
         return {"wall": self.wall, "cpu": self.cpu, "device": self.device}[clock]
 
     def spread(self, clock: Clock = "wall") -> Spread | None:
-        """Median and quartiles of the time of one run, or None where no round was completed."""
+        """Returns median and quartiles of the time of one run, or None if no round was completed."""
         return Spread.of(self.samples(clock))
 
     @property
     def difference(self) -> Difference | None:
-        """The largest differences over all outputs, or None where nothing was compared."""
+        """The largest differences over all outputs, or None if nothing was compared."""
         if not self.differences:
             return None
         return Difference(max(d.maximum for d in self.differences), max(d.mean for d in self.differences))
@@ -128,7 +128,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured of all candidates, by name, in the order in which they were given."""
+    """Measurements of all candidates, by name, in the order in which they were given."""
 
     timings: Mapping[str, Timing]
     baseline: str | None = None
@@ -137,15 +137,15 @@ class Measurement:
         return self.timings[name]
 
     def ratio(self, name: str, *, baseline: str | None = None, clock: Clock = "wall") -> Spread | None:
-        """How many times as fast as the baseline a candidate is: 2.0 is twice as fast.
+        """Returns how many times as fast as the baseline a candidate is: 2.0 is twice as fast.
 
         The baseline's time is divided by the candidate's within each round; the result is the median of these ratios
-        with its quartiles.  None where the two share no round.
+        with its quartiles, or None if the two share no round.
         """
         against = baseline if baseline is not None else self.baseline
         if against is None:
             raise ValueError("a ratio needs a baseline: name one here or when measuring")
-        # A candidate that fails leaves, so its samples are those of the first rounds and the shorter list decides.
+        # A failed candidate leaves, so its samples are those of the first rounds, and the shorter list decides.
         pairs = zip(self.timings[against].samples(clock), self.timings[name].samples(clock), strict=False)
         return Spread.of(base / own for base, own in pairs if own > 0)
 
@@ -173,7 +173,7 @@ def measure(
 ) -> Measurement:
     """Times several ways of computing the same thing against each other.
 
-    All candidates are lowered and compiled first, each runs once and is warmed up; then come rounds in which every
+    All candidates are first lowered and compiled; each runs once and is warmed up.  Then come rounds in which every
     candidate runs once, in a random order.  Each run waits for its result.  A candidate that fails, at whatever stage,
     leaves the race; its failure is part of the result and the others go on.
 
@@ -181,21 +181,21 @@ def measure(
 
     Args:
       candidates: name -> function of ``arguments``.  A ``jax.jit`` function, or anything else with ``lower``, is
-        lowered and compiled; an already compiled one is run as it is; any other callable is put under ``jax.jit``.
-        Donating candidates are not possible, for the arguments are used again.
+        lowered and compiled; an already compiled one runs as it is; any other callable is put under ``jax.jit``.
+        Candidates must not donate arguments, since these are used again.
       arguments: positional arguments of every candidate, arrays or pytrees of arrays.
       baseline: the candidate that ratios refer to.
-      repetitions: rounds at most.
-      seconds: wall time of all rounds together, after which no further round is begun.
-      minimum_repetitions: rounds at least, whatever their time.
+      repetitions: the largest number of rounds.
+      seconds: the wall time of all rounds together, after which no further round begins.
+      minimum_repetitions: the smallest number of rounds, whatever their time.
       warm_up: runs of each candidate between its first run and the first round.  Its memory is fresh at first, and
         touching it for the first time can double the time of a run.
-      reference: what the result ought to be, a pytree like the candidates' results: gives :attr:`Timing.differences`.
+      reference: the expected result, a pytree like the candidates' results: gives :attr:`Timing.differences`.
       memory_limit: bytes; a candidate whose arguments, outputs and temporary memory need more is not run.
-      seed: of the order of the runs.
+      seed: the seed of the order of the runs.
       progress: called with a line of text before each stage.
       clocks: other clocks than this process's own.
-      profile: whether the last rounds are repeated under the profiler, which gives :attr:`Timing.device`; None: on GPUs
+      profile: whether to repeat the last rounds under the profiler, which gives :attr:`Timing.device`; None: on GPUs
         and TPUs.
 
     Returns:
@@ -232,7 +232,7 @@ def measure(
     order = list(records.values())
     shuffle = random.Random(seed).shuffle
     if len(order) > 1:
-        gc.collect()  # so that it is not the first candidate that pays for what was allocated while compiling
+        gc.collect()  # otherwise the first candidate would pay for what was allocated while compiling
     begin = clocks.wall()
     done = 0
     for done in range(repetitions):
@@ -253,7 +253,7 @@ def measure(
 def _profile(
     records: Sequence[_Record], arguments: Sequence[PyTree], rounds: int, shuffle: Callable[[list[_Record]], None]
 ) -> None:
-    """Some more rounds, for the time that the device takes."""
+    """Runs some more rounds, for the time that the device takes."""
     left = [record for record in records if record.failure is None]
     order: list[_Record] = []
     for _ in range(rounds):
@@ -266,7 +266,7 @@ def _profile(
 
 
 class _Found(TypedDict, total=False):
-    """What of a :class:`Timing` is known so far, beside the samples."""
+    """The fields of a :class:`Timing` that are known so far, besides the samples."""
 
     lower_seconds: float
     compile_seconds: float
@@ -310,7 +310,7 @@ class _Record:
             self._fail(stage, error)
 
     def _weigh(self, analysis: object, memory_limit: int | None) -> None:
-        if analysis is None:  # not every backend can tell
+        if analysis is None:  # some backends cannot tell
             return
         needed = 0
         for name, attribute in (("temporary", "temp"), ("argument", "argument"), ("output", "output")):

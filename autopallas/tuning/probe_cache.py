@@ -1,6 +1,7 @@
-"""Whether an implementation with its block sizes works for a site on this machine: what a probe or a failure said.
+"""Keeps verdicts on whether an implementation with its block sizes works for a site on this machine.
 
-Kept beside the tuning results, one checked JSON file per key, good and bad, and believed for a limited time.
+A verdict comes from a probe or a failure.  Good and bad ones are kept beside the tuning results, one checked JSON file
+per key, and believed for a limited time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ __all__ = ["DAY", "ProbeResult", "ProbeResults", "probe_key"]
 FORMAT = 1
 DAY = 86400.0
 _LIFETIME = {"works": 90 * DAY, "fails": 7 * DAY, "memory": DAY}
-"""How long a verdict is believed.  What was short of memory may have enough tomorrow."""
+"""How long a verdict is believed.  A kernel that lacked memory may have enough tomorrow."""
 _LATEST = 2.0**35
 _FIELDS = {"format", "key", "outcome", "stage", "error", "until"}
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What is known of one key.
+    """The verdict on one key.
 
     Attributes:
       key: the description of what was tried.
@@ -48,7 +49,7 @@ class ProbeResult:
 
     @staticmethod
     def of(key: TuningKey, stage: str = "", error: str = "") -> ProbeResult:
-        """The verdict of now: that a stage failed, or, without a stage, that everything works."""
+        """Returns a new verdict: that a stage failed, or, without a stage, that everything works."""
         outcome: Literal["works", "fails"] = "fails" if stage else "works"
         lifetime = _LIFETIME["memory" if stage == "memory" else outcome]
         return ProbeResult(key.description, outcome, stage, printable(error), time.time() + lifetime)
@@ -59,11 +60,11 @@ class ProbeResult:
 
     @property
     def current(self) -> bool:
-        """Whether it is still believed; one from the future is not."""
+        """Whether it is still believed; a verdict from the future is not."""
         return time.time() <= self.until <= time.time() + max(_LIFETIME.values()) + DAY
 
     def to_dict(self) -> dict[str, object]:
-        """The verdict in JSON's types."""
+        """Returns the verdict in JSON's types."""
         data = {"format": FORMAT, "key": dict(self.key), "outcome": self.outcome, "stage": self.stage}
         return data | {"error": printable(self.error), "until": self.until}
 
@@ -100,7 +101,7 @@ def parse(text: str | bytes, digest: str) -> ProbeResult:
 
 
 class ProbeResults(Folder[ProbeResult]):
-    """The verdicts in one folder.  Failures of this very process are remembered in it whatever the disk says."""
+    """The verdicts in one folder.  Failures of this process are also remembered in it, whatever the disk says."""
 
     def __init__(self, base: Path | None):
         super().__init__(base, "verdicts")
@@ -108,18 +109,18 @@ class ProbeResults(Folder[ProbeResult]):
 
     @staticmethod
     def current() -> ProbeResults:
-        """The verdicts that the environment asks for now."""
+        """Returns the verdicts that the environment asks for now."""
         return _at(directory())
 
     def parse(self, text: str | bytes, digest: str) -> ProbeResult:
         return parse(text, digest)
 
     def own(self, key: TuningKey) -> ProbeResult | None:
-        """The verdict on a failure in this process, or None."""
+        """Returns the verdict on a failure in this process, or None."""
         return self._own.get(key.digest)
 
     def get(self, key: TuningKey) -> ProbeResult | None:
-        """The verdict on a key, if there is one that is believed."""
+        """Returns the verdict on a key, if there is one that is believed."""
         found = self._own.get(key.digest) or super().get(key)
         return found if found is not None and found.current else None
 
@@ -129,7 +130,7 @@ class ProbeResults(Folder[ProbeResult]):
         return super().put(entry)
 
     def known(self) -> bool:
-        """Whether there may be any verdict; if not, no key need be computed."""
+        """Returns whether there may be any verdict; if not, no key is computed."""
         return bool(self._own) or bool(self._unwritten) or self.usable()
 
     def clear(self) -> int:
@@ -143,7 +144,7 @@ def _at(base: Path | None) -> ProbeResults:
 
 
 def probe_key(match: SiteWorkload, implementation: str, block_sizes: BlockSizes | None, device: Device) -> TuningKey:
-    """The key of one implementation with its block sizes for one site: unlike a tuning result's, of its exact sizes."""
+    """Returns the key of one implementation with its block sizes for one site: for exact sizes, unlike a tuning key."""
     types = [[str(t) for t in (*part.original.in_avals, *part.original.out_avals)] for part in match.passes]
     sizes = None if block_sizes is None else block_sizes.to_dict()
     exact: Description = {"block_sizes": sizes, "types": types}

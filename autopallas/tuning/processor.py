@@ -1,4 +1,4 @@
-"""Which vector extensions this machine's processor has: they decide how fast a CPU multiplies 16-bit numbers."""
+"""Finds this processor's vector extensions, which decide how fast a CPU multiplies 16-bit numbers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PRODUCTS = {
     "neon": "widened on ARM",
     "neon_bf16": "16 bits on ARM",
 }
-"""How XLA multiplies 16-bit numbers with each of the extensions: those of one kind are of use for one another."""
+"""How XLA multiplies 16-bit numbers with each extension; results for one extension serve others of the same kind."""
 
 _X86 = (("amx", "amx_bf16"), ("avx512_bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
 _ARM = (("neon_bf16", "bf16"), ("neon", "asimd"))
-"""Names here, and the flags of the kernel that they stand for, the greatest first."""
+"""Names used here, and the kernel's flags that they stand for, the greatest first."""
 
 
 @functools.cache
 def vector_extensions() -> str | None:
-    """The greatest extension that decides the speed of products: "avx2", "avx512", "avx512_bf16", "amx", "neon" or
-    "neon_bf16"; None where it is not known."""
+    """Returns the greatest extension that decides the speed of products: "avx2", "avx512", "avx512_bf16", "amx", "neon"
+    or "neon_bf16"; None if it is not known."""
     if platform.system() == "Darwin":
         return "neon" if platform.machine() == "arm64" else None
     try:
@@ -38,7 +38,7 @@ def vector_extensions() -> str | None:
 
 
 def parsed(text: str) -> str | None:
-    """The extension of a Linux kernel's account of its processors; of processors that differ, what all of them have.
+    """Parses the extension from a Linux kernel's list of processors; if they differ, the greatest that all have.
 
     Example:
       >>> parsed("flags\\t\\t: fpu avx avx2 avx512f"), parsed("Features\\t: fp asimd"), parsed("flags\\t\\t: sse2")
@@ -56,12 +56,12 @@ def parsed(text: str) -> str | None:
 
 
 def told(device: Device) -> dict[str, str]:
-    """What a report says of the processor, beside the versions: on a CPU its vector extensions."""
+    """Returns what a report says of the processor, beside the versions: on a CPU its vector extensions."""
     return {"vector extensions": vector_extensions() or "unknown"} if device.platform == "cpu" else {}
 
 
 def alike(one: str | None, other: str | None) -> bool:
-    """Whether products of 16-bit numbers are computed alike with two extensions; False where one is not known.
+    """Returns whether two extensions compute products of 16-bit numbers alike; False if one is not known.
 
     Example:
       >>> alike("avx2", "avx512"), alike("avx2", "avx512_bf16"), alike(None, None)

@@ -1,4 +1,4 @@
-"""What one row of a table says, and where it is filed."""
+"""Defines what one row of a table says, and where it is filed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Evidence: TypeAlias = Literal["measured", "quickly measured", "simulated", "estimated"]
-"""Rows of tables are never "quickly measured": that is what a short search found on this machine."""
+"""Kind of evidence.  Rows of tables are never "quickly measured": that is what a short search on this machine gives."""
 Key: TypeAlias = tuple[str, str, str, str, str]
 """(implementation, direction, dtype, bucket, invariants)"""
 
@@ -30,29 +30,29 @@ Other = TypeVar("Other")
 """Block sizes of an operation's class, or by name."""
 
 LEAST_MEMORY = ", least memory"
-"""What the invariants of a second row of a key end in: that of the candidate of least memory, where it is another one
-than the fastest, and at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memory" asks for it."""
+"""Suffix of the invariants of a key's second row: that of the candidate of least memory, if it is not the fastest and
+at most :data:`MEMORY_SLOWDOWN` times as slow as the original.  Objective "memory" asks for it."""
 
 MEMORY_SLOWDOWN = 1.3
-"""Under objective "memory", the most time that a replacement may cost relative to the original."""
+"""Largest time relative to the original that a replacement may take under objective "memory"."""
 
 DEVICES = ("cpu", "NVIDIA H100", "NVIDIA", "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "TPU v7x")
-"""The devices that tables know.  "NVIDIA" is any of them that has no rows of its own: its rows are never exact."""
+"""Devices that tables know.  "NVIDIA" is any NVIDIA device without rows of its own: its rows are never exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[S]):
     """Block sizes, and what the kernel and the original cost with them on that device and bucket.
 
-    Times are microseconds per call, bytes are of temporary memory.  What rows of CPUs hold for, by
-    :mod:`autopallas.tuning.coverage`:
+    Times are microseconds per call, bytes are of temporary memory.  These attributes tell what rows of CPUs hold for,
+    by :mod:`autopallas.tuning.coverage`:
 
     Attributes:
-      extensions: of the processor, as :func:`autopallas.tuning.processor.vector_extensions` has them; "unknown" where
+      extensions: the processor's, as :func:`autopallas.tuning.processor.vector_extensions` names them; "unknown" if
         it says nothing; None: not stated, which counts as "avx2", with which the first rows were measured.
-      batch: how many independent parts the measured original had, such as sequences; 1 where there is no such axis.
-      spelling: the matrix products of the measured original in the notation of einsum, where they are others than those
-        of the operation's cases.
+      batch: how many independent parts the measured original had, such as sequences; 1 if there is no such axis.
+      spelling: the matrix products of the measured original in einsum notation, if they differ from those of the
+        operation's cases.
     """
 
     block_sizes: S
@@ -68,7 +68,7 @@ class Row(Generic[S]):
     spelling: str = ""
 
     def of(self, block_sizes: Other) -> Row[Other]:
-        """The same for other block sizes, or for these in another form."""
+        """Returns the row with other block sizes, or with these in another form."""
         return replace(cast("Row[Other]", self), block_sizes=block_sizes)
 
     @property
@@ -77,12 +77,12 @@ class Row(Generic[S]):
 
     @property
     def measured_with(self) -> str:
-        """The vector extensions that the row is for, where it is of a CPU."""
+        """Vector extensions that the row is for, if it is of a CPU."""
         return self.extensions or "avx2"
 
 
 Rows: TypeAlias = Mapping[Key, Row[BlockSizes]]
-"""The rows of one device."""
+"""Rows of one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +97,5 @@ class Bucket:
 
 
 def key_of_least_time(key: Key) -> Key:
-    """The key of the row of least time, beside which one of least memory may stand."""
+    """Returns the key of the row of least time, beside which there may be one of least memory."""
     return (*key[:4], key[4].removesuffix(LEAST_MEMORY))

@@ -1,4 +1,4 @@
-"""The checked-in tables, and how a row is found in one.  Exists once, for all operations.
+"""Finds rows in the checked-in tables; all operations share this code.
 
 A table is ``device -> {(implementation, direction, dtype, bucket, invariants): Row}``.  Buckets are ordered ranges of
 sizes, never exact shapes; the first one that contains the sizes wins.
@@ -35,11 +35,11 @@ __all__ = [
 
 _GENERIC = "NVIDIA"
 _TPUS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e", "TPU7x": "TPU v7x"}
-"""What JAX calls devices that tables call otherwise."""
+"""Names in tables of devices that JAX calls otherwise."""
 
 
 def table_device(device: Device) -> str:
-    """The table's name of a device.  All CPUs share one, and so do all H100s.
+    """Returns the table's name of a device.  All CPUs share one, and so do all H100s.
 
     Example:
       >>> table_device(Device("tpu", "TPU v5 lite")), table_device(Device("gpu", "NVIDIA H100 80GB HBM3"))
@@ -54,13 +54,13 @@ def table_device(device: Device) -> str:
 
 
 def bucket_of(sizes: Mapping[str, int], buckets: Sequence[Bucket]) -> Bucket | None:
-    """The first bucket that contains the sizes."""
+    """Returns the first bucket that contains the sizes."""
     return next((b for b in buckets if sizes in b), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A row, and whether its bucket is the one asked for ("table") or the "nearest" that has a row."""
+    """A row, and whether its bucket is the requested one ("table") or the "nearest" that has a row."""
 
     row: Row[BlockSizes]
     bucket: str
@@ -70,16 +70,16 @@ class Found:
 def lookup(
     table: Mapping[str, Rows], device: str, key: Key, buckets: Sequence[Bucket], objective: str = "time"
 ) -> Found | None:
-    """The row of ``key``, else that of the nearest bucket in the order of ``buckets`` with all else equal, else None.
+    """Returns the row of ``key``, else that of the nearest bucket in the order of ``buckets``, all else equal, or None.
 
     Of two equally near buckets the smaller one, that is, the earlier, is taken.
 
     Args:
       table: the rows.
-      device: as :func:`table_device` names it.
-      key: where the table files what is asked for.
-      buckets: in order.
-      objective: under "memory" the row of least memory is taken, where there is one beside that of least time.
+      device: the device, as :func:`table_device` names it.
+      key: where the table files the requested spec.
+      buckets: the buckets, in order.
+      objective: under "memory", the row of least memory is taken, if there is one beside that of least time.
     """
     implementation, direction, dtype, bucket, invariants = key
     endings = (LEAST_MEMORY, "") if objective == "memory" else ("",)
@@ -97,7 +97,7 @@ def lookup(
 
 
 class Spec(Protocol):
-    """What a table asks of an operation's specs."""
+    """Interface of an operation's specs for a table."""
 
     @property
     def widest_dtype(self) -> Dtype: ...
@@ -119,10 +119,10 @@ class Table(Mapping[str, Rows], Generic[S, B]):
     ``default_block_sizes(spec, device, known)``, whose ``known`` is the row's block sizes or None.
 
     Args:
-      operation: whose rows they are.
-      buckets: in order; the last takes what no other does.
-      filed: ``filed(spec, implementation, direction)`` gives (direction, sizes, invariants): the direction that such a
-        spec was measured in, the sizes that the buckets bound, and what else its rows depend on.
+      operation: the operation that the rows belong to.
+      buckets: the buckets, in order; the last takes what no other does.
+      filed: ``filed(spec, implementation, direction)`` gives (direction, sizes, invariants): the direction in which
+        such a spec was measured, the sizes that the buckets bound, and what else its rows depend on.
       block_sizes: the class of the operation's block sizes.
     """
 
@@ -150,7 +150,7 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         return len(self.rows)
 
     def key(self, spec: S, implementation: str, direction: str) -> Key:
-        """Where the table files a spec."""
+        """Returns the key under which the table files a spec."""
         direction, sizes, invariants = self._filed(spec, implementation, direction)
         bucket = bucket_of(sizes, self.buckets)
         assert bucket is not None, "the buckets take everything"
@@ -164,7 +164,7 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         direction: str = "forward",
         objective: str = "time",
     ) -> Found | None:
-        """The row for a spec: its own bucket's, else the nearest one's, else None."""
+        """Returns the row for a spec: its own bucket's, else the nearest one's, else None."""
         name = implementation or self.operation.usual(device)
         return lookup(self, table_device(device), self.key(spec, name, direction), self.buckets, objective)
 
@@ -176,7 +176,7 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         direction: str = "forward",
         objective: str = "time",
     ) -> B:
-        """Block sizes from the table, or the default; valid for the shape in any case."""
+        """Returns block sizes from the table, or the default; they are valid for the shape in any case."""
         name = implementation or self.operation.usual(device)
         found = self.find(spec, device, name, direction, objective)
         known: BlockSizes | None = None if found is None else found.row.block_sizes

@@ -1,7 +1,8 @@
-"""The files of the tables: ``autopallas/tuning/data/<device>/<operation>.csv``, read when a device is first asked for.
+"""Reads and writes the tables' files, ``autopallas/tuning/data/<device>/<operation>.csv``, when first asked for.
 
-One row stands on one line, so that a difference or a merge is one of rows, and each column is named once.  On CPUs the
-processor's vector extensions are a second key: of rows that differ in nothing else, the one for this processor counts.
+Each row stands on one line, so that differences and merges are of rows, and each column is named once.  On CPUs the
+processor's vector extensions are a second key: of rows that otherwise have the same key, the one for this processor
+counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopallas.tuning.row import DEVICES, Bucket, Evidence, Key, Row, Rows, key
 __all__ = ["DATA", "Files", "device_of", "folder_of"]
 
 DATA = Path(__file__).with_name("data")
-"""The folder of the tables' files."""
+"""Folder of the tables' files."""
 
 _KEY = ("implementation", "direction", "dtype", "bucket", "invariants")
 _FIGURES: Mapping[str, Callable[[str], object]] = {
@@ -38,11 +39,11 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "batch": int,
     "spelling": str,
 }
-"""The columns of a row behind its key, and what each is read as; block sizes, by name, stand before the times."""
+"""Columns of a row after its key, and how each is parsed; block sizes, by name, stand before the times."""
 
 
 class _Figures(TypedDict):
-    """All of a row but its block sizes."""
+    """All fields of a row except its block sizes."""
 
     extensions: str | None
     kernel_us: float
@@ -57,7 +58,7 @@ class _Figures(TypedDict):
 
 
 def folder_of(device: str) -> str:
-    """The folder of a device's files: its name with "_" for spaces, and what else no file name should have encoded.
+    """Returns the folder of a device's files: its name with "_" for spaces, and other special characters encoded.
 
     Example:
       >>> folder_of("NVIDIA H100"), folder_of("TPU v5e"), folder_of("a/b_c")
@@ -68,7 +69,7 @@ def folder_of(device: str) -> str:
 
 
 def device_of(folder: str) -> str:
-    """The device whose folder this is.
+    """Returns the device that a folder belongs to.
 
     Example:
       >>> device_of("NVIDIA_H100"), device_of("a%2Fb%5Fc")
@@ -82,9 +83,9 @@ class Files(Mapping[str, Rows]):
     """The rows of one operation by device, as its files have them.
 
     Args:
-      operation: its name.
+      operation: the operation's name.
       block_sizes: the class of its block sizes, a dataclass of integers.
-      buckets: in the order that rows are written in.
+      buckets: the buckets, in the order in which rows are written.
     """
 
     def __init__(self, operation: str, block_sizes: type[BlockSizes], buckets: Sequence[Bucket]):
@@ -110,11 +111,11 @@ class Files(Mapping[str, Rows]):
         return sum(1 for _ in self)
 
     def path(self, device: str) -> Path:
-        """The file of a device's rows, which need not exist."""
+        """Returns the file of a device's rows, which need not exist."""
         return DATA / folder_of(device) / f"{self._operation}.csv"
 
     def read(self, device: str) -> list[tuple[Key, Row[BlockSizes]]]:
-        """All rows of a device, those of every processor, in the order of its file; none where there is no file."""
+        """Returns all rows of a device, for every processor, in the order of its file; none if there is no file."""
         try:
             text = self.path(device).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -128,7 +129,7 @@ class Files(Mapping[str, Rows]):
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 
     def text(self, rows: Sequence[tuple[Key, Row[BlockSizes]]]) -> str:
-        """Rows as a file has them: in the order of their keys, and of the buckets."""
+        """Formats rows as a file has them: in the order of their keys, and of the buckets."""
 
         def order(item: tuple[Key, Row[BlockSizes]]) -> tuple[object, ...]:
             (*first, bucket, invariants), row = item
@@ -146,13 +147,13 @@ class Files(Mapping[str, Rows]):
         return written.getvalue()
 
     def write(self, device: str, rows: Rows, both_objectives: bool = False) -> Path:
-        """Writes rows of a device into its file, in the place of those of the same key and vector extensions.
+        """Writes rows of a device into its file, replacing those of the same key and vector extensions.
 
         Args:
-          device: as tables name it.
-          rows: with block sizes of the operation's class.
-          both_objectives: whether these are all that there is for their keys: a second row of an old key, for
-            :data:`~autopallas.tuning.row.LEAST_MEMORY`, then goes.
+          device: the device, as tables name it.
+          rows: the rows, with block sizes of the operation's class.
+          both_objectives: whether these are all rows for their keys: a second row of an old key, for
+            :data:`~autopallas.tuning.row.LEAST_MEMORY`, is then removed.
 
         Returns:
           The file.
@@ -168,7 +169,7 @@ class Files(Mapping[str, Rows]):
         kept = [(key, row) for key, row in self.read(device) if place(key, row) not in replaced]
         path = self.path(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when complete: a file that is cut short would be believed.
+        # The file is renamed when complete, since a truncated file would be believed.
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(self.text([*kept, *rows.items()]), encoding="utf-8", newline="")
         os.replace(unfinished, path)
@@ -177,8 +178,8 @@ class Files(Mapping[str, Rows]):
 
 
 def _for_processor(rows: Sequence[tuple[Key, Row[BlockSizes]]], here: str | None) -> dict[Key, Row[BlockSizes]]:
-    """Of rows that differ in their vector extensions alone those of this processor's, else of such as multiply alike,
-    else those of AVX2; the rows of both objectives from one processor."""
+    """Chooses among rows that differ only in their vector extensions: those of this processor, else of processors that
+    multiply alike, else those of AVX2; the rows of both objectives come from one processor."""
 
     def rank(extensions: str) -> tuple[bool, bool, bool]:
         return extensions == here, processor.alike(extensions, here), extensions == "avx2"

@@ -1,1 +1,1 @@
-"""Checks of a rewritten program: against the original, judged by a float64 evaluation of the original."""
+"""Checks a rewritten program against the original, with a float64 evaluation of the original as the reference."""

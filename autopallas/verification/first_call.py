@@ -1,8 +1,8 @@
-"""Option ``verify``: the first call of each signature is checked before it runs.
+"""Implements option ``verify``, which checks the first call of each signature before it runs.
 
-A function under ``jit`` sees its arguments' values only before the trace, and whether a call needs a trace only within
-it.  So the trace of an optimized function under option ``verify`` is broken off by :class:`FirstCall`, the call is
-checked, and then traced and run as usual.  Later calls of the signature do not get here.
+A function under ``jit`` sees its arguments' values only before the trace, and learns only during the trace that the
+call needs one.  So under option ``verify`` the trace of an optimized function is aborted by :class:`FirstCall`; the
+call is checked, and then traced and run as usual.  Later calls of the signature do not get here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["FirstCall", "checked", "demand", "unchecked"]
 
 
 class FirstCall(Exception):
-    """Breaks off the trace of a signature that has to be checked first."""
+    """Aborts the trace of a signature that has to be checked first."""
 
 
 class _Pass(threading.local):
-    """Whether traces of this thread may go through.  Not a part of jit's keys, or nobody would find what was traced."""
+    """Whether traces of this thread may proceed.  Not part of jit's keys, or nobody would find what was traced."""
 
     given = False
 
@@ -36,7 +36,7 @@ _PASS = _Pass()
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """Traces inside are not broken off: the call was checked, or nothing will run (``lower``, ``eval_shape``)."""
+    """Lets traces inside proceed: the call was checked, or nothing will run (``lower``, ``eval_shape``)."""
     before, _PASS.given = _PASS.given, True
     try:
         yield
@@ -45,18 +45,18 @@ def unchecked() -> Iterator[None]:
 
 
 def demand() -> None:
-    """Raises FirstCall, unless inside :func:`unchecked`."""
+    """Raises FirstCall, unless :func:`unchecked` is in force."""
     if not _PASS.given:
         raise FirstCall
 
 
 def checked(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree], strict: bool) -> None:
-    """Checks a call that :func:`demand` broke off.  Under an outer trace there are no values, and nothing is checked.
+    """Checks a call that :func:`demand` aborted.  Under an outer trace there are no values, so nothing is checked.
 
     Args:
       fn: the optimized function.
       args, kwargs: the call's arguments.
-      strict: whether a failure of the check itself is raised, instead of a warning.
+      strict: whether to raise a failure of the check itself, instead of a warning.
 
     Raises:
       VerificationError: an output is in breach.

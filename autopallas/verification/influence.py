@@ -1,4 +1,4 @@
-"""What the replaced sites can do to each result of a program: through which dtype, and whether by a backward kernel."""
+"""For each output: the narrowest dtype on its way from a replaced site, and whether a backward kernel contributes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ SITES = (primitive.site_p, primitive.tangent_p, primitive.backward_p)
 
 
 def sources(program: ClosedJaxpr) -> list[Source]:
-    """A :class:`Source` for each result of a closed jaxpr.  A value without a site has the narrowest dtype of the whole
-    program: nothing was replaced on its way, but XLA may compile it otherwise in a program that is otherwise different.
+    """Returns a :class:`Source` for each result of a closed jaxpr.
+
+    A result that depends on no site gets the narrowest dtype of the whole program.  Nothing was replaced on its way,
+    but XLA may compile it differently because other parts of the program differ.
     """
     jaxpr, _ = jaxprs.open_jaxpr(program)
     known: dict[Hashable, list[Source]] = {}
@@ -45,19 +47,19 @@ def sources(program: ClosedJaxpr) -> list[Source]:
 
 
 def site_sources(site: JaxprEqn) -> list[Source]:
-    """A source for each result of a site whose operands are exact, as the original computes it."""
+    """Returns a source for each result of a site as the original computes it, if the site's operands are exact."""
     gradient = site.primitive is not primitive.site_p
     if site.primitive is primitive.tangent_p:
         own = [Source(coarsest(site.params["original"]), followed=True)] * len(site.outvars)
     else:
         own = rounded(compat.make_jaxpr(replaced(site), *(_type(v.aval) for v in site.invars)))
-        # Residuals, which the original has not, depend on all that it computes.
+        # The original has no residuals; they depend on everything that it computes.
         own += [joined(own)] * (len(site.outvars) - len(own))
     return [Source(source.dtype, gradient, True) for source in own]
 
 
 def replaced(site: JaxprEqn) -> Callable[..., list[jax.Array]]:
-    """What the equation of a site, or of its backward, stands for: the original's equations, of the same arguments."""
+    """Returns the function that a site's equation, or its backward's, replaces: the original's equations."""
     original = site.params["original"]
     if site.primitive is primitive.site_p:
         return compat.jaxpr_as_fun(original)

@@ -1,4 +1,4 @@
-"""Which replaced site is at fault: each kernel against the equations it replaced, on the operands that it met."""
+"""Finds the replaced site at fault: compares each kernel with the equations it replaced, on the operands it met."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from autopallas.verification.influence import SITES, replaced, site_sources
 __all__ = ["SiteCheck", "applied_sites", "check_sites"]
 
 _CALLS_LOOKED_AT = 16
-"""Of a site in a loop, so many calls are looked at."""
+"""Largest number of calls to compare for a site in a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteCheck:
-    """One replaced site, on the operands that it had in the program."""
+    """Comparison of one replaced site with its original, on the operands that the site had in the program."""
 
     op: str
     """The operation, such as "attention"."""
     location: str
     """"file:line (function)" of the user's code."""
     direction: str
-    """"forward", "tangent" or "backward": which kernel this is about."""
+    """"forward" or "backward": the kernel that was checked."""
     implementation: str
     calls: int
-    """How often the site was run while it was looked at."""
+    """How often the site ran during the check."""
     outputs: tuple[Comparison, ...]
-    """Each result of the site, as it was in the worst of these calls."""
+    """Comparison of each result of the site, from the worst of the calls."""
     ok: bool
 
 
 def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> JaxprLike:
-    """A jaxpr with every equation, in nested bodies too, replaced by what ``edit`` makes of it; left out for None."""
+    """Replaces every equation of a jaxpr, also in nested bodies, by what ``edit`` returns; drops it for None."""
     jaxpr, consts = jaxprs.open_jaxpr(body)
     equations = []
     for equation in jaxpr.eqns:
@@ -64,7 +64,7 @@ def _edited(body: JaxprLike, edit: Callable[[JaxprEqn], JaxprEqn | None]) -> Jax
 
 
 def applied_sites(program: JaxprLike) -> list[JaxprEqn]:
-    """The equations of a rewritten program, in nested bodies too, at which a kernel runs."""
+    """Returns the equations of a rewritten program at which a kernel runs, also in nested bodies."""
     found: list[JaxprEqn] = []
     for equation in jaxprs.open_jaxpr(program)[0].eqns:
         if equation.primitive in SITES:
@@ -77,14 +77,14 @@ def applied_sites(program: JaxprLike) -> list[JaxprEqn]:
 
 
 def check_sites(program: ClosedJaxpr, arguments: Sequence[ArrayLike]) -> tuple[list[SiteCheck], tuple[str, ...]]:
-    """Runs a rewritten program once more and looks at each kernel in it.
+    """Runs a rewritten program once more and checks each kernel in it.
 
     Args:
       program: the rewritten closed jaxpr.
       arguments: its arguments.
 
     Returns:
-      A check per site and direction, in program order, and notes on what could not be evaluated in float64.
+      A check per site and direction, in program order, and notes on equations that could not be evaluated in float64.
     """
     sites = applied_sites(program)
     positions = {id(site): i for i, site in enumerate(sites)}
@@ -126,11 +126,11 @@ def _type(aval: Shaped) -> jax.ShapeDtypeStruct:
 
 
 def _watched(equation: JaxprEqn, record: Callable[..., list[np.ndarray]]) -> JaxprEqn:
-    """The site as an equation that also hands operands and results to ``record``."""
+    """Returns an equation that runs the site and also passes its operands and results to ``record``."""
 
     def run(*operands: jax.Array) -> Sequence[jax.Array]:
         results = equation.primitive.bind(*operands, **equation.params)
-        # The results pass through, so that no compiler finds the detour useless.
+        # The results pass through the callback, so that no compiler removes it as unused.
         types = [_type(jax.typeof(x)) for x in results]
         passed: Sequence[jax.Array] = jax.pure_callback(record, types, *operands, *results)
         return passed

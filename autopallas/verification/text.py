@@ -1,4 +1,4 @@
-"""A verification as text of at most 80 columns."""
+"""Renders a verification as text of at most 80 columns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["render"]
 _WIDTH = 80
 _NAME = 22
 _SHOWN = 20
-"""So many outputs are listed; those in breach, and then the worst."""
+"""Largest number of outputs to list: first those in breach, then the worst."""
 
 
 def render(verification: Verification) -> str:
-    """What was found, for people.
+    """Renders the findings for people.
 
     Args:
       verification: a :class:`autopallas.verification.Verification`.

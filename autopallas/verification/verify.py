@@ -1,4 +1,4 @@
-"""Verification of a rewritten program: original, rewritten and float64 oracle, result by result."""
+"""Verifies a rewritten program: compares original, rewritten program and float64 oracle, result by result."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from autopallas.verification.sites import SiteCheck, applied_sites, check_sites
 __all__ = ["Verification", "verify"]
 
 _SAMPLES = 4
-"""How often the original is run on arguments a rounding away, where its own error would make for a breach."""
+"""How often to run the original on arguments one rounding away, when an output would be in breach otherwise."""
 _NOT_AGAIN = frozenset({"io_callback", "ordered_io_callback"})
-"""Effects on the outside world, which a check may not repeat."""
+"""Effects on the outside world, which a check must not repeat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :func:`verify` found.  ``str()`` of it is a table of at most 80 columns."""
+    """Findings of :func:`verify`.  ``str()`` of it is a table of at most 80 columns."""
 
     outputs: tuple[Comparison, ...]
-    """Every array that the function returns."""
+    """Comparison of every array that the function returns."""
     sites: tuple[SiteCheck, ...]
-    """Every replaced site, looked at by itself; only after a breach."""
+    """Check of every replaced site by itself; only after a breach."""
     ok: bool
-    """Whether no output is further from the oracle than allowed, or NaN or infinite where the original is not."""
+    """Whether every output is as close to the oracle as allowed, and no NaN or infinity is new."""
     replaced: int = 0
-    """How many kernels the rewritten program runs: without any there was nothing to verify."""
+    """Number of kernels that the rewritten program runs; without any there was nothing to verify."""
     notes: tuple[str, ...] = ()
-    """What limits the check, such as an equation that has no float64 form."""
+    """Limits of the check, such as an equation that has no float64 form."""
 
     def __str__(self) -> str:
         return text.render(self)
@@ -54,23 +54,24 @@ class Verification:
 def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
     """Checks that :func:`autopallas.optimize` does not change what a call computes.
 
-    Runs the original, the rewritten program, and a float64 evaluation of the original (floats promoted behind explicit
-    casts too; integers, comparisons and random bits as the original has them).  An output is in breach if its error is
-    above the tolerance (float32 1e-5, float16 4e-3, bfloat16 2e-2, of the narrowest dtype on its way from the replaced
-    sites; more for gradients) and above twice the original's own, or if it is NaN or infinite where the original is
-    not.  Errors are max |x - oracle| / max |oracle|.  Before it calls a breach, it also takes the original's error on
-    arguments a rounding away: an ill-conditioned result may be exact by luck.
+    Runs the original, the rewritten program, and a float64 evaluation of the original, the oracle.  The oracle promotes
+    floats, also behind explicit casts; integers, comparisons and random bits are as in the original.  An output is in
+    breach if its error is above the tolerance (float32 1e-5, float16 4e-3, bfloat16 2e-2, for the narrowest dtype on
+    its way from the replaced sites; more for gradients) and above twice the original's own error, or if it is NaN or
+    infinite where the original is not.  Errors are max |x - oracle| / max |oracle|.  Before an output counts as a
+    breach, the original's error on arguments one rounding away is also taken into account, since an ill-conditioned
+    result may be exact by luck.
 
     Args:
-      fn: a function.  Of an optimized one its own options count; of one that calls optimized ones, theirs.
-      *args, **kwargs: arguments of a call.  Donated ones are not consumed.
+      fn: a function.  If it is optimized, its own options apply; if it calls optimized functions, theirs apply.
+      *args, **kwargs: arguments of a call.  Donated arguments are not consumed.
 
     Returns:
       The errors of every output, with ``ok`` true.
 
     Raises:
       VerificationError: an output is in breach.  Its ``verification`` also holds the errors of each site by itself.
-      ValueError: arguments are spread over several processes, none of which has all values.
+      ValueError: arguments are spread over several processes, so that no process has all values.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopallas
@@ -88,7 +89,7 @@ def verify(fn: ArrayFunction, *args: PyTree, **kwargs: PyTree) -> Verification:
 
 
 def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> Verification:
-    """As :func:`verify`, but a breach is returned too."""
+    """Like :func:`verify`, but returns the verification of a breach instead of raising."""
     if isinstance(fn, types.MethodType) and isinstance(fn.__func__, OptimizedFunction):
         fn, args = fn.__func__, (fn.__self__, *args)
     if any(map(compat.is_tracer, jax.tree.leaves((args, kwargs)))):
@@ -114,8 +115,8 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
         return compare(names[i], own[i], ours[i], oracle[i], allowed, [sample[i] for sample in perturbed])
 
     outputs = [compared(i) for i in range(len(own))]
-    # One sample of the original's error is a poor measure of an output that is a small difference of large numbers: a
-    # mean near zero may be exact by luck, the gradient of a bias that softmax ignores is zero but for rounding.
+    # One sample of the original's error is a poor measure for an output that is a small difference of large numbers: a
+    # mean near zero may be exact by luck, and the gradient of a bias that softmax ignores is zero except for rounding.
     doubtful = [i for i, c in enumerate(outputs) if not c.ok and not c.non_finite]
     if doubtful:
         with quiet():
@@ -138,7 +139,7 @@ def check(fn: ArrayFunction, args: Sequence[PyTree], kwargs: dict[str, PyTree]) 
 def _programs(
     fn: ArrayFunction, arrays: Sequence[ArrayLike], static: Static
 ) -> tuple[ClosedJaxpr, ClosedJaxpr, list[str]]:
-    """(original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
+    """Returns (original, rewritten, names of the results): closed jaxprs of the arrays, everything else held fixed."""
     optimized = isinstance(fn, OptimizedFunction)
     inner: ArrayFunction = fn._inner if isinstance(fn, OptimizedFunction) else fn
 
@@ -163,7 +164,7 @@ def _oracle(
     try:
         return oracle(*arrays), oracle.notes
     except Exception as error:
-        # Better a comparison with the original than none.
+        # A comparison with the original is better than none.
         reason = f"no float64 evaluation, compared with the original instead: {type(error).__name__}: {error}"
         return [_widened(x) for x in own], (reason.split("\n")[0],)
 
@@ -175,7 +176,7 @@ def _widened(x: jax.Array) -> Array:
 
 
 def _precision(dtype: DTypeLike, source: Source) -> float:
-    """The step between numbers in which a result of this dtype is computed."""
+    """Returns the spacing of numbers, relative to 1, in the precision in which a result of this dtype is computed."""
     if not jnp.issubdtype(dtype, np.inexact):
         return 0.0
     return float(jnp.finfo(dtype if source.dtype is None else source.dtype).eps)
@@ -191,9 +192,10 @@ def _primitives(program: JaxprLike) -> set[str]:
 
 
 def _perturbed(arrays: Sequence[Array], seed: int, most: float) -> list[Array]:
-    """The arguments, every float moved by one unit in its last place, up or down, if that is at most so much of it.
+    """Moves every float in the arguments by one unit in its last place, up or down, if that is at most ``most`` of it.
 
-    A unit of an argument that is narrower than what the program computes in is far more than the program's own error.
+    An argument narrower than the program's precision stays as it is: one of its units is far more than the program's
+    own error.
     """
     random = np.random.default_rng(seed)
 

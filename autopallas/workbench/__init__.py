@@ -1,1 +1,1 @@
-"""The engine of ``autopallas tune``: sites to tune for, trials, rankings, and the log of trials."""
+"""Engine of ``autopallas tune``: sites to tune for, trials, rankings, and the log of trials."""

@@ -1,4 +1,4 @@
-"""One computation at one size, spelled as people write it: what tables are measured on, and benchmarks.
+"""Defines cases: one computation at one size, spelled as people write it, to measure tables and benchmarks on.
 
 An operation that can be tuned by its name has a module ``cases``, with what :class:`Cases` lists; so may its parts,
 which add variants of their own.  A declared one without that module has cases by its declaration.
@@ -31,7 +31,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "forward+backward")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One computation at one size.  ``sizes`` are named by the operation's letters, in the order they are shown."""
+    """One computation at one size.  ``sizes`` are named by the operation's letters, in display order."""
 
     kernel: str
     direction: Direction
@@ -50,31 +50,31 @@ class Case:
         return dict(self.sizes)[letter]
 
     def selected_by(self, words: str) -> bool:
-        """Whether every word of ``words`` is a word of this case: "forward causal T2048"."""
+        """Returns whether every word of ``words`` is a word of this case: "forward causal T2048"."""
         return set(words.split()) <= set(str(self).split())
 
 
 class Cases(Protocol):
-    """What the module ``cases`` of an operation offers."""
+    """Interface of an operation's module ``cases``."""
 
     @property
     def ORIGINALS(self) -> Mapping[str, ArrayFunction]:
-        """The forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
+        """Forward computation as people write it, by variant (:attr:`Case.mask`); the first is the plain one."""
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
-        """A case for each row of the tuned table: those of TPUs, which are simulated, or those that are measured."""
+        """Returns a case for each row of the tuned table: the simulated rows of TPUs, or the measured ones."""
 
     def types(self, case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of all arguments; the cotangent of the result comes last, where there is a backward pass."""
+        """Returns the types of all arguments; if there is a backward pass, the result's cotangent comes last."""
 
     def in_direction(self, case: Case, function: ArrayFunction) -> ArrayFunction:
-        """A function like an original, as a function of all the case's arguments, with gradients if it has them."""
+        """Turns a function like an original into one of all the case's arguments, with gradients if it has them."""
 
     def case_of(self, types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-        """The case of given arguments, without a cotangent.  ValueError where they are not the operation's."""
+        """Returns the case of arguments, without a cotangent.  Raises ValueError if they are not the operation's."""
 
     def direct(self, case: Case) -> ArrayFunction | None:
-        """The operation's own function, of the original's arguments; None where it has no such variant."""
+        """Returns the operation's own function, of the original's arguments; None if it has no such variant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class DeclaredCases:
 
 
 def cases_of(operation: str) -> Cases | None:
-    """The cases of an operation by its name, those of its parts included, or None where it has none."""
+    """Returns the cases of an operation and its parts by the operation's name, or None if it has none."""
     found = tuple(_modules(operation))
     return found[0] if len(found) == 1 else _Together(found) if found else None
 
@@ -226,10 +226,10 @@ def _modules(operation: str) -> Iterator[Cases]:
 
 
 def match_of(case: Case) -> Match:
-    """The one site of a case, as the pipeline sees it.
+    """Returns the one site of a case, as the pipeline sees it.
 
     Raises:
-      ValueError: it is not recognised, or as several.
+      ValueError: no site is recognised, or several are.
     """
     offered = cases_of(case.kernel)
     assert offered is not None

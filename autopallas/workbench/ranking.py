@@ -1,4 +1,4 @@
-"""The candidates for a site's block sizes on a TPU that is not there: compiled ahead of time, ranked by simulation."""
+"""Ranks candidates for a site's block sizes on a TPU that is not present: compiles ahead of time, and simulates."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from autopallas.tuning.table import MEMORY_SLOWDOWN, Row
 __all__ = ["Ranking", "ranked"]
 
 _LESS_MEMORY = 0.95
-"""Of the fastest candidate's, that another must need at most to be worth a row."""
+"""Share of the fastest candidate's memory that another one may need at most to be worth a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What is known of a site's candidates without running them.
+    """Ranking of a site's candidates without running them.
 
     Attributes:
       time: the row of the one that is fastest by simulation, with block sizes by name; None: none compiles.
-      memory: that of the one of least memory at a bounded slow-down, where it is another one.
+      memory: the row of the one of least memory at a bounded slow-down, if it is another one.
       tried: how far each came.
       reason: why there is no row.
     """
@@ -52,19 +52,19 @@ def ranked(
 ) -> Ranking:
     """Compiles the original and every candidate, and ranks those that compile.
 
-    A program is as slow as its simulated cycles or its traffic with the device's memory, whichever is slower.  Of the
-    original a bound from arithmetic and traffic is known, below which it cannot come; only where that does not tell
-    that a candidate is faster, it is simulated too, if it can be.  A candidate that cannot be simulated has a bound as
-    well, and the evidence is "estimated".  Without any simulation the operation's first guess is taken.  So it is for
+    The time of a program is estimated from its simulated cycles or its traffic with the device's memory, whichever is
+    slower.  For the original, arithmetic and traffic give a lower bound of the time.  The original is simulated, if
+    possible, only if this bound does not prove a candidate faster.  A candidate that cannot be simulated also gets such
+    a bound, and its evidence is "estimated".  Without any simulation the operation's first guess is taken, as for
     kernels whose control flow follows data, which a simulation reads as zeros.
 
     Args:
       match: the site.
       implementation: the implementation's name.
       first: block sizes to begin with.
-      compiler: for the generation; it simulates where it can.
-      seconds: the budget; no candidate is begun after it.
-      say: told what is being done.
+      compiler: the compiler for the generation; it simulates where it can.
+      seconds: the budget; no candidate begins after it.
+      say: called with what is being done.
     """
     begin = time.monotonic()
     trial = Trial.abstract(match)
@@ -94,7 +94,7 @@ def ranked(
     if not rows:
         reasons = dict.fromkeys(f"{one.stage}: {one.error}".split("\n")[0][:300] for one in tried)
         return Ranking(None, None, tuple(tried), f"none of {len(tried)} candidates compiles: {'; '.join(reasons)}")
-    # Where traffic is the slower for several, fewer cycles are the better chance.
+    # If traffic is the slower for several, fewer cycles are the better choice.
     ordered = sorted((one.row.kernel_us, one.cycles, n) for n, one in enumerate(tried) if one.row and one.cycles)
     simulated = [cast("Row[Sizes]", row) for _, _, n in ordered if (row := tried[n].row) is not None]
     fastest = (simulated or rows)[0]

@@ -1,4 +1,4 @@
-"""Raw results: every configuration that was tried for every bucket, failures included, as CSV and JSON."""
+"""Writes raw results: every configuration that was tried for every bucket, including failures, as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Result:
       operation, implementation, direction, dtype, bucket, invariants, device: the place.
       spec: what was computed, in one line.
       block_sizes: the configuration, as JSON.
-      outcome: "raced": timed against the original, or simulated; "slower": right, but left out of the race; else the
-        stage at which it failed.
+      outcome: "raced": timed against the original, or simulated; "slower": right, but left out of the race; otherwise
+        the stage at which it failed.
       error: how it failed, or why there is no simulation.
-      first_us: its first timed run alone.
-      kernel_us, original_us, kernel_bytes, original_bytes, evidence: the row, where it was in the race.
-      difference: the greatest from the reference; empty where nothing was run.
-      cycles, vmem_bytes: where it was compiled ahead of time for a TPU.
+      first_us: the time of its first timed run alone.
+      kernel_us, original_us, kernel_bytes, original_bytes, evidence: the row, if it was in the race.
+      difference: the greatest difference from the reference; empty if nothing was run.
+      cycles, vmem_bytes: set if it was compiled ahead of time for a TPU.
       best_for: the objectives for which it is the best: "time", "memory", or both.
     """
 
@@ -65,15 +65,15 @@ def results_of(
     time: Row[Sizes] | None,
     memory: Row[Sizes] | None,
 ) -> list[Result]:
-    """The results of one site.
+    """Returns the results of one site.
 
     Args:
-      operation: its name.
-      key: its place in the table.
-      device: as tables call it.
-      spec: its description.
+      operation: the operation's name.
+      key: the site's place in the table.
+      device: the device, as tables name it.
+      spec: the site's spec.
       tried: how far each candidate came.
-      time, memory: the rows that were chosen, with block sizes by name; ``memory`` only where it is another one.
+      time, memory: the rows that were chosen, with block sizes by name; ``memory`` only if it is another one.
     """
     found = []
     for one in tried:
@@ -108,7 +108,7 @@ def write(folder: Path, results: Sequence[Result]) -> tuple[Path, Path]:
     """Writes ``results.csv`` and ``results.json``.
 
     Raises:
-      OSError: the folder takes no files.
+      OSError: files cannot be written to the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table, data = folder / "results.csv", folder / "results.json"

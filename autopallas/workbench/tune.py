@@ -1,4 +1,4 @@
-"""Tuning before a program runs: sites from a program, a saved report or a table's grid, for this device or for TPUs."""
+"""Tunes before a program runs: sites of a program, a saved report or a table's grid, for this device or for TPUs."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TARGETS = ("cpu", "gpu", "h100", *GENERATIONS)
 
 
 class TargetError(ValueError):
-    """A target cannot be tuned for here, and why."""
+    """Raised if a target cannot be tuned for here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """For what is tuned: this machine's device, or a generation of TPUs that is not there."""
+    """Device to tune for: this machine's device, or a generation of TPUs that is not present."""
 
     device: Device
     generation: Generation | None = None
 
 
 def target_of(name: str | None) -> Target:
-    """The target of a name; None: this machine's device.
+    """Returns the target of a name; None: this machine's device.
 
     Raises:
       TargetError: it is not this machine's device, and cannot be tuned for without it.
@@ -67,12 +67,12 @@ def target_of(name: str | None) -> Target:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is tuned.
+    """A site to tune for.
 
     Attributes:
       match: the site, or what stands for one.
-      label: where it is, or what.
-      case: where it stands for an operation's own function too, whose calls then find the result.
+      label: its place, or a description.
+      case: set if it also stands for an operation's own function, whose calls then find the result.
     """
 
     match: SiteWorkload
@@ -81,7 +81,7 @@ class Subject:
 
 
 def of_case(case: Case) -> Subject:
-    """The site of a case.
+    """Returns the site of a case.
 
     Raises:
       ValueError: it is not recognised.
@@ -91,17 +91,17 @@ def of_case(case: Case) -> Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a subject.
+    """The result of tuning a subject.
 
     Attributes:
-      implementation: the best for the objective; None where none works.
-      time, memory: rows with block sizes by name; ``memory`` only where it is another one.
+      implementation: the best for the objective; None if none works.
+      time, memory: rows with block sizes by name; ``memory`` only if it is another one.
       searched: whether it was searched for now.
-      digest: of the entry in the cache; empty for what is not kept there.
+      digest: that of the entry in the cache; empty for what is not kept there.
       reasons: why implementations were passed over.
       results: every configuration of every implementation that was tried.
       key: its place in the table.
-      others: what came of the other implementations that work.
+      others: the outcomes of the other implementations that work.
     """
 
     implementation: str | None = None
@@ -115,11 +115,11 @@ class Outcome:
     others: tuple[Outcome, ...] = ()
 
     def row(self, objective: str) -> Row[Sizes] | None:
-        """The row that is best for an objective."""
+        """Returns the row that is best for an objective."""
         return self.memory if objective == "memory" and self.memory is not None else self.time
 
     def rows(self, op: str) -> dict[Key, Row[BlockSizes]]:
-        """The rows for the operation's table."""
+        """Returns the rows for the operation's table."""
         if self.key is None or self.time is None:
             return {}
         kind = operation_named(op).part("block_sizes").BlockSizes
@@ -140,17 +140,17 @@ def tune(
     compiler: Compiler | None = None,
     objective: str = "time",
 ) -> Outcome:
-    """The best block sizes of every implementation that supports a subject, the best implementation in front.
+    """Finds the best block sizes of every implementation that supports a subject, the best implementation first.
 
-    For a target that is not there it is the first that works, in the platform's order, and no other is compiled.
+    For a target that is not present, only the first implementation that works is compiled, in the platform's order.
 
     Args:
       subject: the site.
-      target: for what.
+      target: the device to tune for.
       budget: seconds for each implementation.
-      again: whether to search where the cache has a result.
-      compiler: for a target that is not there.
-      objective: for which the implementations are compared.
+      again: whether to search even if the cache has a result.
+      compiler: the compiler for a target that is not present.
+      objective: the objective by which implementations are compared.
     """
     match, reasons, results = subject.match, [], []
     working: list[Outcome] = []
@@ -190,7 +190,7 @@ def tune(
 def _entry(
     subject: Subject, name: str, device: Device, budget: float, first: BlockSizes, again: bool
 ) -> tuple[Entry, bool, Sequence[Tried]]:
-    """(the result of one implementation on this device, whether it was searched for now, how far each came)."""
+    """Returns (one implementation's result on this device, whether it was searched for now, how far each came)."""
     match, cache = subject.match, Cache.current()
     key = key_of(match, name, device)
     known = cache.get(key)
@@ -210,19 +210,19 @@ def _entry(
 
 
 def _direct_calls(case: Case, implementation: str, direction: str) -> list[Call]:
-    """What the operation's own function asks for, called for the same."""
+    """Returns the calls that the operation's own function makes for the same case."""
     offered = cases_of(case.kernel)
     function = None if offered is None else offered.direct(case)
     if offered is None or function is None:
         return []
     types = offered.types(dataclasses.replace(case, direction="forward"))
     with recorded() as calls:
-        jax.eval_shape(lambda *operands: function(*operands), *types)  # a function of its own, never traced before
+        jax.eval_shape(lambda *operands: function(*operands), *types)  # a new function, never traced before
     return [call for call, name in calls if name == implementation and call.direction == direction]
 
 
 def _remembered(entry: Entry) -> list[Tried]:
-    """How far each candidate came that an entry knows of."""
+    """Returns how far each candidate came that an entry records."""
     tried = [Tried(r.block_sizes, r.stage, r.error) for r in entry.rejected]
     if entry.row is not None:
         tried.insert(0, Tried(entry.block_sizes or {}, row=entry.row))
