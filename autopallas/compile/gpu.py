@@ -33,6 +33,7 @@ __all__ = ["H100", "Compilation", "Compiler", "Kernel", "compile_for", "lowered_
 H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
 """Device that programs are compiled for."""
 
+_PROCESS = Path(__file__).with_name("gpu_process.py")
 _TARGET = Path(__file__).parent.parent / "tuning" / "h100.txtpb"
 
 
@@ -224,7 +225,7 @@ def _started(folder: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
         "XLA_FLAGS": flags.strip(),
     }
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("gpu_process.py")), str(_TARGET), str(dump)],
+        [sys.executable, "-P", str(_PROCESS), str(_TARGET), str(dump)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,

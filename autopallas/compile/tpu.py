@@ -379,6 +379,7 @@ def _whole(operation: Operation, parts: Mapping[str, float]) -> Operation:
     return operation if operation.cycles is None else replace(operation, cycles=round(operation.cycles * part))
 
 
+_PROCESS = Path(__file__).with_name("tpu_process.py")
 _FIELDS = tuple(Compilation.__dataclass_fields__)
 
 
@@ -449,7 +450,7 @@ def _started(topology: str, simulate: bool, folder: Path, log: IO[bytes]) -> sub
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         environment["LIBTPU_INIT_ARGS"] = f"{given} --xla_jf_dump_static_llo_profile_to={folder}".strip()
     return subprocess.Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("tpu_process.py")), topology],
+        [sys.executable, "-P", str(_PROCESS), topology],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
