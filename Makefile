@@ -97,6 +97,7 @@ jax-suite: $(VENV)/.installed  ## Runs tests of JAX, Flax and Optax with jax.jit
 
 lint: $(VENV)/.installed  ## Checks style and types
 	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
 
 bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")

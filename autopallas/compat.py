@@ -591,9 +591,7 @@ def set_mesh(mesh: MeshLike | None) -> AbstractContextManager[object]:
 _MARK = "autopallas_mark"
 
 
-def mark_lowering(
-    context: LoweringContext, operand: ir.Value[ir.RankedTensorType], *, name: str
-) -> IrValues:
+def mark_lowering(context: LoweringContext, operand: ir.Value[ir.RankedTensorType], *, name: str) -> IrValues:
     """Lowers an identity that Shardy propagates through unchanged, and that :func:`propagated` finds by its name."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo

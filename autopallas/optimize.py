@@ -333,9 +333,9 @@ def _only_trace(jitted: Jitted, *args: PyTree, **kwargs: PyTree) -> PyTree:
 def optimize(fn: None = None, **options: Unpack[OptionArguments]) -> Callable[[Callable[P, R]], Optimized[P, R]]: ...
 @overload
 def optimize(fn: Callable[P, R], **options: Unpack[OptionArguments]) -> Optimized[P, R]: ...
-def optimize(fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments]) -> (
-    Optimized[P, R] | Callable[[Callable[P, R]], Optimized[P, R]]
-):
+def optimize(
+    fn: Callable[P, R] | None = None, **options: Unpack[OptionArguments]
+) -> Optimized[P, R] | Callable[[Callable[P, R]], Optimized[P, R]]:
     """Makes a function run its reference computations as tuned kernels, without changing what it computes.
 
     Works as a decorator, bare or with options, and as a function.  A plain function is compiled with ``jax.jit``; an

@@ -104,7 +104,5 @@ def bisect_failures(suspects: Sequence[T], fails: Callable[[Sequence[T]], bool])
     if len(suspects) <= 1:
         return list(suspects)
     half = len(suspects) // 2
-    found = [
-        one for part in (suspects[:half], suspects[half:]) if fails(part) for one in bisect_failures(part, fails)
-    ]
+    found = [one for part in (suspects[:half], suspects[half:]) if fails(part) for one in bisect_failures(part, fails)]
     return found or list(suspects)

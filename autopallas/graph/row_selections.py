@@ -366,9 +366,7 @@ class _Mover:
             own = equation.params.get("fill_value")
             mode, fill = GatherScatterMode.CLIP, math.nan if own is None else float(own)
         whole = (math.prod(picks.sizes),)
-        return Rows(
-            picks.axes[0], whole, 0, self._flat[key], picks.rows, mode=mode, fill=fill, merged=len(picks.sizes)
-        )
+        return Rows(picks.axes[0], whole, 0, self._flat[key], picks.rows, mode=mode, fill=fill, merged=len(picks.sizes))
 
     def _label_set(self, equation: JaxprEqn) -> Atom | None:
         """Computes several elements of each row of logits, or the gradient of these, one after the other."""

@@ -156,9 +156,7 @@ class Rows:
             numbers = lax.GatherDimensionNumbers(kept, (own,), (own,))
             return lax.gather(array, start, numbers, tuple(sizes), mode=self.mode)
         sizes = [self.size if d == own else n for d, n in enumerate(array.shape)]
-        taken: jax.Array = lax.dynamic_slice_p.bind(
-            array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes)
-        )
+        taken: jax.Array = lax.dynamic_slice_p.bind(array, *_starts(start, own, array.ndim), slice_sizes=tuple(sizes))
         return taken
 
     def put(self, array: jax.Array, before: Sequence[int], start: jax.Array | None = None) -> jax.Array:

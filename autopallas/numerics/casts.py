@@ -30,6 +30,7 @@ from autopallas.compat import Dtype
 
 __all__ = ["blurs", "counts_exactly", "exponential_underflows_below", "keeps_range", "rounds", "widens"]
 
+
 @cache
 def rounds(source: Dtype, target: Dtype) -> bool:
     """Returns whether a cast between floating types keeps a value up to the rounding of the narrower of them.

@@ -192,8 +192,7 @@ class Forward:
         lines: list[Hashable] = []
         for equation in self.equations:
             atoms: tuple[Hashable, ...] = tuple(
-                (a.aval, repr(a.val)) if isinstance(a, Literal) else places.get(a, a.aval)
-                for a in equation.invars
+                (a.aval, repr(a.val)) if isinstance(a, Literal) else places.get(a, a.aval) for a in equation.invars
             )
             rule = rule_of(equation) if is_elementwise_call(equation) else None
             key = self.graph.key(equation, (), ())

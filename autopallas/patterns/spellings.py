@@ -62,9 +62,7 @@ class Reference:
 def _dissolved(program: JaxprLike, operands: Sequence[ArrayLike]) -> list[ArrayLike]:
     """Evaluates a closed jaxpr without its custom rules."""
     jaxpr, consts = jaxprs.open_jaxpr(program)
-    known: dict[Var, ArrayLike] = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True)
-    )
+    known: dict[Var, ArrayLike] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
     for equation in jaxpr.eqns:
         inputs = [atom.val if isinstance(atom, Literal) else known[atom] for atom in equation.invars]
         bodies = jaxprs.bodies(equation)

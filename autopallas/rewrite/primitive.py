@@ -237,9 +237,7 @@ def _primitive(
     primitive.def_abstract_eval(types)
     for platform, ours in {None: "", "cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.items():
 
-        def lowered(
-            *operands: jax.Array, runs: bool, ours: str = ours, **params: Unpack[_Params]
-        ) -> list[jax.Array]:
+        def lowered(*operands: jax.Array, runs: bool, ours: str = ours, **params: Unpack[_Params]) -> list[jax.Array]:
             return attempt(runs, *operands, platform=ours, **params)
 
         rule: Lowering = mlir.lower_fun(lowered, multiple_results=True)
@@ -452,9 +450,7 @@ def _front(x: jax.Array, axis: int | None, size: int, wanted: bool) -> jax.Array
     return jnp.broadcast_to(x, (size, *x.shape)) if wanted else x
 
 
-def _batched_params(
-    params: _Params, axes: Sequence[int | None], size: int, types: Sequence[ShapedArray]
-) -> _Params:
+def _batched_params(params: _Params, axes: Sequence[int | None], size: int, types: Sequence[ShapedArray]) -> _Params:
     original, site, decision = params["original"], params["site"].batched(axes, size), params["decision"]
     divided = next((named for t in types if (named := _first_axes(t))), ())
     if divided:

@@ -8,7 +8,8 @@ from autopallas.compile import gpu, tpu
 
 def test_the_programs_of_the_compiling_processes_are_there():
     for path in (gpu._PROCESS, tpu._PROCESS):
-        names = {node.id for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)}
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert "__name__" in names, path  # it is a script
 
 

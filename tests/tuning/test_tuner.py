@@ -189,8 +189,11 @@ def test_quick_searches_of_one_program_share_ten_seconds(searches, long, user_ca
 @pytest.mark.parametrize(
     ("microseconds", "gain", "bytes_", "licensed"),
     [
-        (6000, 1.2, 5, False), (6000, 1.3, 5, True), (20000, 1.2, 5, True),
-        (20000, 1.1, 5, False), (6000, 1.28, 50, False),
+        (6000, 1.2, 5, False),
+        (6000, 1.3, 5, True),
+        (20000, 1.2, 5, True),
+        (20000, 1.1, 5, False),
+        (6000, 1.28, 50, False),
     ],
 )
 def test_what_a_quick_search_found_licenses_by_a_margin(microseconds, gain, bytes_, licensed):
