@@ -125,12 +125,12 @@ class _Splicer:
     def _replace_together(self, match: Match, params: Params) -> None:
         """Replaces a site with several results, or with operands from elsewhere, by one equation in each body that
         computes any of the results."""
-        bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
+        bodies = dict.fromkeys(body for number in match.results for body, _ in self._places(number))
         for body in bodies:
             if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
-            held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
+            held = next(i for n in match.results for b, i in self._places(n) if b is body)
             equation, _ = self._forward(match, params, body, results, False, body.equations[held])
             self._edit(body).added.append(equation)
             for number, variable in zip(match.results, results, strict=True):
@@ -139,13 +139,24 @@ class _Splicer:
     def _give(self, body: Body, number: int, variable: Var) -> None:
         """Makes one body read ``variable`` instead of a value wherever it computed that value itself."""
         edit, numbers = self._edit(body), self.graph.numbers[body]
-        for holder, position in self.graph.occurrences(number):
+        for holder, position in self._places(number):
             if holder is body:
                 equation = body.equations[position]
                 same = [v for v in equation.outvars if numbers[v] == number]
                 left = edit.replaced.get(position, [equation])
                 edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
                 edit.renamed.update(dict.fromkeys(same, variable))
+
+    def _places(self, number: int) -> list[tuple[Body, int]]:
+        """Returns (body, position) of every equation that computes a value itself, and of every scan that gives it."""
+        scans = [
+            (body, position)
+            for body, numbers in self.graph.numbers.items()
+            for position in body.children
+            if body.equations[position].primitive.name == "scan"
+            and any(numbers[v] == number for v in body.equations[position].outvars)
+        ]
+        return [*self.graph.occurrences(number), *scans]
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
         """Returns the forward's results and residuals in the backward's body, or None if they cannot go there."""

@@ -1,0 +1,278 @@
+"""Computes linear recurrences with matrix states chunk by chunk, in matrix products, forward and backward.
+
+    S[t] = a[t] * S[t-1] + k[t] (x) v[t],    y[t] = q[t] . S[t]  or  q[t] . S[t-1]
+
+Letters: T steps, C steps of a chunk, G groups, H heads of a group, J heads that keys and queries have (H, or 1 where
+heads share them), N rows of a state (summed over in y), P columns.
+
+Of the states only those at the beginnings of chunks are kept for the backward, which computes the others again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.kernels.recurrence.products import segment_products, segment_products_transposed
+
+__all__ = ["Recurrence", "chunked"]
+
+Array: TypeAlias = jax.Array
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class Recurrence(NamedTuple):
+    """The arrays of a recurrence, in its accumulation dtype.
+
+    Attributes:
+      decay: [T, G, H], or [T, G, H, N] where each row of the state has its own.
+      key, query: [T, G, J, N].
+      value: [T, G, H, P].
+      initial: [G, H, N, P].
+    """
+
+    decay: Array
+    key: Array
+    value: Array
+    query: Array
+    initial: Array
+
+
+def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
+    """Returns (y [T, G, H, P], the last state [G, H, N, P]).
+
+    Args:
+      given: the arrays.
+      chunk: the number of steps of a chunk.
+      before: whether y[t] reads the state before step t, and not after it.
+    """
+    steps = given.value.shape[0]
+    chunk = min(chunk, steps)
+    missing = -steps % chunk
+    if missing:  # steps that change nothing
+        given = given._replace(
+            decay=_lengthened(given.decay, missing, 1),
+            key=_lengthened(given.key, missing, 0),
+            value=_lengthened(given.value, missing, 0),
+            query=_lengthened(given.query, missing, 0),
+        )
+    if given.decay.ndim == 4:
+        heads = given.value.shape[2]
+        shape = (*given.key.shape[:2], heads, given.key.shape[3])
+        given = given._replace(key=jnp.broadcast_to(given.key, shape), query=jnp.broadcast_to(given.query, shape))
+    y, last = _chunked(before, given._replace(**{n: _split(getattr(given, n), chunk) for n in _OF_STEPS}))
+    y = jnp.moveaxis(y, 3, 1)
+    return y.reshape(-1, *y.shape[2:])[:steps], last
+
+
+_OF_STEPS = ("decay", "key", "value", "query")
+
+
+def _lengthened(x: Array, count: int, value: float) -> Array:
+    return jnp.pad(x, ((0, count), *((0, 0) for _ in x.shape[1:])), constant_values=value)
+
+
+def _split(x: Array, chunk: int) -> Array:
+    """Returns [T / C, G, H, C, ...] of [T, G, H, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // chunk, chunk, *x.shape[1:]), 1, 3)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(before: bool, given: Recurrence) -> tuple[Array, Array]:
+    """Computes the same with arrays whose steps are split into chunks: [T / C, G, H, C, ...]."""
+    kind = _Channels if given.decay.ndim == 5 else _Heads
+    last, y = lax.scan(
+        lambda state, own: kind.step(before, state, own), given.initial, (kind.prepared(given.decay), *given[1:4])
+    )
+    return y, last
+
+
+def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recurrence]:
+    return _chunked(before, given), given
+
+
+def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
+    dy, dlast = cotangents
+    kind = _Channels if given.decay.ndim == 5 else _Heads
+    decays = kind.prepared(given.decay)
+
+    def enter(state: Array, own: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        return kind.advance(state, *own), state
+
+    _, states = lax.scan(enter, given.initial, (decays, given.key, given.value))
+    dinitial, found = lax.scan(
+        lambda dstate, own: kind.step_transposed(before, dstate, *own),
+        dlast,
+        (given.decay, decays, *given[1:4], states, dy),
+        reverse=True,
+    )
+    return (Recurrence(*found, dinitial),)
+
+
+_chunked.defvjp(_forward, _backward)
+
+_Gradients: TypeAlias = tuple[Array, Array, Array, Array]
+"""Cotangents of decay, key, value and query of one chunk."""
+
+
+class _Heads:
+    """One chunk where all rows of a state have one decay.  Arrays are [G, H|J, C, ...], states [G, H, N, P].
+
+    The products of decays over all segments, [G, H, C, C + 1], come from :meth:`prepared`, for all chunks at once.
+    """
+
+    @staticmethod
+    def prepared(decay: Array) -> Array:
+        """Returns the segment products [T / C, G, H, C, C + 1] of [T / C, G, H, C]."""
+        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0)), (0, 1), (3, 4))
+
+    @staticmethod
+    def advance(state: Array, products: Array, key: Array, value: Array) -> Array:
+        """Returns the state after the chunk."""
+        weighted = value * products[..., -1, 1:, None]
+        added = _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
+        return products[..., -1, :1, None] * state + added
+
+    @classmethod
+    def step(cls, before: bool, state: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        """Returns (the state after the chunk, y)."""
+        products, key, value, query = own
+        seen = cls._seen(before, products)
+        scores = _einsum("gjtn,gjsn->gjts", query, key)
+        y = _einsum("ghts,ghsp->ghtp", scores * seen[..., 1:], value)
+        y += seen[..., :1] * cls._of_rows(query, state)
+        return cls.advance(state, products, key, value), y
+
+    @staticmethod
+    def _seen(before: bool, products: Array) -> Array:
+        """Returns the factors from each step, and from before the chunk, to the state that y reads."""
+        if not before:
+            return products
+        first = jnp.zeros_like(products[..., :1, :]).at[..., 0].set(1)
+        return jnp.concatenate([first, products[..., :-1, :]], -2)
+
+    @staticmethod
+    def _of_rows(query: Array, state: Array) -> Array:
+        return _einsum("gjtn,ghnp->ghtp" if query.shape[1] == 1 else "ghtn,ghnp->ghtp", query, state)
+
+    @classmethod
+    def step_transposed(
+        cls, before: bool, dstate: Array, decay: Array, products: Array, key: Array, value: Array, query: Array,
+        state: Array, dy: Array,
+    ) -> tuple[Array, _Gradients]:  # fmt: skip
+        """Returns (the cotangent of the state before the chunk, those of the arrays)."""
+        shared = key.shape[1] == 1
+        seen = cls._seen(before, products)
+        scores = _einsum("gjtn,gjsn->gjts", query, key)
+        dweights = _einsum("ghtp,ghsp->ghts", dy, value)
+        dscores = dweights * seen[..., 1:]
+        into = dy * seen[..., :1]
+        last = products[..., -1, 1:, None]
+        dvalue = _einsum("ghts,ghtp->ghsp", scores * seen[..., 1:], dy)
+        dadded = _einsum("gjsn,ghnp->ghsp" if shared else "ghsn,ghnp->ghsp", key, dstate)
+        dvalue += last * dadded
+        if shared:
+            dquery = _einsum("ghts,gjsn->gjtn", dscores, key) + _einsum("ghtp,ghnp->gtn", into, state)[:, None]
+            dkey = _einsum("ghts,gjtn->gjsn", dscores, query) + _einsum("ghsp,ghnp->gsn", value * last, dstate)[:, None]
+            dbefore = _einsum("gjtn,ghtp->ghnp", query, into)
+        else:
+            dquery = _einsum("ghts,ghsn->ghtn", dscores, key) + _einsum("ghtp,ghnp->ghtn", into, state)
+            dkey = _einsum("ghts,ghtn->ghsn", dscores, query) + _einsum("ghsp,ghnp->ghsn", value * last, dstate)
+            dbefore = _einsum("ghtn,ghtp->ghnp", query, into)
+        dbefore += products[..., -1, :1, None] * dstate
+        dseen = jnp.concatenate([jnp.sum(dy * cls._of_rows(query, state), -1, keepdims=True), dweights * scores], -1)
+        dproducts = jnp.concatenate([dseen[..., 1:, :], jnp.zeros_like(dseen[..., :1, :])], -2) if before else dseen
+        dends = jnp.concatenate([jnp.sum(state * dstate, (-2, -1))[..., None], jnp.sum(value * dadded, -1)], -1)
+        dproducts = dproducts.at[..., -1, :].add(dends)
+        return dbefore, (cls._of_decays(products, dproducts), dkey, dvalue, dquery)
+
+    @staticmethod
+    def _of_decays(products: Array, cotangent: Array) -> Array:
+        """Returns the cotangent of the decays [G, H, C] from that of their segment products, in one matrix product.
+
+        A segment from before step s to after step t that holds step r is the segment up to r, times the decay of r,
+        times the segment after r.
+        """
+        first = jnp.zeros_like(products[..., :1, :]).at[..., 0].set(1)
+        until = jnp.concatenate([first, products[..., :-1, :]], -2)
+        count = products.shape[-2]
+        held = jnp.tril(jnp.ones((count, count), products.dtype))  # a segment to t holds step r for r <= t
+        beside = _einsum("ghts,ghrs->ghtr", jnp.tril(cotangent), until)
+        return jnp.sum(products[..., 1:] * held * beside, -2)
+
+
+class _Channels:
+    """One chunk where each row of a state has its own decay.  Arrays are [G, H, C, ...], states [G, H, N, P].
+
+    There is no one product of queries and keys for all rows, so chunks are short and their scores are summed row by
+    row.
+    """
+
+    @staticmethod
+    def prepared(decay: Array) -> Array:
+        """Returns the decays: the segment products of all rows are too large to be kept."""
+        return decay
+
+    @staticmethod
+    def _products(decay: Array) -> Array:
+        """Returns [C, C + 1, G, H, N]."""
+        return segment_products(jnp.moveaxis(decay, 2, 0))
+
+    @classmethod
+    def advance(cls, state: Array, decay: Array, key: Array, value: Array) -> Array:
+        """Returns the state after the chunk."""
+        return cls._advanced(state, cls._products(decay)[-1], key, value)
+
+    @staticmethod
+    def _advanced(state: Array, ends: Array, key: Array, value: Array) -> Array:
+        added = _einsum("ghsn,ghsp->ghnp", key * jnp.moveaxis(ends[1:], 0, 2), value)
+        return ends[0][..., None] * state + added
+
+    @staticmethod
+    def _seen(before: bool, products: Array) -> Array:
+        if not before:
+            return products
+        return jnp.concatenate([jnp.zeros_like(products[:1]).at[:, 0].set(1), products[:-1]])
+
+    @classmethod
+    def step(cls, before: bool, state: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        """Returns (the state after the chunk, y)."""
+        decay, key, value, query = own
+        products = cls._products(decay)
+        seen = cls._seen(before, products)
+        q, k = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)
+        weights = jnp.sum(q[:, None] * k[None] * seen[:, 1:], -1)
+        y = _einsum("tsgh,ghsp->ghtp", weights, value)
+        y += _einsum("tghn,ghnp->ghtp", q * seen[:, 0], state)
+        return cls._advanced(state, products[-1], key, value), y
+
+    @classmethod
+    def step_transposed(
+        cls, before: bool, dstate: Array, decay: Array, _: Array, key: Array, value: Array, query: Array,
+        state: Array, dy: Array,
+    ) -> tuple[Array, _Gradients]:  # fmt: skip
+        """Returns (the cotangent of the state before the chunk, those of the arrays)."""
+        products = cls._products(decay)
+        seen = cls._seen(before, products)
+        q, k = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)
+        both = q[:, None] * k[None]
+        weights = jnp.sum(both * seen[:, 1:], -1)
+        dweights = _einsum("ghtp,ghsp->tsgh", dy, value)[..., None]
+        dread = _einsum("ghtp,ghnp->tghn", dy, state)
+        dadded = _einsum("ghsp,ghnp->sghn", value, dstate)
+        ends = products[-1]
+        dquery = jnp.sum(dweights * seen[:, 1:] * k[None], 1) + dread * seen[:, 0]
+        dkey = jnp.sum(dweights * seen[:, 1:] * q[:, None], 0) + dadded * ends[1:]
+        dvalue = _einsum("tsgh,ghtp->ghsp", weights, dy) + _einsum("sghn,ghnp->ghsp", k * ends[1:], dstate)
+        dbefore = _einsum("tghn,ghtp->ghnp", q * seen[:, 0], dy) + ends[0][..., None] * dstate
+        dseen = jnp.concatenate([(dread * q)[:, None], dweights * both], 1)
+        dproducts = jnp.concatenate([dseen[1:], jnp.zeros_like(dseen[:1])]) if before else dseen
+        dends = jnp.concatenate([jnp.sum(state * dstate, -1)[None], dadded * k])
+        dproducts = dproducts.at[-1].add(dends)
+        ddecay = segment_products_transposed(jnp.moveaxis(decay, 2, 0), products, dproducts)
+        ddecay = jnp.moveaxis(ddecay, 0, 2)
+        return dbefore, (ddecay, jnp.moveaxis(dkey, 0, 2), dvalue, jnp.moveaxis(dquery, 0, 2))

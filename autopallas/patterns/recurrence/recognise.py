@@ -1,0 +1,388 @@
+"""Finds recurrences: loops whose carried values are affine in themselves, with the backward that the program holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax.numpy as jnp
+
+from autopallas import jaxprs
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.faults import contained
+from autopallas.graph import Graph, Node
+from autopallas.graph.edit import surviving
+from autopallas.graph.extract import closed
+from autopallas.kernels.recurrence.forms import products_apart
+from autopallas.kernels.recurrence.loop import Loop
+from autopallas.kernels.recurrence.operation import OPERATION
+from autopallas.kernels.recurrence.site import RecurrenceSite
+from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.structure import Known, MatrixState
+from autopallas.patterns.carry import is_available
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.recurrence.carries import Carries, carries_of, matrix_states
+from autopallas.patterns.recurrence.step import Scan, Step, scans
+from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, program_key
+
+__all__ = ["find"]
+
+K = TypeVar("K")
+
+_SHORTEST = 16
+"""Smallest number of steps of a loop that is looked at."""
+
+
+@dataclass(eq=False, slots=True)
+class _Candidate:
+    """A loop that is affine in what it carries, with the reversed loops that read its values."""
+
+    scan: Scan
+    step: Step
+    backwards: list[Scan]
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Finds every recurrence in a graph, and the near misses."""
+    forwards, backwards = _divided(graph)
+    misses: list[NearMiss] = []
+    candidates: list[_Candidate] = []
+    for scan in forwards:
+        with contained(jaxprs.location(scan.equation)):
+            step: Step | None = None
+            try:
+                with bounded(graph):
+                    step = Step.of(graph, scan)
+                    carries_of(step.with_results(()))
+                candidates.append(_Candidate(scan, step, [b for b in backwards if _reads(graph, b, step)]))
+            except Mismatch as mismatch:
+                if step is not None and _is_gated(step):
+                    misses.append(_miss(graph, scan, mismatch.reason))
+    if not candidates:
+        return [], misses
+    matches: list[Match] = []
+    finder = _Finder(graph, candidates, assume_finite)
+    for candidate in candidates:
+        with contained(jaxprs.location(candidate.scan.equation)):
+            try:
+                with bounded(graph):
+                    matches.append(finder.match(candidate))
+            except Mismatch as mismatch:
+                misses.append(_miss(graph, candidate.scan, mismatch.reason))
+    return matches, misses
+
+
+def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
+    """Returns the loops of the program's forward that carry floating values, and those that autodiff reversed."""
+    forwards: list[Scan] = []
+    backwards: list[Scan] = []
+    for scan in scans(graph):
+        if scan.outer.transposed or scan.body.transposed:
+            backwards.append(scan)
+        elif scan.length >= _SHORTEST and any(
+            jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            for v in scan.body.invars[scan.constants : scan.constants + scan.carried]
+        ):
+            forwards.append(scan)
+    return forwards, backwards
+
+
+def _reads(graph: Graph, backward: Scan, step: Step) -> bool:
+    """Returns whether a reversed loop reads what a step computes."""
+    numbers = graph.numbers[backward.body]
+    made = {step.numbers[v] for v in (*step.slices, *step.carries)}
+    made.update(step.numbers[v] for e in step.equations for v in e.outvars if v in step.numbers)
+    return any(numbers[v] in made for v in backward.body.invars)
+
+
+def _miss(graph: Graph, scan: Scan, reason: str) -> NearMiss:
+    numbers = [graph.numbers[scan.outer][v] for v in scan.equation.outvars]
+    return NearMiss(OPERATION.name, jaxprs.location(scan.equation), reason, max(numbers, default=-1))
+
+
+_PATH = frozenset({
+    "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim", "transpose", "reshape", "squeeze", "add_any",
+    "convert_element_type", "max", "min", "clamp", "reduce_sum",
+})  # fmt: skip
+
+
+def _is_gated(step: Step) -> bool:
+    """Returns whether a carried value gets to itself by additions and at least one multiplication, without a matrix
+    product of what depends on it: a recurrence but for what the reason of a near miss says."""
+    for variable, after in zip(step.carries, step.after, strict=True):
+        scaled: dict[Var, bool] = {variable: False}
+        dependent = {variable}
+        plain = True
+        for equation in step.equations:
+            read = [a for a in equation.invars if isinstance(a, Var)]
+            if dependent.isdisjoint(read):
+                continue
+            dependent.update(equation.outvars)
+            name = equation.primitive.name
+            plain &= name not in ("dot_general", "conv_general_dilated", "scan", "while", "cond")
+            own = [scaled[a] for a in read if a in scaled]
+            if own and name in _PATH:
+                scaled.update(dict.fromkeys(equation.outvars, any(own) or name in ("mul", "div")))
+        if plain and isinstance(after, Var) and scaled.get(after):
+            return True
+    return False
+
+
+class _Finder:
+    """Makes matches of the candidates of one program."""
+
+    def __init__(self, graph: Graph, candidates: Sequence[_Candidate], assume_finite: bool):
+        self.graph, self.assume_finite = graph, assume_finite
+        self.pairing = Pairing(graph)
+        outputs = {
+            number
+            for candidate in candidates
+            for backward in candidate.backwards
+            for v in backward.equation.outvars
+            if (number := graph.numbers[backward.outer][v]) >= 0
+        }
+        self.read = self._read(surviving(graph))
+        self.read_forward = self._read(surviving(graph, outputs)) if outputs else self.read
+        """What the program reads beside the reversed loops."""
+        self.nodes = {id(node.equation): node for node in graph.nodes if node.name == "scan"}
+
+    def _read(self, alive: frozenset[int]) -> frozenset[int]:
+        """Returns the values that something reads, of those that loops give: these give what they carry anyway."""
+        graph = self.graph
+        found: set[int] = set()
+        for body in graph.numbers:
+            for position in body.children:
+                for number in map(graph.numbers[body].__getitem__, body.equations[position].outvars):
+                    users = graph.users.get(number, ())
+                    read = (not alive.isdisjoint(user.outputs) or bool(user.equation.effects) for user in users)
+                    if number in alive and (number in graph.returned or any(read)):
+                        found.add(number)
+        return frozenset(found)
+
+    def match(self, candidate: _Candidate) -> Match:
+        """Returns the match of a loop.
+
+        Raises:
+          Mismatch: there is none.
+        """
+        scan = candidate.scan
+        numbers = [self.graph.numbers[scan.outer][v] for v in scan.equation.outvars]
+        if self.read.isdisjoint(numbers):
+            raise Mismatch("nothing needs its results")
+        needed = [i for i, number in enumerate(numbers) if number in self.read_forward]
+        pairs = self._pairs(candidate, needed) if candidate.backwards else []
+        if candidate.backwards and not pairs:
+            raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
+        if not pairs:
+            needed = [i for i, number in enumerate(numbers) if number in self.read]
+        step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
+        lead = pairs[0].lead if pairs else Lead(tuple(self._outside(scan)), ())
+        return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.assume_finite)
+
+    def _outside(self, scan: Scan) -> list[Var]:
+        found = [atom for atom in scan.equation.invars[: scan.constants] if isinstance(atom, Var)]
+        return list(dict.fromkeys(found))
+
+    def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> list[Pair]:
+        if len(needed) != 1:
+            raise Mismatch("its backward gets the cotangents of several results")
+        scan, (result,) = candidate.scan, needed
+        places = [result - scan.carried] if result >= scan.carried else []
+        step = candidate.step.with_results(places)
+        found: list[Pair] = []
+        for backward in candidate.backwards:
+            pair = self.pairing.pair(scan, step, result, backward, self.read)
+            if pair is None or (found and pair.lead != found[0].lead):
+                return []
+            found.append(pair)
+        return found
+
+
+class _Assembly:
+    """Makes the match of one loop."""
+
+    def __init__(self, graph: Graph, scan: Scan, step: Step, lead: Lead, needed: Sequence[int], nodes: dict[int, Node]):
+        self.graph, self.scan, self.step, self.lead, self.needed, self.nodes = graph, scan, step, lead, needed, nodes
+        self.numbers = graph.numbers[scan.outer]
+        self.inputs: list[Var] = []
+        self.operands: list[int] = []
+        self.equations: list[JaxprEqn] = []
+        self.outer: list[Node] = []
+        self.of_source: dict[Var, int] = {}
+        self.of_place: dict[int, int] = {}
+
+    def match(self, pairs: Sequence[Pair], assume_finite: bool) -> Match:
+        """Returns the match."""
+        scan = self.scan
+        atoms = self._scan_inputs()
+        loop = self._loop(atoms)
+        site = self._site(loop, assume_finite)
+        results = [Var(v.aval) for v in scan.equation.outvars]
+        whole = scan.equation.replace(invars=atoms, outvars=results)
+        given = [results[i] for i in self.needed]
+        original = jaxprs.without_dead_code(closed(self.inputs, given, [*self.equations, whole]))
+        numbers = tuple(self.numbers[scan.equation.outvars[i]] for i in self.needed)
+        backwards = tuple(self._backward(pair) for pair in pairs)
+        return Match(
+            op=OPERATION.name,
+            site=site,
+            direction="forward+backward" if backwards else "forward",
+            operands=tuple(self.operands),
+            results=numbers,
+            equations=(*self.outer, self.nodes[id(scan.equation)]),
+            original=original,
+            body=scan.outer,
+            location=jaxprs.location(scan.equation),
+            backwards=backwards,
+            assumptions=site.spec.assumptions(),
+        )
+
+    # ------------------------------------------------------------------ operands
+
+    def _scan_inputs(self) -> list[JaxprAtom]:
+        """Returns the inputs of the loop in terms of operands, which it makes; what is made of literals is none."""
+        scan = self.scan
+        atoms: list[JaxprAtom] = []
+        names: dict[Var, JaxprAtom] = {}
+        for source in self.lead.sources:
+            names[source] = self._source(source, self.of_source, source)
+        for equation in self.lead.equations:
+            self._copy(equation, names)
+        for place, atom in enumerate(scan.equation.invars):
+            if isinstance(atom, Literal):
+                atoms.append(atom)
+            elif place < scan.constants:
+                atoms.append(names[atom])
+            else:
+                atoms.append(self._source(atom, self.of_place, place - scan.constants))
+        return atoms
+
+    def _source(self, variable: Var, positions: dict[K, int], key: K) -> JaxprAtom:
+        """Returns an operand, whose position it enters, or the value as it is made of literals."""
+        made = self._of_literals(variable)
+        if made is not None:
+            return made
+        positions[key] = len(self.operands)
+        inner = Var(variable.aval)
+        self.inputs.append(inner)
+        self.operands.append(self.numbers[variable])
+        return inner
+
+    def _of_literals(self, variable: Var) -> JaxprAtom | None:
+        node = self.graph.definitions.get(self.numbers[variable])
+        if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
+            return None
+        if not all(n in self.graph.literals and not self.graph.shape(n) for n in node.inputs):
+            return None
+        result = Var(variable.aval)
+        inputs = [Literal(self.graph.literals[n][()], self.graph.avals[n]) for n in node.inputs]
+        self.equations.append(node.equation.replace(invars=inputs, outvars=[result]))
+        return result
+
+    def _copy(self, equation: JaxprEqn, names: dict[Var, JaxprAtom]) -> None:
+        inputs = [atom if isinstance(atom, Literal) else names[atom] for atom in equation.invars]
+        results = [Var(v.aval) for v in equation.outvars]
+        names.update(zip(equation.outvars, results, strict=True))
+        self.equations.append(equation.replace(invars=inputs, outvars=results))
+        node = self.graph.definitions.get(self.numbers[equation.outvars[0]])
+        if node is not None:
+            self.outer.append(node)
+
+    # ------------------------------------------------------------------ the site
+
+    def _loop(self, atoms: Sequence[JaxprAtom]) -> Loop:
+        step, scan = self.step, self.scan
+        results = [*step.after, *step.results]
+        key = (
+            program_key(self.graph, self.inputs, self.equations, atoms),
+            program_key(self.graph, step.inputs, step.equations, results),
+        )
+        return Loop(
+            key=key,
+            lead=closed(self.inputs, atoms, self.equations),
+            step=closed(step.inputs, results, step.equations),
+            constants=scan.constants,
+            carried=scan.carried,
+            length=scan.length,
+            reverse=scan.reverse,
+        )
+
+    def _site(self, loop: Loop, assume_finite: bool) -> RecurrenceSite:
+        carries = carries_of(self.step)
+        states, others = matrix_states(self.step, carries) if assume_finite else ([], carries.states)
+        sizes = carries.interpretation.labels.sizes
+        known = [*carries.known, *(Known(place, "scanned") for place in others)]
+        known += [Known(place, "last") for place in carries.last]
+        before, after = products_apart(loop)
+        products = len(before) + sum(e.primitive.name in ("dot_general", "conv_general_dilated") for e in after)
+        form = self._form(loop, carries, states, sizes, products)
+        stacked = {place: i for i, place in enumerate(i for i in self.needed if i >= self.scan.carried)}
+        chosen = tuple(i if i < self.scan.carried else self.scan.carried + stacked[i] for i in self.needed)
+        used = {label for state in states for label in _labels_of(state)}
+        return RecurrenceSite(
+            loop=loop,
+            form=form,
+            states=tuple(states) if form.is_matrix else (),
+            known=tuple(known) if form.is_matrix else (),
+            sizes=tuple((label, size) for label, size in sizes.items() if label in used),
+            results=chosen,
+        )
+
+    def _form(
+        self, loop: Loop, carries: Carries, states: Sequence[MatrixState], sizes: dict[int, int], products: int
+    ) -> RecurrenceSpec:
+        def extent(labels: Sequence[int]) -> int:
+            return math.prod(sizes[label] for label in labels)
+
+        first = self.scan.equation.outvars[self.needed[0]].aval.dtype
+        wide = [state for state in states if extent(state.columns) >= _LEAST_COLUMNS]
+        if not wide:
+            place = max(carries.states, key=lambda i: math.prod(self.step.carries[i].aval.shape))
+            aval = self.step.carries[place].aval
+            elements = math.prod(aval.shape)
+            return RecurrenceSpec(
+                loop.length, 1, elements, 1, 1, "elementwise", products, len(carries.states), aval.dtype, first
+            )
+        state = max(wide, key=lambda s: math.prod(self.step.carries[s.carry].aval.shape))
+        return RecurrenceSpec(
+            steps=loop.length,
+            groups=extent(state.groups),
+            heads=extent(state.heads),
+            rows=extent(state.rows),
+            columns=extent(state.columns),
+            decay="channel" if any(s.by_channel for s in states) else "scalar",
+            products=products,
+            states=len(states),
+            state_dtype=self.step.carries[state.carry].aval.dtype,
+            result_dtype=first,
+        )
+
+    # ------------------------------------------------------------------ the backward
+
+    def _backward(self, pair: Pair) -> BackwardMatch:
+        home = pair.backward.outer
+        for number in self.operands:
+            if not is_available(self.graph, number, (self.scan.outer,), home, across=True):
+                raise Mismatch("an operand is not known where its backward is", number)
+        try:
+            gradients = [(self.of_source[v], number) for v, number in pair.sources.items()]
+            gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
+            gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
+        except KeyError:
+            raise Mismatch("its backward gives the cotangent of a constant") from None
+        if not gradients:
+            raise Mismatch("its backward gives nothing")
+        return BackwardMatch(home, pair.cotangent, tuple(sorted(gradients)))
+
+
+_LEAST_COLUMNS = 8
+
+
+def _labels_of(state: MatrixState) -> set[int]:
+    terms = [*state.decay, state.key, state.value]
+    terms += [term for readout in state.readouts for _, *own in readout.queries for term in own]
+    terms += [term for readout in state.readouts for term in readout.others]
+    found = {label for term in terms for label in term.labels} | {a for a in state.axes if a is not None}
+    return found | {a for readout in state.readouts for a in readout.axes if a is not None}

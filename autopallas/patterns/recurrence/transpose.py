@@ -1,0 +1,342 @@
+"""Pairs a loop with the reversed loop that is its backward, in a program that JAX has differentiated.
+
+One step of the loop is differentiated with ``jax.vjp``, and the equations that come out are looked up in the body of
+the reversed loop.  The pair is proved if what the reversed loop carries on is the cotangent of what the step carries,
+and if each of its results is the cotangent of a constant, of a first value or of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, islice
+
+import jax
+import jax.numpy as jnp
+
+from autopallas import compat
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph, flatten
+from autopallas.graph.extract import closed
+from autopallas.graph.loop_slices import is_zero
+from autopallas.patterns.recurrence.step import Scan, Step
+
+__all__ = ["Lead", "Pair", "Pairing", "program_key"]
+
+_LEVELS = 6
+"""Most equations before a loop's constant that are looked through for the value whose cotangent is summed."""
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What is computed before a loop from the values whose cotangents the program asks for.
+
+    Attributes:
+      sources: variables outside of the loop.
+      equations: from these to the loop's constants.
+    """
+
+    sources: tuple[Var, ...]
+    equations: tuple[JaxprEqn, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pair:
+    """A loop and its backward.
+
+    Attributes:
+      backward: the reversed loop.
+      cotangent: the number of the cotangent of the loop's one result, where the reversed loop is.
+      lead: from the values whose cotangents the reversed loop sums to the loop's constants.
+      sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
+    """
+
+    backward: Scan
+    cotangent: int
+    lead: Lead
+    sources: dict[Var, int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    slices: dict[int, int] = field(default_factory=dict)
+
+
+def program_key(
+    graph: Graph, inputs: Sequence[Var], equations: Sequence[JaxprEqn], results: Sequence[JaxprAtom]
+) -> Hashable:
+    """Returns a key that is equal for equal programs."""
+    places: dict[Var, int] = {v: i for i, v in enumerate(inputs)}
+
+    def of(atom: JaxprAtom) -> Hashable:
+        return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else places[atom]
+
+    lines: list[Hashable] = [tuple(v.aval for v in inputs)]
+    for equation in equations:
+        key = graph.key(equation, (), ())
+        lines.append((id(equation) if key is None else key, tuple(map(of, equation.invars))))
+        for variable in equation.outvars:
+            places[variable] = len(places)
+    return tuple(lines), tuple(map(of, results))
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """Which carried values of the reversed loop are cotangents of which of the loop's, and which value is that of its
+    stacked result."""
+
+    carries: tuple[tuple[int, int], ...]
+    result: int | None
+
+
+class _Reversed:
+    """A reversed loop in numbers.
+
+    Attributes:
+      starts: what it is given beside constants: the first carried values, and arrays to be sliced.
+      after: what it carries on, and what it stacks, in a step.
+      ends: its results.
+    """
+
+    def __init__(self, graph: Graph, scan: Scan):
+        inner, outer = graph.numbers[scan.body], graph.numbers[scan.outer]
+
+        def number(numbers: dict[Var, int], atom: JaxprAtom) -> int | None:
+            return graph.find_literal(atom) if isinstance(atom, Literal) else numbers[atom]
+
+        self.graph = graph
+        self.inputs = [inner[v] for v in scan.body.invars[scan.constants :]]
+        self.starts = [number(outer, a) for a in scan.equation.invars[scan.constants :]]
+        self.after = [number(inner, a) for a in scan.body.outvars]
+        self.ends = [outer[v] for v in scan.equation.outvars]
+
+    def begins_with_zero(self, place: int) -> bool:
+        """Returns whether a carried value is zero at the start."""
+        start = self.starts[place]
+        return start is not None and is_zero(self.graph, start)
+
+    def place_of(self, number: int) -> int:
+        """Returns the place of a slice after the carried values."""
+        return self.inputs.index(number)
+
+    def added(self, place: int) -> int | None:
+        """Returns what the loop adds in each step to a sum that it carries."""
+        after, within = self.after[place], self.inputs[place]
+        node = None if after is None else self.graph.definitions.get(after)
+        if node is None or node.name not in ("add", "add_any") or len(node.inputs) != 2 or within not in node.inputs:
+            return None
+        first, second = node.inputs
+        return second if first == within else first
+
+
+class Pairing:
+    """Pairs loops of one program."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._derivatives: dict[Hashable, Body] = {}
+
+    def pair(self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int]) -> Pair | None:
+        """Returns the pair of a loop and a reversed loop, or None.
+
+        Args:
+          scan: the loop.
+          step: its step, with the result alone.
+          result: the place of its only result that is needed, among carried values and what it stacks.
+          backward: the reversed loop.
+          alive: the values that the program needs.
+        """
+        if scan.length != backward.length or scan.reverse == backward.reverse:
+            return None
+        lead: Lead | None = Lead(tuple(dict.fromkeys(self._outside(scan))), ())
+        for _ in range(_LEVELS):
+            assert lead is not None
+            for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
+                pair, unexplained = self._attempt(scan, step, result, backward, alive, guess, lead)
+                if pair is not None:
+                    return pair
+                if unexplained:
+                    break
+            else:
+                return None
+            lead = self._earlier(scan, lead)
+            if lead is None:
+                return None
+        return None
+
+    # ------------------------------------------------------------------ what may correspond
+
+    def _outside(self, scan: Scan) -> list[Var]:
+        return [atom for atom in scan.equation.invars[: scan.constants] if isinstance(atom, Var)]
+
+    def _guesses(self, scan: Scan, step: Step, result: int, backward: Scan) -> Iterator[_Guess]:
+        """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
+        graph, inputs = self.graph, backward.body.invars
+        numbers, constants, carried = graph.numbers[backward.body], backward.constants, backward.carried
+        floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
+        stacked: list[int | None] = [None]
+        if step.results:
+            (variable,) = step.results
+            made = set(step.numbers.values())
+            read = inputs[constants + carried :]
+            stacked = [n for v in read if (n := numbers[v]) not in made and _alike(v, variable)]
+        for count in range(len(floating), 0, -1):
+            last = range(carried - count, carried)
+            for chosen in combinations(floating, count) if count <= carried else ():
+                if all(_alike(step.carries[i], inputs[constants + j]) for i, j in zip(chosen, last, strict=True)):
+                    for cotangent in stacked:
+                        yield _Guess(tuple(zip(chosen, last, strict=True)), cotangent)
+
+    # ------------------------------------------------------------------ one attempt
+
+    def _attempt(
+        self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int], guess: _Guess, lead: Lead
+    ) -> tuple[Pair | None, bool]:
+        """Returns the pair, if it is one; and else whether all is explained but sums over constants, which may be sums
+        for what these are computed from."""
+        loop = _Reversed(self.graph, backward)
+        found, cotangents = self._cotangents(scan, step, backward, guess, lead)
+
+        def number(variable: Var) -> int | None:
+            cotangent = cotangents.get(variable)
+            return None if cotangent is None else found.get(cotangent)
+
+        for place, own in guess.carries:
+            closes = loop.after[own] is not None and number(step.carries[place]) == loop.after[own]
+            if not closes or not (place == result or loop.begins_with_zero(own)):
+                return None, False
+        of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
+        cotangent = None if of_result is None else loop.starts[of_result]
+        if cotangent is None:
+            return None, False
+        pair = Pair(backward, cotangent, lead)
+        return self._explained(pair, loop, guess, alive, [number(v) for v in step.slices], number)
+
+    def _explained(
+        self,
+        pair: Pair,
+        loop: _Reversed,
+        guess: _Guess,
+        alive: frozenset[int],
+        of_slices: Sequence[int | None],
+        number: Callable[[Var], int | None],
+    ) -> tuple[Pair | None, bool]:
+        """Says which cotangent each result of the reversed loop is."""
+        slices = {n: i for i, n in enumerate(of_slices) if n is not None}
+        sources = [(n, v) for v in pair.lead.sources if (n := number(v)) is not None]
+        places = {own: place for place, own in guess.carries}
+        complete = True
+        for i, end in enumerate(loop.ends):
+            after = loop.after[i]
+            if end not in alive:
+                continue
+            if i in places:
+                pair.first[places[i]] = end
+            elif i < pair.backward.carried:
+                added = loop.added(i) if loop.begins_with_zero(i) else None
+                source = next((own for own in sources if own[0] == added), None)
+                if source is None:
+                    complete = False
+                    continue
+                sources.remove(source)
+                pair.sources[source[1]] = end
+            elif after is not None and after in slices:
+                pair.slices[slices[after]] = end
+            else:
+                return None, False
+        return (pair if complete else None), not complete
+
+    def _cotangents(
+        self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead
+    ) -> tuple[dict[Var, int], dict[Var, Var]]:
+        """Returns the numbers of the variables of the step's derivative, as far as the program has them, and which of
+        these is the cotangent of which input."""
+        graph = self.graph
+        equations, inputs = _whole(scan, step, lead)
+        roots = [step.after[place] for place, _ in guess.carries]
+        roots += step.results if guess.result is not None else []
+        own = [v for v in inputs if _is_floating(v)]
+        key = (program_key(graph, inputs, equations, roots), tuple(_is_floating(v) for v in inputs))
+        if key not in self._derivatives:
+            self._derivatives[key] = _derivative(inputs, equations, roots)
+        derivative = self._derivatives[key]
+        outer = graph.numbers[scan.outer]
+        of_inputs = [step.numbers[v] if v in step.numbers else outer[v] for v in inputs]
+        inner = graph.numbers[backward.body]
+        of_roots = [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
+        of_roots += [] if guess.result is None else [guess.result]
+        found = dict(zip(derivative.invars, [*of_inputs, *of_roots], strict=True))
+        self._follow(derivative, found, graph.frames[backward.body])
+        results = {v: r for v, r in zip(own, derivative.outvars, strict=True) if isinstance(r, Var)}
+        return found, results
+
+    def _follow(self, derivative: Body, found: dict[Var, int], frame: tuple[int, ...]) -> None:
+        for equation in derivative.equations:
+            self.graph.steps.spend()
+            operands: list[int] = []
+            for atom in equation.invars:
+                number = self.graph.find_literal(atom) if isinstance(atom, Literal) else found.get(atom)
+                if number is None:
+                    break
+                operands.append(number)
+            else:
+                results = self.graph.find(equation, operands, frame)
+                found.update(zip(equation.outvars, results or (), strict=False))
+
+    def _earlier(self, scan: Scan, lead: Lead) -> Lead | None:
+        """Returns the lead with one more equation before each source, where there is one."""
+        outer = scan.outer
+        added: dict[int, JaxprEqn] = {}
+        sources: dict[Var, None] = {}
+        for source in lead.sources:
+            position = outer.defined.get(source)
+            equation = None if position is None or position in outer.children else outer.equations[position]
+            if equation is None or position is None or len(equation.outvars) != 1 or compat.has_side_effects(equation):
+                sources[source] = None
+                continue
+            added[position] = equation
+            sources.update(dict.fromkeys(a for a in equation.invars if isinstance(a, Var)))
+        if not added:
+            return None
+        every = {outer.defined[e.outvars[0]]: e for e in lead.equations} | added
+        made = {v for e in every.values() for v in e.outvars}
+        left = tuple(v for v in sources if v not in made)
+        return Lead(left, tuple(every[position] for position in sorted(every)))
+
+
+def _whole(scan: Scan, step: Step, lead: Lead) -> tuple[list[JaxprEqn], list[Var]]:
+    """Returns the equations of the step after those of the lead, and the inputs of both."""
+    given = dict(zip(step.constants, scan.equation.invars, strict=False))
+
+    def named(atom: JaxprAtom) -> JaxprAtom:
+        return atom if isinstance(atom, Literal) else given.get(atom, atom)
+
+    own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
+    return [*lead.equations, *own], [*lead.sources, *step.carries, *step.slices]
+
+
+def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Sequence[JaxprAtom]) -> Body:
+    """Returns the equations of ``jax.vjp``, from inputs and cotangents of the roots to the cotangents of the floating
+    inputs."""
+    run = compat.jaxpr_as_fun(closed(inputs, roots, equations))
+    places = [i for i, v in enumerate(inputs) if _is_floating(v)]
+
+    def pulled(given: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+        def varied(*chosen: jax.Array) -> list[jax.Array]:
+            filled = list(given)
+            for place, x in zip(places, chosen, strict=True):
+                filled[place] = x
+            return list(run(*filled))
+
+        found: tuple[jax.Array, ...] = jax.vjp(varied, *(given[place] for place in places))[1](cotangents)
+        return found
+
+    types = [[compat.typed_like(v.aval) for v in own] for own in (inputs, roots)]
+    with compat.on_mesh_of([v.aval for v in inputs]):
+        return flatten(compat.make_jaxpr(pulled, *types))
+
+
+def _is_floating(atom: JaxprAtom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _alike(first: JaxprAtom, second: JaxprAtom) -> bool:
+    return tuple(first.aval.shape) == tuple(second.aval.shape) and first.aval.dtype == second.aval.dtype
