@@ -13,8 +13,6 @@ __all__ = ["BlockSizes", "Form"]
 Form: TypeAlias = Literal["scan", "hoisted", "chunked"]
 """The loop as it is, the loop without what it need not do step by step, or chunks of steps in matrix products."""
 
-_LARGEST = {"scalar": 128, "channel": 16}
-
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
@@ -44,7 +42,7 @@ class BlockSizes:
         """Returns the same, valid for the spec: a state that is no matrix has no chunks."""
         if not spec.is_matrix:
             return BlockSizes("hoisted", "hoisted", 1)
-        return replace(self, chunk=min(self.chunk, _LARGEST[spec.decay], spec.steps))
+        return replace(self, chunk=min(1 << (self.chunk - 1).bit_length(), 1 << (spec.steps - 1).bit_length()))
 
     def temporary_bytes(self, spec: RecurrenceSpec, direction: str = "forward") -> int:
         """Estimates the temporary memory: sequences of keys, queries, values and decays, and states of chunks."""
@@ -61,7 +59,7 @@ class BlockSizes:
         """Returns what a search should try, best guess first."""
         if not spec.is_matrix:
             return (cls("hoisted", "hoisted", 1),)
-        sizes = (64, 32, 128) if spec.decay == "scalar" else (8, 16)
+        sizes = (64, 32, 128) if spec.decay == "scalar" else (32, 16, 64)
         forwards: tuple[Form, ...] = ("hoisted" if spec.products else "scan", "chunked")
         found = [cls(form, "chunked", size) for size in sizes for form in forwards]
         return tuple(dict.fromkeys(sizes.fitted(spec) for sizes in found))

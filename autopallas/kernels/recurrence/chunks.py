@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.kernels.recurrence.products import segment_products, segment_products_transposed
+from autopallas.compat import ArrayFunction
+from autopallas.kernels.recurrence.products import halved_products, segment_products
 
 __all__ = ["Recurrence", "chunked"]
 
@@ -47,11 +48,11 @@ def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
 
     Args:
       given: the arrays.
-      chunk: the number of steps of a chunk.
+      chunk: the number of steps of a chunk, a power of two.
       before: whether y[t] reads the state before step t, and not after it.
     """
     steps = given.value.shape[0]
-    chunk = min(chunk, steps)
+    chunk = min(chunk, 1 << (steps - 1).bit_length())
     missing = -steps % chunk
     if missing:  # steps that change nothing
         given = given._replace(
@@ -208,47 +209,40 @@ class _Heads:
 class _Channels:
     """One chunk where each row of a state has its own decay.  Arrays are [G, H, C, ...], states [G, H, N, P].
 
-    There is no one product of queries and keys for all rows, so chunks are short and their scores are summed row by
-    row.
+    The segments from one half of a block of steps to the other are those to the middle times those from it, so their
+    scores are one matrix product of scaled queries and keys; within the halves, the same again.
     """
 
     @staticmethod
     def prepared(decay: Array) -> Array:
-        """Returns the decays: the segment products of all rows are too large to be kept."""
+        """Returns the decays: a chunk's products are computed where they are needed."""
         return decay
-
-    @staticmethod
-    def _products(decay: Array) -> Array:
-        """Returns [C, C + 1, G, H, N]."""
-        return segment_products(jnp.moveaxis(decay, 2, 0))
 
     @classmethod
     def advance(cls, state: Array, decay: Array, key: Array, value: Array) -> Array:
         """Returns the state after the chunk."""
-        return cls._advanced(state, cls._products(decay)[-1], key, value)
-
-    @staticmethod
-    def _advanced(state: Array, ends: Array, key: Array, value: Array) -> Array:
-        added = _einsum("ghsn,ghsp->ghnp", key * jnp.moveaxis(ends[1:], 0, 2), value)
-        return ends[0][..., None] * state + added
-
-    @staticmethod
-    def _seen(before: bool, products: Array) -> Array:
-        if not before:
-            return products
-        return jnp.concatenate([jnp.zeros_like(products[:1]).at[:, 0].set(1), products[:-1]])
+        _, ends, total = halved_products(decay, False)
+        return total[..., None] * state + _einsum("ghsn,ghsp->ghnp", key * ends.to_middle, value)
 
     @classmethod
     def step(cls, before: bool, state: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         """Returns (the state after the chunk, y)."""
         decay, key, value, query = own
-        products = cls._products(decay)
-        seen = cls._seen(before, products)
-        q, k = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)
-        weights = jnp.sum(q[:, None] * k[None] * seen[:, 1:], -1)
-        y = _einsum("tsgh,ghsp->ghtp", weights, value)
-        y += _einsum("tghn,ghnp->ghtp", q * seen[:, 0], state)
-        return cls._advanced(state, products[-1], key, value), y
+        levels, ends, total = halved_products(decay, before)
+        own_steps = jnp.zeros_like(query[..., :1]) if before else jnp.sum(query * key, -1, keepdims=True)
+        scores = own_steps[..., None]  # [G, H, C, 1, 1], of blocks of one step
+        for level in levels:
+            half = level.to_middle.shape[-2]
+            early, late = _parted(key, half)[0], _parted(query, half)[1]
+            across = _products(late * level.from_middle, early * level.to_middle)
+            pairs = scores.reshape(*scores.shape[:2], -1, 2 * half, half)
+            first, second = lax.split(pairs, (half, half), axis=3)
+            upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+            scores = jnp.concatenate([upper, jnp.concatenate([across, second], -1)], -2)
+        y = _einsum("ghts,ghsp->ghtp", scores[:, :, 0], value)
+        y += _einsum("ghtn,ghnp->ghtp", query * ends.from_middle, state)
+        added = _einsum("ghsn,ghsp->ghnp", key * ends.to_middle, value)
+        return total[..., None] * state + added, y
 
     @classmethod
     def step_transposed(
@@ -256,23 +250,26 @@ class _Channels:
         state: Array, dy: Array,
     ) -> tuple[Array, _Gradients]:  # fmt: skip
         """Returns (the cotangent of the state before the chunk, those of the arrays)."""
-        products = cls._products(decay)
-        seen = cls._seen(before, products)
-        q, k = jnp.moveaxis(query, 2, 0), jnp.moveaxis(key, 2, 0)
-        both = q[:, None] * k[None]
-        weights = jnp.sum(both * seen[:, 1:], -1)
-        dweights = _einsum("ghtp,ghsp->tsgh", dy, value)[..., None]
-        dread = _einsum("ghtp,ghnp->tghn", dy, state)
-        dadded = _einsum("ghsp,ghnp->sghn", value, dstate)
-        ends = products[-1]
-        dquery = jnp.sum(dweights * seen[:, 1:] * k[None], 1) + dread * seen[:, 0]
-        dkey = jnp.sum(dweights * seen[:, 1:] * q[:, None], 0) + dadded * ends[1:]
-        dvalue = _einsum("tsgh,ghtp->ghsp", weights, dy) + _einsum("sghn,ghnp->ghsp", k * ends[1:], dstate)
-        dbefore = _einsum("tghn,ghtp->ghnp", q * seen[:, 0], dy) + ends[0][..., None] * dstate
-        dseen = jnp.concatenate([(dread * q)[:, None], dweights * both], 1)
-        dproducts = jnp.concatenate([dseen[1:], jnp.zeros_like(dseen[:1])]) if before else dseen
-        dends = jnp.concatenate([jnp.sum(state * dstate, -1)[None], dadded * k])
-        dproducts = dproducts.at[-1].add(dends)
-        ddecay = segment_products_transposed(jnp.moveaxis(decay, 2, 0), products, dproducts)
-        ddecay = jnp.moveaxis(ddecay, 0, 2)
-        return dbefore, (ddecay, jnp.moveaxis(dkey, 0, 2), dvalue, jnp.moveaxis(dquery, 0, 2))
+        own = (decay, key, value, query)
+        step: ArrayFunction = functools.partial(cls.step, before)
+        _, pull = jax.vjp(step, state, own)
+        found: tuple[Array, _Gradients] = pull((dstate, dy))
+        return found
+
+
+def _parted(x: Array, half: int) -> tuple[Array, Array]:
+    """Returns the first and the second halves of blocks of [G, H, C, N]."""
+    blocks = x.reshape(*x.shape[:2], -1, 2 * half, x.shape[-1])
+    first, second = lax.split(blocks, (half, half), axis=3)
+    return first, second
+
+
+_FEW = 4
+"""Largest number of steps for which a sum of products is faster than a matrix product."""
+
+
+def _products(query: Array, key: Array) -> Array:
+    """Returns scores [..., T, S] of [..., T, N] and [..., S, N]."""
+    if query.shape[-2] <= _FEW:
+        return jnp.sum(query[..., :, None, :] * key[..., None, :, :], -1)
+    return jnp.einsum("...tn,...sn->...ts", query, key, precision=lax.Precision.HIGHEST)

@@ -17,10 +17,9 @@ from autopallas.kernels.recurrence.loop import AllSteps, Loop
 from autopallas.kernels.recurrence.structure import Axes, Factor, Known, Labels, MatrixState, Readout, Term
 from autopallas.sites.spec import Dtype
 
-__all__ = ["in_chunks", "products_apart", "without_products"]
+__all__ = ["in_chunks", "is_product", "products_apart", "without_products"]
 
 Array: TypeAlias = jax.Array
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 # ---------------------------------------------------------------------- the loop without its products
@@ -56,13 +55,20 @@ def products_apart(loop: Loop) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         own = [a for a in read if a in varying]
         if own:
             varying.update(equation.outvars)
-        product = equation.primitive.name in _CONTRACTIONS and len(own) == 1
+        product = is_product(equation) and len(own) == 1
         if product and not dependent.intersection(own):
             before.append(equation)
         elif position not in leading and (late.intersection(read) or product):
             after.append(equation)
             late.update(equation.outvars)
     return before, after
+
+
+def is_product(equation: JaxprEqn) -> bool:
+    """Returns whether an equation sums products over an axis."""
+    if equation.primitive.name == "dot_general":
+        return bool(equation.params["dimension_numbers"][0][0])
+    return equation.primitive.name == "conv_general_dilated"
 
 
 def _dependent(loop: Loop) -> set[Var]:

@@ -1,4 +1,4 @@
-"""Computes products of decays over all segments of a chunk, and their derivative, by multiplication alone.
+"""Computes products of decays over the segments of a chunk, by multiplication alone.
 
 Quotients of running products and differences of logarithms lose digits, or are not finite, where a decay is small,
 zero or negative.  A product of many numbers near one is carried as its difference from one: rounded factor by factor,
@@ -7,17 +7,21 @@ its error would grow with the length of the segment.
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["segment_products", "segment_products_transposed"]
+__all__ = ["Halves", "halved_products", "segment_products"]
+
+Array: TypeAlias = jax.Array
 
 _NEAR_ONE = 0.5
 """Distance from one within which a product is carried as its difference from one."""
 
 
-def segment_products(decay: jax.Array) -> jax.Array:
+def segment_products(decay: Array) -> Array:
     """Returns the products of the decays of each segment of a chunk.
 
     Args:
@@ -30,13 +34,11 @@ def segment_products(decay: jax.Array) -> jax.Array:
     count, rest = decay.shape[0], decay.shape[1:]
     places = jnp.arange(count + 1).reshape(-1, *(1 for _ in rest))
 
-    def row(
-        before: tuple[jax.Array, jax.Array], given: tuple[jax.Array, jax.Array]
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def row(before: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
         product, excess = before
         factor, step = given
         begins = places == step + 1
-        product, excess = _times(product, excess, factor)
+        product, excess = _times(product, excess, factor, factor - 1)
         product = jnp.where(begins, jnp.ones_like(product), product)
         excess = jnp.where(begins, jnp.zeros_like(excess), excess)
         return (product, excess), product
@@ -46,30 +48,82 @@ def segment_products(decay: jax.Array) -> jax.Array:
     return rows
 
 
-def _times(product: jax.Array, excess: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Multiplies ``product``, which is ``1 + excess``, by a factor."""
-    more = factor - 1
-    excess = more + excess + excess * more
-    near = jnp.abs(excess) < _NEAR_ONE
-    product = jnp.where(near, 1 + excess, product * factor)
-    return product, jnp.where(near, excess, product - 1)
+@jax.custom_jvp
+def _times(product: Array, excess: Array, factor: Array, further: Array) -> tuple[Array, Array]:
+    """Multiplies ``product``, which is ``1 + excess``, by ``factor``, which is ``1 + further``."""
+    summed = further + excess + excess * further
+    near = jnp.abs(summed) < _NEAR_ONE
+    exact = jnp.where(near, 1 + summed, product * factor)
+    return exact, jnp.where(near, summed, exact - 1)
 
 
-def segment_products_transposed(decay: jax.Array, products: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Returns the cotangent [C, ...] of the decays, from that of :func:`segment_products`, without division.
+@_times.defjvp
+def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """The derivative of the product; an excess is only another form of it, and has none."""
+    product, _, factor, _ = given
+    found = _times(*given)
+    return found, (product * tangents[2] + factor * tangents[0], jnp.zeros_like(found[1]))
 
-    With ``Q[r, s] = sum over t >= r of cotangent[t, s] * decay[r + 1] * ... * decay[t]``, the cotangent of ``decay[r]``
-    is the sum over s <= r of ``Q[r, s] * products[r - 1, s]``.
+
+class Halves(NamedTuple):
+    """The factors of the segments that begin in the first half of a block and end in its second half.
+
+    Attributes:
+      to_middle: [..., B, C, N], from after each step of a first half to the middle of its block.
+      from_middle: [..., B, C, N], from the middle to each step of the second half.
     """
-    places = jnp.arange(products.shape[1]).reshape(-1, *(1 for _ in decay.shape[1:]))
-    first = (places == 0).astype(products.dtype)
-    earlier = jnp.concatenate([jnp.broadcast_to(first, products[:1].shape[1:])[None], products[:-1]])
 
-    def row(after: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        factor, before, own, step = given
-        summed = own + after
-        return jnp.where(places <= step, factor * summed, 0), jnp.sum(jnp.where(places <= step, summed * before, 0), 0)
+    to_middle: Array
+    from_middle: Array
 
-    steps = jnp.arange(decay.shape[0])
-    _, found = lax.scan(row, jnp.zeros_like(products[0]), (decay, earlier, cotangent, steps), reverse=True)
-    return found
+
+def halved_products(decay: Array, before: bool) -> tuple[list[Halves], Halves, Array]:
+    """Splits the segments of a chunk at the middles of blocks of 2, 4, 8, ... steps: each is a product of two parts.
+
+    Args:
+      decay: [..., C, N], the decays of a chunk; C is a power of two.
+      before: whether segments end before the last step that they are for, and not after it.
+
+    Returns:
+      (those of the blocks of 2, 4, ..., C steps; those of a middle at the end and at the beginning of the chunk; the
+      product of all decays [..., N]).
+    """
+    one = jnp.ones_like(decay)[..., None, :]  # blocks of one step
+    own = decay[..., None, :]
+    total = _Product(own, own - 1)
+    reach = _Product(one, one - 1) if before else total
+    rest = _Product(one, one - 1)
+    levels: list[Halves] = []
+    while total.product.shape[-3] > 1:
+        (first, second), (near, far), (early, late) = total.halves(), reach.halves(), rest.halves()
+        levels.append(Halves(early.product, far.product))
+        reach = near.joined(far.times(first))
+        rest = early.times(second).joined(late)
+        total = first.times(second)
+    return levels, Halves(rest.product[..., 0, :, :], reach.product[..., 0, :, :]), total.product[..., 0, 0, :]
+
+
+class _Product(NamedTuple):
+    """Products of the decays of segments in each block, [..., blocks, steps, N], and their differences from one."""
+
+    product: Array
+    excess: Array
+
+    def halves(self) -> tuple[_Product, _Product]:
+        """Returns the first and the second of each two blocks."""
+        parts = (_halves(self.product), _halves(self.excess))
+        return _Product(parts[0][0], parts[1][0]), _Product(parts[0][1], parts[1][1])
+
+    def times(self, other: _Product) -> _Product:
+        return _Product(*_times(*self, *other))
+
+    def joined(self, other: _Product) -> _Product:
+        """Returns blocks of twice the length."""
+        return _Product(*(jnp.concatenate(pair, -2) for pair in zip(self, other, strict=True)))
+
+
+def _halves(x: Array) -> tuple[Array, Array]:
+    """Returns the first and the second of each two blocks of [..., blocks, steps, N]."""
+    pairs = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2 * x.shape[-2], x.shape[-1])
+    first, second = lax.split(pairs, (x.shape[-2], x.shape[-2]), axis=x.ndim - 2)
+    return first, second

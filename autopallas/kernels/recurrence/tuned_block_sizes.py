@@ -15,20 +15,21 @@ _ANY = 2**62
 
 BUCKETS: tuple[Bucket, ...] = (
     *(
-        Bucket(f"T{steps} S{size}", {"T": (steps // 2 + 1, steps), "S": (size // 2 + 1, size)})
-        for steps in (256, 1024, 4096)
-        for size in (1024, 4096, 16384)
+        Bucket(f"T{steps} S{size}", {"T": range_of_steps, "S": range_of_sizes})
+        for steps, range_of_steps in ((512, (257, 1024)), (2048, (1025, _ANY)))
+        for size, range_of_sizes in ((1024, (513, 2048)), (4096, (2049, _ANY)))
     ),
     Bucket("other", {}),
 )
+"""By the steps T and the elements S = N P of a state."""
 
 
 def _filed(spec: RecurrenceSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
-    return direction, {"T": spec.steps, "S": spec.rows * spec.columns}, f"{spec.decay} {spec.products} products"
+    return direction, {"T": spec.steps, "S": spec.rows * spec.columns}, spec.decay
 
 
 def conditions(match: Workload) -> Conditions:
-    """Returns the number of independent states: a row holds for its own batch size."""
+    """Returns the number of independent states.  A row holds for every number of them: all forms treat them alike."""
     spec = match.spec
     assert isinstance(spec, RecurrenceSpec)
     return Conditions(batch=spec.groups * spec.heads, holds_from=0.0)

@@ -15,7 +15,7 @@ from autopallas.faults import contained
 from autopallas.graph import Graph, Node
 from autopallas.graph.edit import surviving
 from autopallas.graph.extract import closed
-from autopallas.kernels.recurrence.forms import products_apart
+from autopallas.kernels.recurrence.forms import is_product, products_apart
 from autopallas.kernels.recurrence.loop import Loop
 from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.site import RecurrenceSite
@@ -24,6 +24,7 @@ from autopallas.kernels.recurrence.structure import Known, MatrixState
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.carries import Carries, carries_of, matrix_states
+from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
 from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, program_key
 
@@ -172,12 +173,11 @@ class _Finder:
         if self.read.isdisjoint(numbers):
             raise Mismatch("nothing needs its results")
         needed = [i for i, number in enumerate(numbers) if number in self.read_forward]
-        pairs = self._pairs(candidate, needed) if candidate.backwards else []
-        if candidate.backwards and not pairs:
-            raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
-        if not pairs:
+        if candidate.backwards:
+            step, pairs = self._pairs(candidate, needed)
+        else:
             needed = [i for i, number in enumerate(numbers) if number in self.read]
-        step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
+            step, pairs = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried]), []
         lead = pairs[0].lead if pairs else Lead(tuple(self._outside(scan)), ())
         return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.assume_finite)
 
@@ -185,19 +185,25 @@ class _Finder:
         found = [atom for atom in scan.equation.invars[: scan.constants] if isinstance(atom, Var)]
         return list(dict.fromkeys(found))
 
-    def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> list[Pair]:
+    def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:
+        """Returns the step whose derivative the program holds, and the pairs."""
         if len(needed) != 1:
             raise Mismatch("its backward gets the cotangents of several results")
         scan, (result,) = candidate.scan, needed
         places = [result - scan.carried] if result >= scan.carried else []
         step = candidate.step.with_results(places)
-        found: list[Pair] = []
-        for backward in candidate.backwards:
-            pair = self.pairing.pair(scan, step, result, backward, self.read)
-            if pair is None or (found and pair.lead != found[0].lead):
-                return []
-            found.append(pair)
-        return found
+        calls = restored(self.graph, step.equations)
+        steps = [step] if calls is None else [step, step.with_equations(calls)]
+        for own in steps:
+            found: list[Pair] = []
+            for backward in candidate.backwards:
+                pair = self.pairing.pair(scan, own, result, backward, self.read)
+                if pair is None or (found and pair.lead != found[0].lead):
+                    break
+                found.append(pair)
+            else:
+                return own, found
+        raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
 
 
 class _Assembly:
@@ -316,7 +322,7 @@ class _Assembly:
         known = [*carries.known, *(Known(place, "scanned") for place in others)]
         known += [Known(place, "last") for place in carries.last]
         before, after = products_apart(loop)
-        products = len(before) + sum(e.primitive.name in ("dot_general", "conv_general_dilated") for e in after)
+        products = len(before) + sum(map(is_product, after))
         form = self._form(loop, carries, states, sizes, products)
         stacked = {place: i for i, place in enumerate(i for i in self.needed if i >= self.scan.carried)}
         chosen = tuple(i if i < self.scan.carried else self.scan.carried + stacked[i] for i in self.needed)

@@ -110,6 +110,11 @@ class Step:
         equations = _needed(self.equations, [*self.after, *results])
         return Step(self.constants, self.carries, self.slices, equations, self.after, results, self.numbers)
 
+    def with_equations(self, equations: Sequence[JaxprEqn]) -> Step:
+        """Returns the step with other equations for the same variables, without those that it does not need."""
+        needed = _needed(equations, [*self.after, *self.results])
+        return Step(self.constants, self.carries, self.slices, needed, self.after, self.results, self.numbers)
+
     def dependencies(self) -> dict[Var, int]:
         """Returns for each variable which carried values it depends on, as bits."""
         found = dict.fromkeys((*self.constants, *self.slices), 0)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from autopallas import compat
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph, flatten
+from autopallas.graph.custom_rules import is_elementwise_call
 from autopallas.graph.extract import closed
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.recurrence.step import Scan, Step
@@ -264,12 +265,13 @@ class Pairing:
         of_roots = [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
         of_roots += [] if guess.result is None else [guess.result]
         found = dict(zip(derivative.invars, [*of_inputs, *of_roots], strict=True))
-        self._follow(derivative, found, graph.frames[backward.body])
+        self._follow(derivative.equations, found, graph.frames[backward.body])
         results = {v: r for v, r in zip(own, derivative.outvars, strict=True) if isinstance(r, Var)}
         return found, results
 
-    def _follow(self, derivative: Body, found: dict[Var, int], frame: tuple[int, ...]) -> None:
-        for equation in derivative.equations:
+    def _follow(self, equations: Sequence[JaxprEqn], found: dict[Var, int], frame: tuple[int, ...]) -> None:
+        """Adds the numbers of what equations compute, as far as the program has them."""
+        for equation in equations:
             self.graph.steps.spend()
             operands: list[int] = []
             for atom in equation.invars:
@@ -279,7 +281,18 @@ class Pairing:
                 operands.append(number)
             else:
                 results = self.graph.find(equation, operands, frame)
+                if results is None and is_elementwise_call(equation):
+                    results = self._computed(equation, operands, frame)
                 found.update(zip(equation.outvars, results or (), strict=False))
+
+    def _computed(self, call: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> list[int] | None:
+        """Returns the number of what a function with its own derivative computes, where the program holds that and not
+        the call."""
+        body = flatten(call.params["call_jaxpr"])
+        found = dict(zip(body.invars, operands, strict=True))
+        self._follow(body.equations, found, frame)
+        (result,) = body.outvars
+        return [found[result]] if isinstance(result, Var) and result in found else None
 
     def _earlier(self, scan: Scan, lead: Lead) -> Lead | None:
         """Returns the lead with one more equation before each source, where there is one."""
