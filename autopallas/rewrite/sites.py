@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import jax
@@ -40,6 +41,7 @@ class _Splicer:
         self.graph = graph
         self.edits: dict[Body, Edit] = {}
         self._brought: dict[tuple[Var, Body], Var] = {}
+        self._scans: dict[int, list[tuple[Body, int]]] | None = None
 
     def _edit(self, body: Body) -> Edit:
         return self.edits.setdefault(body, Edit())
@@ -67,15 +69,16 @@ class _Splicer:
 
     def _replace_loop(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
         """Replaces a site that is one result of a scan; the scan keeps its other results, or goes as dead code."""
-        numbers = self.graph.numbers[match.body]
-        for position in match.body.children:
-            equation = match.body.equations[position]
-            own = [v for v in equation.outvars if numbers[v] == match.results[0]]
-            if own and equation.primitive.name == "scan":
-                new, variables = self._forward(match, params, match.body, own, bool(match.backwards), equation)
-                outputs.setdefault(match.body, variables)
+        for body, position in self._places(match.results[0]):
+            equation, known = body.equations[position], self.graph.positions[body]
+            again = all(n in known and known[n][0] < position for n in match.operands)
+            if equation.primitive.name == "scan" and (body is match.body or again):
+                numbers = self.graph.numbers[body]
+                own = [v for v in equation.outvars if numbers[v] == match.results[0]]
+                new, variables = self._forward(match, params, body, own, bool(match.backwards), equation)
+                outputs.setdefault(body, variables)
                 kept = without_results(equation, own)
-                self._edit(match.body).replaced[position] = [*kept, new]
+                self._edit(body).replaced[position] = [*kept, new]
 
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn
@@ -149,14 +152,14 @@ class _Splicer:
 
     def _places(self, number: int) -> list[tuple[Body, int]]:
         """Returns (body, position) of every equation that computes a value itself, and of every scan that gives it."""
-        scans = [
-            (body, position)
-            for body, numbers in self.graph.numbers.items()
-            for position in body.children
-            if body.equations[position].primitive.name == "scan"
-            and any(numbers[v] == number for v in body.equations[position].outvars)
-        ]
-        return [*self.graph.occurrences(number), *scans]
+        if self._scans is None:
+            self._scans = defaultdict(list)
+            for body, numbers in self.graph.numbers.items():
+                for position in body.children:
+                    equation = body.equations[position]
+                    for own in {numbers[v] for v in equation.outvars} if equation.primitive.name == "scan" else ():
+                        self._scans[own].append((body, position))
+        return [*self.graph.occurrences(number), *self._scans.get(number, ())]
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
         """Returns the forward's results and residuals in the backward's body, or None if they cannot go there."""
@@ -176,8 +179,24 @@ class _Splicer:
         ]
 
     def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
-        home = next(h for h in homes if number in self.graph.positions[h] and linked(self.graph, h, body))
-        return self._across(self.graph.positions[home][number][1], home, body)
+        graph = self.graph
+        home = next((h for h in homes if number in graph.positions[h] and linked(graph, h, body)), None)
+        if home is None:
+            return self._passed_in(number, body)
+        return self._across(graph.positions[home][number][1], home, body)
+
+    def _passed_in(self, number: int, body: Body) -> Var:
+        """Brings a value of a body around this one into it, as a further operand of the equations that hold it."""
+        known = self.graph.positions[body]
+        if number in known:
+            return known[number][1]
+        outer, position = self.graph.holders[body]
+        holder, given = outer.equations[position], self._passed_in(number, outer)
+        if (given, body) not in self._brought:
+            self._brought[given, body] = inner = Var(given.aval)
+            edit = self._edit(body)
+            (edit.given if holder.primitive.name == "scan" else edit.read).append((inner, given))
+        return self._brought[given, body]
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
         """Brings a variable of one body into another body that is linked to it.

@@ -25,28 +25,35 @@ Array: TypeAlias = jax.Array
 # ---------------------------------------------------------------------- the loop without its products
 
 
-def without_products(loop: Loop, operands: Sequence[Array]) -> list[Array]:
+def without_products(loop: Loop, known: Sequence[Known], operands: Sequence[Array]) -> list[Array]:
     """Computes products with matrices that are the same in all steps before and after the loop."""
     steps = AllSteps(loop, operands)
-    before, after = products_apart(loop)
+    early = _early(loop, known)
+    before, after = products_apart(loop, early)
+    last: dict[int, Array] = {}
+    for value in early:
+        last |= _computed(steps, value)
     steps.compute(v for e in before for v in e.outvars)
     late = {v for e in after for v in e.outvars}
     between = [a for e in after for a in e.invars if isinstance(a, Var) and a not in late]
     results = [a for a in loop.outputs[loop.carried :] if isinstance(a, Var)]
-    dependent = _dependent(loop)
+    inside = [place for place in range(loop.carried) if place not in last]
+    dependent = _dependent(loop, inside)
     inner = dict.fromkeys(v for v in (*between, *results) if v in dependent and v not in late)
-    last = steps.scan(range(loop.carried), [*inner] or loop.carries)
+    last |= steps.scan(inside, [*inner] or [loop.carries[place] for place in inside])
     steps.compute(results)
     return [*(last[i] for i in range(loop.carried)), *map(steps.stacked, loop.outputs[loop.carried :])]
 
 
-def products_apart(loop: Loop) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """Returns the products with matrices of all steps that do not read carried values, and the equations behind those
-    that do, if these do not lead to the carried values."""
-    dependent = _dependent(loop)
+def products_apart(loop: Loop, known: Sequence[Known]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Returns the products with matrices of all steps that do not read carried values, but for those that are known
+    before the loop; and the equations behind those that do, if these do not lead to the carried values."""
+    early = {value.carry: value.kind for value in _early(loop, known)}
+    dependent = _dependent(loop, [place for place in range(loop.carried) if place not in early])
     slices = loop.inputs[loop.constants + loop.carried :]
-    varying = set(slices) | dependent
-    leading = set(loop.leading_to([a for a in loop.outputs[: loop.carried] if isinstance(a, Var)], {}))
+    varying = {*slices, *dependent, *(loop.carries[i] for i, kind in early.items() if kind == "shifted")}
+    carried = [a for i, a in enumerate(loop.outputs[: loop.carried]) if i not in early and isinstance(a, Var)]
+    leading = set(loop.leading_to(carried, {}))
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
     late: set[Var] = set()
@@ -64,6 +71,24 @@ def products_apart(loop: Loop) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     return before, after
 
 
+def _early(loop: Loop, known: Sequence[Known]) -> list[Known]:
+    """Returns the carried values that are known before the loop without a loop of their own."""
+    found: list[Known] = []
+    for value in known:
+        others = set(loop.carries) - {loop.carries[own.carry] for own in found}
+        after = loop.outputs[value.carry]
+        wanted = [after] if isinstance(after, Var) else []
+        read = {*wanted, *_read(loop, loop.leading_to(wanted, {}))}
+        if value.kind == "constant" or (value.kind == "shifted" and others.isdisjoint(read)):
+            found.append(value)
+    return found
+
+
+def _read(loop: Loop, positions: Sequence[int]) -> set[Var]:
+    """Returns the variables that equations read."""
+    return {a for i in positions for a in loop.equations[i].invars if isinstance(a, Var)}
+
+
 def is_product(equation: JaxprEqn) -> bool:
     """Returns whether an equation sums products over an axis."""
     if equation.primitive.name == "dot_general":
@@ -71,9 +96,9 @@ def is_product(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "conv_general_dilated"
 
 
-def _dependent(loop: Loop) -> set[Var]:
-    """Returns the variables that depend on carried values."""
-    found = set(loop.carries)
+def _dependent(loop: Loop, carried: Sequence[int]) -> set[Var]:
+    """Returns the variables that depend on some of the carried values."""
+    found = {loop.carries[place] for place in carried}
     for equation in loop.equations:
         if not found.isdisjoint([a for a in equation.invars if isinstance(a, Var)]):
             found.update(equation.outvars)

@@ -55,7 +55,7 @@ def _run(site: RecurrenceSite, form: Form, chunk: int, operands: Sequence[jax.Ar
         case "scan":
             return site.loop.run(operands)
         case "hoisted":
-            return without_products(site.loop, operands)
+            return without_products(site.loop, site.known, operands)
         case "chunked":
             dtype = site.spec.accumulation_dtype
             return in_chunks(site.loop, site.known, site.states, dict(site.sizes), dtype, chunk, operands)

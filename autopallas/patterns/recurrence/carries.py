@@ -67,7 +67,7 @@ def carries_of(step: Step) -> Carries:
         nonlinear.update(opaque)
     waiting = [place for place in left if place not in states]
     if not states:
-        raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "no carried value depends on itself alone")
+        raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other")
     if waiting:
         raise Mismatch("a carried value is computed from another one that depends on itself")
     for place in states:

@@ -68,6 +68,8 @@ class Interpretation:
         self.updates: dict[int, Sum | Opaque] = {}
         for variable in (*step.constants, *step.slices, *(step.carries[i] for i in solved)):
             self.values[variable] = sum_of(self.labels, variable)
+        for variable in step.zeros:
+            self.values[variable] = Sum(self.labels.of_shape(variable.aval.shape), (Part(0.0),))
         for place, variable in enumerate(step.carries):
             if place in states:
                 self.values[variable] = self._state(place, variable, after=False)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax.numpy as jnp
 
 from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.faults import contained
-from autopallas.graph import Graph, Node
+from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
-from autopallas.graph.extract import closed
+from autopallas.graph.extract import closed, copied
 from autopallas.kernels.recurrence.forms import is_product, products_apart
 from autopallas.kernels.recurrence.loop import Loop
 from autopallas.kernels.recurrence.operation import OPERATION
@@ -26,11 +25,9 @@ from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, 
 from autopallas.patterns.recurrence.carries import Carries, carries_of, matrix_states
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
-from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, program_key
+from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, constant_atom, program_key
 
 __all__ = ["find"]
-
-K = TypeVar("K")
 
 _SHORTEST = 16
 """Smallest number of steps of a loop that is looked at."""
@@ -57,7 +54,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 with bounded(graph):
                     step = Step.of(graph, scan)
                     carries_of(step.with_results(()))
-                candidates.append(_Candidate(scan, step, [b for b in backwards if _reads(graph, b, step)]))
+                candidates.append(_Candidate(scan, step, [b for b in backwards if _reads(graph, b, scan, step)]))
             except Mismatch as mismatch:
                 if step is not None and _is_gated(step):
                     misses.append(_miss(graph, scan, mismatch.reason))
@@ -90,8 +87,10 @@ def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
     return forwards, backwards
 
 
-def _reads(graph: Graph, backward: Scan, step: Step) -> bool:
-    """Returns whether a reversed loop reads what a step computes."""
+def _reads(graph: Graph, backward: Scan, scan: Scan, step: Step) -> bool:
+    """Returns whether a loop in the other direction reads what a step computes."""
+    if backward.length != scan.length or backward.reverse == scan.reverse:
+        return False
     numbers = graph.numbers[backward.body]
     made = {step.numbers[v] for v in (*step.slices, *step.carries)}
     made.update(step.numbers[v] for e in step.equations for v in e.outvars if v in step.numbers)
@@ -178,12 +177,8 @@ class _Finder:
         else:
             needed = [i for i, number in enumerate(numbers) if number in self.read]
             step, pairs = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried]), []
-        lead = pairs[0].lead if pairs else Lead(tuple(self._outside(scan)), ())
+        lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
         return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.assume_finite)
-
-    def _outside(self, scan: Scan) -> list[Var]:
-        found = [atom for atom in scan.equation.invars[: scan.constants] if isinstance(atom, Var)]
-        return list(dict.fromkeys(found))
 
     def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:
         """Returns the step whose derivative the program holds, and the pairs."""
@@ -216,7 +211,7 @@ class _Assembly:
         self.operands: list[int] = []
         self.equations: list[JaxprEqn] = []
         self.outer: list[Node] = []
-        self.of_source: dict[Var, int] = {}
+        self.of_source: dict[int, int] = {}
         self.of_place: dict[int, int] = {}
 
     def match(self, pairs: Sequence[Pair], assume_finite: bool) -> Match:
@@ -251,50 +246,41 @@ class _Assembly:
         """Returns the inputs of the loop in terms of operands, which it makes; what is made of literals is none."""
         scan = self.scan
         atoms: list[JaxprAtom] = []
-        names: dict[Var, JaxprAtom] = {}
+        variables: dict[int, JaxprAtom] = {}
         for source in self.lead.sources:
-            names[source] = self._source(source, self.of_source, source)
-        for equation in self.lead.equations:
-            self._copy(equation, names)
+            variables[source] = self._source(source, self.of_source, source)
+        names = {number: atom for number, atom in variables.items() if isinstance(atom, Var)}
+        self.equations += copied(self.graph, self.lead.nodes, names)
+        self.outer += self.lead.nodes
         for place, atom in enumerate(scan.equation.invars):
             if isinstance(atom, Literal):
                 atoms.append(atom)
             elif place < scan.constants:
-                atoms.append(names[atom])
+                atoms.append(constant_atom(self.graph, self.numbers[atom], names))
             else:
-                atoms.append(self._source(atom, self.of_place, place - scan.constants))
+                atoms.append(self._source(self.numbers[atom], self.of_place, place - scan.constants))
         return atoms
 
-    def _source(self, variable: Var, positions: dict[K, int], key: K) -> JaxprAtom:
+    def _source(self, number: int, positions: dict[int, int], key: int) -> Var:
         """Returns an operand, whose position it enters, or the value as it is made of literals."""
-        made = self._of_literals(variable)
+        made = self._of_literals(number)
         if made is not None:
             return made
         positions[key] = len(self.operands)
-        inner = Var(variable.aval)
+        inner = Var(self.graph.avals[number])
         self.inputs.append(inner)
-        self.operands.append(self.numbers[variable])
+        self.operands.append(number)
         return inner
 
-    def _of_literals(self, variable: Var) -> JaxprAtom | None:
-        node = self.graph.definitions.get(self.numbers[variable])
+    def _of_literals(self, number: int) -> Var | None:
+        node = self.graph.definitions.get(number)
         if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
             return None
         if not all(n in self.graph.literals and not self.graph.shape(n) for n in node.inputs):
             return None
-        result = Var(variable.aval)
-        inputs = [Literal(self.graph.literals[n][()], self.graph.avals[n]) for n in node.inputs]
-        self.equations.append(node.equation.replace(invars=inputs, outvars=[result]))
-        return result
-
-    def _copy(self, equation: JaxprEqn, names: dict[Var, JaxprAtom]) -> None:
-        inputs = [atom if isinstance(atom, Literal) else names[atom] for atom in equation.invars]
-        results = [Var(v.aval) for v in equation.outvars]
-        names.update(zip(equation.outvars, results, strict=True))
-        self.equations.append(equation.replace(invars=inputs, outvars=results))
-        node = self.graph.definitions.get(self.numbers[equation.outvars[0]])
-        if node is not None:
-            self.outer.append(node)
+        variables: dict[int, Var] = {}
+        self.equations += copied(self.graph, [node], variables)
+        return variables[number]
 
     # ------------------------------------------------------------------ the site
 
@@ -321,7 +307,7 @@ class _Assembly:
         sizes = carries.interpretation.labels.sizes
         known = [*carries.known, *(Known(place, "scanned") for place in others)]
         known += [Known(place, "last") for place in carries.last]
-        before, after = products_apart(loop)
+        before, after = products_apart(loop, known)
         products = len(before) + sum(map(is_product, after))
         form = self._form(loop, carries, states, sizes, products)
         stacked = {place: i for i, place in enumerate(i for i in self.needed if i >= self.scan.carried)}
@@ -331,7 +317,7 @@ class _Assembly:
             loop=loop,
             form=form,
             states=tuple(states) if form.is_matrix else (),
-            known=tuple(known) if form.is_matrix else (),
+            known=tuple(known),
             sizes=tuple((label, size) for label, size in sizes.items() if label in used),
             results=chosen,
         )
@@ -370,10 +356,14 @@ class _Assembly:
     def _backward(self, pair: Pair) -> BackwardMatch:
         home = pair.backward.outer
         for number in self.operands:
-            if not is_available(self.graph, number, (self.scan.outer,), home, across=True):
+            here = _is_known(self.graph, number, self.scan.outer)
+            if not here or not (
+                is_available(self.graph, number, (self.scan.outer,), home, across=True)
+                or _is_known(self.graph, number, home)
+            ):
                 raise Mismatch("an operand is not known where its backward is", number)
         try:
-            gradients = [(self.of_source[v], number) for v, number in pair.sources.items()]
+            gradients = [(self.of_source[source], number) for source, number in pair.sources.items()]
             gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
             gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
         except KeyError:
@@ -381,6 +371,18 @@ class _Assembly:
         if not gradients:
             raise Mismatch("its backward gives nothing")
         return BackwardMatch(home, pair.cotangent, tuple(sorted(gradients)))
+
+
+def _is_known(graph: Graph, number: int, body: Body) -> bool:
+    """Returns whether a body has a variable for a value, or can be given that of a body around it."""
+    while number not in graph.positions[body]:
+        if body not in graph.holders:
+            return False
+        outer, position = graph.holders[body]
+        if outer.equations[position].primitive.name not in ("scan", "remat", "remat2", "checkpoint"):
+            return False
+        body = outer
+    return True
 
 
 _LEAST_COLUMNS = 8

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopallas import compat
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
+from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.match import Mismatch
 
 __all__ = ["Scan", "Step", "scans"]
@@ -65,6 +66,7 @@ class Step:
       after: the carried values after the step.
       results: what the loop stacks.
       numbers: the number of each variable in the program's graph.
+      zeros: the constants that are zero.
     """
 
     constants: list[Var]
@@ -74,6 +76,7 @@ class Step:
     after: list[JaxprAtom]
     results: list[JaxprAtom]
     numbers: Mapping[Var, int]
+    zeros: frozenset[Var]
 
     @staticmethod
     def of(graph: Graph, scan: Scan, results: Sequence[int] | None = None) -> Step:
@@ -98,6 +101,7 @@ class Step:
             after,
             stacked,
             numbers,
+            frozenset(v for v in body.invars[:constants] if is_zero(graph, numbers[v])),
         )
 
     @property
@@ -108,12 +112,11 @@ class Step:
         """Returns the step with some of its results alone, and what they need."""
         results = [self.results[i] for i in places]
         equations = _needed(self.equations, [*self.after, *results])
-        return Step(self.constants, self.carries, self.slices, equations, self.after, results, self.numbers)
+        return replace(self, equations=equations, results=results)
 
     def with_equations(self, equations: Sequence[JaxprEqn]) -> Step:
         """Returns the step with other equations for the same variables, without those that it does not need."""
-        needed = _needed(equations, [*self.after, *self.results])
-        return Step(self.constants, self.carries, self.slices, needed, self.after, self.results, self.numbers)
+        return replace(self, equations=_needed(equations, [*self.after, *self.results]))
 
     def dependencies(self) -> dict[Var, int]:
         """Returns for each variable which carried values it depends on, as bits."""

@@ -7,18 +7,19 @@ and if each of its results is the cotangent of a constant, of a first value or o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 
 import jax
 import jax.numpy as jnp
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
-from autopallas.graph import Body, Graph, flatten
+from autopallas.graph import Body, Graph, Node, flatten
 from autopallas.graph.custom_rules import is_elementwise_call
-from autopallas.graph.extract import closed
+from autopallas.graph.extract import closed, copied
 from autopallas.graph.loop_slices import is_zero
 from autopallas.patterns.recurrence.step import Scan, Step
 
@@ -27,6 +28,8 @@ __all__ = ["Lead", "Pair", "Pairing", "program_key"]
 _LEVELS = 6
 """Most equations before a loop's constant that are looked through for the value whose cotangent is summed."""
 _ATTEMPTS = 16
+_LONGEST = 64
+"""Most terms of a sum of cotangents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +37,31 @@ class Lead:
     """What is computed before a loop from the values whose cotangents the program asks for.
 
     Attributes:
-      sources: variables outside of the loop.
-      equations: from these to the loop's constants.
+      sources: numbers of values outside of the loop.
+      nodes: from these to the loop's constants, in order.
     """
 
-    sources: tuple[Var, ...]
-    equations: tuple[JaxprEqn, ...]
+    sources: tuple[int, ...]
+    nodes: tuple[Node, ...] = ()
+
+    @staticmethod
+    def of(graph: Graph, scan: Scan) -> Lead:
+        """Returns the lead whose sources are the loop's constants themselves."""
+        numbers = graph.numbers[scan.outer]
+        found = [numbers[a] for a in scan.equation.invars[: scan.constants] if isinstance(a, Var)]
+        return Lead(tuple(n for n in dict.fromkeys(found) if not is_scalar_literal(graph, n)))
+
+
+def is_scalar_literal(graph: Graph, number: int) -> bool:
+    """Returns whether a value is a known scalar."""
+    return number in graph.literals and not graph.shape(number)
+
+
+def constant_atom(graph: Graph, number: int, variables: Mapping[int, JaxprAtom]) -> JaxprAtom:
+    """Returns a loop's constant, in the variables of a lead."""
+    if is_scalar_literal(graph, number):
+        return Literal(graph.literals[number][()], graph.avals[number])
+    return variables[number]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,7 +78,7 @@ class Pair:
     backward: Scan
     cotangent: int
     lead: Lead
-    sources: dict[Var, int] = field(default_factory=dict)
+    sources: dict[int, int] = field(default_factory=dict)
     first: dict[int, int] = field(default_factory=dict)
     slices: dict[int, int] = field(default_factory=dict)
 
@@ -118,14 +140,69 @@ class _Reversed:
         """Returns the place of a slice after the carried values."""
         return self.inputs.index(number)
 
-    def added(self, place: int) -> int | None:
-        """Returns what the loop adds in each step to a sum that it carries."""
+    def added(self, place: int) -> Counter[int] | None:
+        """Returns what the loop adds in each step to a sum that it carries, whatever the order of additions."""
         after, within = self.after[place], self.inputs[place]
-        node = None if after is None else self.graph.definitions.get(after)
-        if node is None or node.name not in ("add", "add_any") or len(node.inputs) != 2 or within not in node.inputs:
+        terms = Counter[int]() if after is None else _terms(self.graph, after, within)
+        if terms[within] != 1:
             return None
-        first, second = node.inputs
-        return second if first == within else first
+        del terms[within]
+        return terms
+
+
+def _terms(graph: Graph, number: int, kept: int = -1) -> Counter[int]:
+    """Returns the values of which one is the sum, each with how often it is added."""
+    found: Counter[int] = Counter()
+    todo = [number]
+    while todo:
+        own = todo.pop()
+        node = graph.definitions.get(own)
+        if own != kept and node is not None and node.name in ("add", "add_any") and found.total() < _LONGEST:
+            todo += node.inputs
+        else:
+            found[own] += 1
+    return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Derivative:
+    """The derivative of a step, with the numbers of its variables as far as the program has them.
+
+    Attributes:
+      graph: the program.
+      body: the equations.
+      found: the numbers.
+      cotangents: the cotangent of each input of the step, and of each source.
+    """
+
+    graph: Graph
+    body: Body
+    found: dict[Var, int]
+    cotangents: dict[Var | int, Var]
+
+    def number(self, key: Var | int) -> int | None:
+        """Returns the number of a cotangent, or None."""
+        cotangent = self.cotangents.get(key)
+        return None if cotangent is None else self.found.get(cotangent)
+
+    def terms(self, key: Var | int) -> Counter[int] | None:
+        """Returns the values of which a cotangent is the sum; the program may add them up in another order."""
+        cotangent = self.cotangents.get(key)
+        todo = [] if cotangent is None else [cotangent]
+        total: Counter[int] = Counter()
+        while todo:
+            variable = todo.pop()
+            position = self.body.defined.get(variable)
+            if variable in self.found:
+                total += _terms(self.graph, self.found[variable])
+                continue
+            equation = None if position is None else self.body.equations[position]
+            if equation is None or equation.primitive.name not in ("add", "add_any") or total.total() > _LONGEST:
+                return None
+            if any(isinstance(atom, Literal) for atom in equation.invars):
+                return None
+            todo += [atom for atom in equation.invars if isinstance(atom, Var)]
+        return total or None
 
 
 class Pairing:
@@ -147,7 +224,7 @@ class Pairing:
         """
         if scan.length != backward.length or scan.reverse == backward.reverse:
             return None
-        lead: Lead | None = Lead(tuple(dict.fromkeys(self._outside(scan))), ())
+        lead: Lead | None = Lead.of(self.graph, scan)
         for _ in range(_LEVELS):
             assert lead is not None
             for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
@@ -158,15 +235,12 @@ class Pairing:
                     break
             else:
                 return None
-            lead = self._earlier(scan, lead)
+            lead = self._earlier(lead)
             if lead is None:
                 return None
         return None
 
     # ------------------------------------------------------------------ what may correspond
-
-    def _outside(self, scan: Scan) -> list[Var]:
-        return [atom for atom in scan.equation.invars[: scan.constants] if isinstance(atom, Var)]
 
     def _guesses(self, scan: Scan, step: Step, result: int, backward: Scan) -> Iterator[_Guess]:
         """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
@@ -194,35 +268,23 @@ class Pairing:
         """Returns the pair, if it is one; and else whether all is explained but sums over constants, which may be sums
         for what these are computed from."""
         loop = _Reversed(self.graph, backward)
-        found, cotangents = self._cotangents(scan, step, backward, guess, lead)
-
-        def number(variable: Var) -> int | None:
-            cotangent = cotangents.get(variable)
-            return None if cotangent is None else found.get(cotangent)
-
+        derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
-            closes = loop.after[own] is not None and number(step.carries[place]) == loop.after[own]
+            closes = loop.after[own] is not None and derivative.number(step.carries[place]) == loop.after[own]
             if not closes or not (place == result or loop.begins_with_zero(own)):
                 return None, False
         of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
         cotangent = None if of_result is None else loop.starts[of_result]
         if cotangent is None:
             return None, False
-        pair = Pair(backward, cotangent, lead)
-        return self._explained(pair, loop, guess, alive, [number(v) for v in step.slices], number)
+        return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, step, derivative)
 
     def _explained(
-        self,
-        pair: Pair,
-        loop: _Reversed,
-        guess: _Guess,
-        alive: frozenset[int],
-        of_slices: Sequence[int | None],
-        number: Callable[[Var], int | None],
+        self, pair: Pair, loop: _Reversed, guess: _Guess, alive: frozenset[int], step: Step, derivative: _Derivative
     ) -> tuple[Pair | None, bool]:
         """Says which cotangent each result of the reversed loop is."""
-        slices = {n: i for i, n in enumerate(of_slices) if n is not None}
-        sources = [(n, v) for v in pair.lead.sources if (n := number(v)) is not None]
+        slices = {n: i for i, v in enumerate(step.slices) if (n := derivative.number(v)) is not None}
+        sources = dict.fromkeys(pair.lead.sources)
         places = {own: place for place, own in guess.carries}
         complete = True
         for i, end in enumerate(loop.ends):
@@ -233,41 +295,55 @@ class Pairing:
                 pair.first[places[i]] = end
             elif i < pair.backward.carried:
                 added = loop.added(i) if loop.begins_with_zero(i) else None
-                source = next((own for own in sources if own[0] == added), None)
+                source = next((n for n in sources if added and derivative.terms(n) == added), None)
                 if source is None:
                     complete = False
                     continue
-                sources.remove(source)
-                pair.sources[source[1]] = end
+                del sources[source]
+                pair.sources[source] = end
             elif after is not None and after in slices:
                 pair.slices[slices[after]] = end
             else:
                 return None, False
         return (pair if complete else None), not complete
 
-    def _cotangents(
-        self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead
-    ) -> tuple[dict[Var, int], dict[Var, Var]]:
-        """Returns the numbers of the variables of the step's derivative, as far as the program has them, and which of
-        these is the cotangent of which input."""
+    def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:
+        """Differentiates the step, and looks the derivative up in the reversed loop."""
         graph = self.graph
-        equations, inputs = _whole(scan, step, lead)
+        equations, sources = self._whole(scan, step, lead)
+        inputs = [*sources, *step.carries, *step.slices]
         roots = [step.after[place] for place, _ in guess.carries]
         roots += step.results if guess.result is not None else []
-        own = [v for v in inputs if _is_floating(v)]
-        key = (program_key(graph, inputs, equations, roots), tuple(_is_floating(v) for v in inputs))
+        key = program_key(graph, inputs, equations, roots)
         if key not in self._derivatives:
             self._derivatives[key] = _derivative(inputs, equations, roots)
         derivative = self._derivatives[key]
-        outer = graph.numbers[scan.outer]
-        of_inputs = [step.numbers[v] if v in step.numbers else outer[v] for v in inputs]
         inner = graph.numbers[backward.body]
-        of_roots = [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
-        of_roots += [] if guess.result is None else [guess.result]
-        found = dict(zip(derivative.invars, [*of_inputs, *of_roots], strict=True))
+        numbers = [*lead.sources, *(step.numbers[v] for v in (*step.carries, *step.slices))]
+        numbers += [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
+        numbers += [] if guess.result is None else [guess.result]
+        found = dict(zip(derivative.invars, numbers, strict=True))
         self._follow(derivative.equations, found, graph.frames[backward.body])
-        results = {v: r for v, r in zip(own, derivative.outvars, strict=True) if isinstance(r, Var)}
-        return found, results
+        names: list[Var | int] = [*lead.sources, *step.carries, *step.slices]
+        floating = [name for name, v in zip(names, inputs, strict=True) if _is_floating(v)]
+        results = {n: r for n, r in zip(floating, derivative.outvars, strict=True) if isinstance(r, Var)}
+        return _Derivative(graph, derivative, found, results)
+
+    def _whole(self, scan: Scan, step: Step, lead: Lead) -> tuple[list[JaxprEqn], list[Var]]:
+        """Returns the equations of the step after those of the lead, and variables for the sources."""
+        sources = [Var(self.graph.avals[number]) for number in lead.sources]
+        variables = dict(zip(lead.sources, sources, strict=True))
+        before = copied(self.graph, lead.nodes, variables)
+        outer = self.graph.numbers[scan.outer]
+        given: dict[Var, JaxprAtom] = {}
+        for variable, atom in zip(step.constants, scan.equation.invars, strict=False):
+            number = None if isinstance(atom, Literal) else outer[atom]
+            given[variable] = atom if number is None else constant_atom(self.graph, number, variables)
+
+        def named(atom: JaxprAtom) -> JaxprAtom:
+            return atom if isinstance(atom, Literal) else given.get(atom, atom)
+
+        return [*before, *(e.replace(invars=[named(a) for a in e.invars]) for e in step.equations)], sources
 
     def _follow(self, equations: Sequence[JaxprEqn], found: dict[Var, int], frame: tuple[int, ...]) -> None:
         """Adds the numbers of what equations compute, as far as the program has them."""
@@ -294,36 +370,23 @@ class Pairing:
         (result,) = body.outvars
         return [found[result]] if isinstance(result, Var) and result in found else None
 
-    def _earlier(self, scan: Scan, lead: Lead) -> Lead | None:
+    def _earlier(self, lead: Lead) -> Lead | None:
         """Returns the lead with one more equation before each source, where there is one."""
-        outer = scan.outer
-        added: dict[int, JaxprEqn] = {}
-        sources: dict[Var, None] = {}
+        added: dict[int, Node] = {}
+        sources: dict[int, None] = {}
         for source in lead.sources:
-            position = outer.defined.get(source)
-            equation = None if position is None or position in outer.children else outer.equations[position]
-            if equation is None or position is None or len(equation.outvars) != 1 or compat.has_side_effects(equation):
+            node = None if source in self.graph.supposed else self.graph.definitions.get(source)
+            held = node is None or jaxprs.bodies(node.equation) or compat.has_side_effects(node.equation)
+            if node is None or held or len(node.outputs) != 1:
                 sources[source] = None
                 continue
-            added[position] = equation
-            sources.update(dict.fromkeys(a for a in equation.invars if isinstance(a, Var)))
+            added[source] = node
+            sources.update((n, None) for n in node.inputs if n not in self.graph.literals)
         if not added:
             return None
-        every = {outer.defined[e.outvars[0]]: e for e in lead.equations} | added
-        made = {v for e in every.values() for v in e.outvars}
-        left = tuple(v for v in sources if v not in made)
-        return Lead(left, tuple(every[position] for position in sorted(every)))
-
-
-def _whole(scan: Scan, step: Step, lead: Lead) -> tuple[list[JaxprEqn], list[Var]]:
-    """Returns the equations of the step after those of the lead, and the inputs of both."""
-    given = dict(zip(step.constants, scan.equation.invars, strict=False))
-
-    def named(atom: JaxprAtom) -> JaxprAtom:
-        return atom if isinstance(atom, Literal) else given.get(atom, atom)
-
-    own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
-    return [*lead.equations, *own], [*lead.sources, *step.carries, *step.slices]
+        every = {node.outputs[0]: node for node in lead.nodes} | added
+        left = tuple(n for n in sources if n not in every)
+        return Lead(left, tuple(every[number] for number in sorted(every)))
 
 
 def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Sequence[JaxprAtom]) -> Body:
