@@ -75,10 +75,11 @@ class _Splicer:
             if equation.primitive.name == "scan" and (body is match.body or again):
                 numbers = self.graph.numbers[body]
                 own = [v for v in equation.outvars if numbers[v] == match.results[0]]
-                new, variables = self._forward(match, params, body, own, bool(match.backwards), equation)
+                new, variables = self._forward(match, params, body, own[:1], bool(match.backwards), equation)
                 outputs.setdefault(body, variables)
                 kept = without_results(equation, own)
                 self._edit(body).replaced[position] = [*kept, new]
+                self._edit(body).renamed.update(dict.fromkeys(own[1:], own[0]))  # stacked twice
 
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn

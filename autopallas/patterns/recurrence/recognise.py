@@ -171,11 +171,16 @@ class _Finder:
         numbers = [self.graph.numbers[scan.outer][v] for v in scan.equation.outvars]
         if self.read.isdisjoint(numbers):
             raise Mismatch("nothing needs its results")
-        needed = [i for i, number in enumerate(numbers) if number in self.read_forward]
+        given = {self.graph.numbers[scan.outer][a] for a in scan.equation.invars if isinstance(a, Var)}
+        first = [(i, number) for i, number in enumerate(numbers) if number not in numbers[:i]]
+        own = [(i, number) for i, number in first if number not in given]  # it may stack what it reads
+        needed = [i for i, number in own if number in self.read_forward]
+        if not needed:
+            raise Mismatch("nothing needs its results")
         if candidate.backwards:
             step, pairs = self._pairs(candidate, needed)
         else:
-            needed = [i for i, number in enumerate(numbers) if number in self.read]
+            needed = [i for i, number in own if number in self.read]
             step, pairs = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried]), []
         lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
         return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.assume_finite)

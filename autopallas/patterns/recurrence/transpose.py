@@ -8,7 +8,7 @@ and if each of its results is the cotangent of a constant, of a first value or o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 
@@ -227,15 +227,14 @@ class Pairing:
         lead: Lead | None = Lead.of(self.graph, scan)
         for _ in range(_LEVELS):
             assert lead is not None
+            pair: Pair | None = None
             for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
-                pair, unexplained = self._attempt(scan, step, result, backward, alive, guess, lead)
-                if pair is not None:
+                pair, complete = self._attempt(scan, step, result, backward, alive, guess, lead)
+                if pair is not None and complete:
                     return pair
-                if unexplained:
+                if pair is not None:
                     break
-            else:
-                return None
-            lead = self._earlier(lead)
+            lead = None if pair is None else self._earlier(lead, pair.sources)
             if lead is None:
                 return None
         return None
@@ -265,8 +264,8 @@ class Pairing:
     def _attempt(
         self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int], guess: _Guess, lead: Lead
     ) -> tuple[Pair | None, bool]:
-        """Returns the pair, if it is one; and else whether all is explained but sums over constants, which may be sums
-        for what these are computed from."""
+        """Returns the pair, if it is one, and whether it is complete: sums for constants may be sums for what these are
+        computed from."""
         loop = _Reversed(self.graph, backward)
         derivative = self._cotangents(scan, step, backward, guess, lead)
         for place, own in guess.carries:
@@ -305,7 +304,7 @@ class Pairing:
                 pair.slices[slices[after]] = end
             else:
                 return None, False
-        return (pair if complete else None), not complete
+        return pair, complete
 
     def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:
         """Differentiates the step, and looks the derivative up in the reversed loop."""
@@ -370,12 +369,13 @@ class Pairing:
         (result,) = body.outvars
         return [found[result]] if isinstance(result, Var) and result in found else None
 
-    def _earlier(self, lead: Lead) -> Lead | None:
-        """Returns the lead with one more equation before each source, where there is one."""
+    def _earlier(self, lead: Lead, explained: Container[int]) -> Lead | None:
+        """Returns the lead with one more equation before each source that is not explained, where there is one."""
         added: dict[int, Node] = {}
         sources: dict[int, None] = {}
         for source in lead.sources:
-            node = None if source in self.graph.supposed else self.graph.definitions.get(source)
+            passed = source in explained or source in self.graph.supposed
+            node = None if passed else self.graph.definitions.get(source)
             held = node is None or jaxprs.bodies(node.equation) or compat.has_side_effects(node.equation)
             if node is None or held or len(node.outputs) != 1:
                 sources[source] = None
