@@ -616,8 +616,8 @@ class _Search:
             waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in seen})
 
     def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
-        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where x is
-        not used.
+        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where
+        neither x nor other rows are used.
 
         Raises:
           _Unlike: the value is no normalisation of x.
@@ -628,7 +628,8 @@ class _Search:
         scope = Scope(graph)
         space = scope.space
         result = space.full(node.outputs[0])
-        at = _use(scope, result, x)
+        several = math.prod(shape) > math.prod(graph.shape(x)[d] for d in axes)
+        at = _use(scope, result, x, several)
         if at is None:
             return None
         columns = [atom for d in sorted(axes) for atom in space.resolve(at.view[d][1])]
@@ -698,17 +699,24 @@ class _Search:
         return found
 
 
-def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
-    """Finds the use of a value from which a result is computed element by element."""
+def _use(scope: Scope, result: Ref, x: int, several: bool) -> Ref | None:
+    """Finds the use of a value from which a result of one row, or of ``several``, is computed element by element.
+
+    Raises:
+      _Unlike: several rows are computed from the rows of another value, such as a cotangent.
+    """
     space = scope.space
+    every = space.atoms(result)
     todo, seen = [result], 0
     while todo and seen < 2 * _MOST_USERS:
         seen += 1
         at = _seen(space, todo.pop(), x)
         if at.value == x:
             return at
-        if at.value > x:
-            todo += (space.uses(at) or [])[::-1]
+        operands = space.uses(at) if at.value > x else None
+        if operands is None and several and every <= space.atoms(at) and scope.number(at) is None:
+            raise _Unlike("the rows are combined with something else")
+        todo += (operands or [])[::-1]
     return None
 
 

@@ -389,7 +389,8 @@ def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match]
     found = passes(region, before)
     given = {number for part in found for number in part.results}
     given |= {number for number in before if not region.scope.depends(number)}
-    return found, (region.inside - region.shared) & surviving(graph, given)
+    asked = region.inside - region.shared
+    return found, asked & surviving(graph, given, least=min(asked, default=0))
 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:
