@@ -71,7 +71,7 @@ def _outcome(match: Match, decision: Decision) -> Site:
 
 def _describe(match: Match, decision: Decision) -> Site:
     spec = match.spec
-    sizes = decision.block_sizes
+    sizes = decision.block_sizes if _has_tiles(match, decision) else None
     return replace(
         _outcome(match, decision),
         block_sizes=None if sizes is None else sizes.to_dict(),
@@ -84,6 +84,12 @@ def _describe(match: Match, decision: Decision) -> Site:
         original=str(match.original),
         replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
     )
+
+
+def _has_tiles(match: Match, decision: Decision) -> bool:
+    """Returns whether the implementation reads block sizes; its module says ``TILES = False`` if it does not."""
+    name = decision.implementation
+    return name is None or bool(getattr(match.site.operation.implementation(name), "TILES", True))
 
 
 def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) -> dict[str, object]:

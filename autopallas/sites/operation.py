@@ -45,9 +45,9 @@ __all__ = [
     "operation_names",
 ]
 
-IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "xla_heads", "reference")
 
-HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "xla_heads": "cpu"}
 """Platform of each implementation that is written for one platform."""
 
 NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}

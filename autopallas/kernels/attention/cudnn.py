@@ -30,6 +30,9 @@ __all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"
 
 Array: TypeAlias = jax.Array
 
+TILES = False
+"""It has no tiles, and takes no notice of block sizes."""
+
 _LIBRARY: Literal["cudnn"] = "cudnn"
 
 
