@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopallas.faults import contained
-from autopallas.report.records import Site
+from autopallas.report.records import Site, in_order
 from autopallas.sites.encoding import encoded
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
@@ -65,7 +65,7 @@ def _outcome(match: Match, decision: Decision) -> Site:
         reason=decision.reason,
         implementation=decision.implementation,
         block_sizes_from=decision.block_sizes_from,
-        attempts=decision.attempts,
+        attempts=in_order(decision.attempts),
     )
 
 
