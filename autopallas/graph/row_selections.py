@@ -585,7 +585,7 @@ class _Mover:
         core = equation.invars[{"pad": 0, "rev": 0, "scatter-add": 2}.get(name, 1)]
         if rows.choice not in self.choices:
             return None
-        if rows.merged > 1:
+        if core.aval.shape != rows.shape(shape):
             core = self._emit(equation, lambda array: lax.reshape(array, rows.shape(shape)), core)
         # A gather clips indices that are promised to be in range; the scatter that is its transpose drops them.
         promised = rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS

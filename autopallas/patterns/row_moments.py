@@ -58,6 +58,11 @@ _PLAIN = (
     "scale."
 )
 _FLOAT16 = "the squares are computed in float16, which does not hold those of numbers beyond 256"
+_CANCELS = (
+    "the variance is a difference of two means, which may be rounded to 0 or below, and nothing is added to it: such a "
+    "row is not finite"
+)
+_POSITIVE = "Add a small number to the variance, or compute it from the centred rows: jnp.var(x, -1)."
 _WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
 
 Monomial = tuple[int, int, int, int]
@@ -297,6 +302,7 @@ class _Reader:
         self._view: object = None
         self._root: Polynomial | None = None
         self._known: dict[object, _Form] = {}
+        self._cancels = False  # whether the square of the mean is subtracted from the mean of the squares
 
     def form(self, ref: Ref, depth: int = 0) -> _Form:
         """Reads a use of a value as a form.
@@ -407,6 +413,8 @@ class _Reader:
         if (a.base, a.exponent, a.scale) == (b.base, b.exponent, b.scale) and None in (a.shift, b.shift):
             if b.shift is not None and sign < 0:
                 raise _Unlike("something that does not vary with the rows is subtracted")
+            squares, means = ({m for m in (_SQUARE, _MEAN_OF_MEAN) if m in form.numerator} for form in (a, b))
+            self._cancels |= bool(squares and means) and squares != means
             return replace(a, numerator=_sum(a.numerator, b.numerator, sign), shift=a.shift or b.shift)
         for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column is added to what varies with the rows
             alone = not other.exponent and other.shift is None and other.numerator == {_ONE: 1.0}
@@ -507,6 +515,8 @@ class _Reader:
         epsilon = epsilon / math.sqrt(factor) if outside else added / factor
         if epsilon < 0:
             raise _Unlike("a positive number is subtracted from the mean")
+        if self._cancels and centred and not epsilon:
+            raise Mismatch(_CANCELS, advice=_POSITIVE)
         return centred, epsilon, outside, gain
 
 

@@ -134,10 +134,12 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
                 objection = "trace", f"{type(error).__name__}: {error}"
                 prober.record_failure(measured, name, sizes, *objection)
         attempts.append((name, *objection))
-    why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
+    tried = next((name for name, stage, _ in attempts if stage != "supports"), "")
+    told = _told(operation, device, tried, attempts)
+    why = "; ".join(f"{name}: {reason}" for name, _, reason in told)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
-    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=told)
 
 
 def _decide_obstructed(match: Match, device: Device, options: Options) -> Decision:
@@ -259,7 +261,7 @@ def evaluate_candidates(
         attempts.extend((name, "tune", choice.failure) for name, choice in found.items() if choice.failure is not None)
         order = ranked({name: choice for name, choice in found.items() if choice.failure is None}, options.objective)
         for position, (name, choice) in enumerate(order):
-            decision = _go_or_no_go(operation, name, choice, device, options, tuple(attempts))
+            decision = _go_or_no_go(operation, name, choice, device, options, _told(operation, device, name, attempts))
             yield replace(decision, reason=decision.reason + in_words(order[position:], options.objective))
 
     able: list[str] = []
@@ -272,6 +274,15 @@ def evaluate_candidates(
             yield from among([name])
     if able:
         yield from among(able)
+
+
+def _told(
+    operation: Operation, device: Device, name: str, attempts: Sequence[tuple[str, str, str]]
+) -> tuple[tuple[str, str, str], ...]:
+    """Returns the attempts without implementations that cannot compute the site and would come after the named one."""
+    order = operation.order.get(device.platform, ())
+    later = order[order.index(name) + 1 :] if name in order else ()
+    return tuple(attempt for attempt in attempts if attempt[1] != "supports" or attempt[0] not in later)
 
 
 def _go_or_no_go(

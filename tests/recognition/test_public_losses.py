@@ -326,6 +326,13 @@ def windows_that_are_filled_beyond_the_end(w, x, y):
 
 
 @rows
+def windows_of_one_sequence(w, x, y):
+    starts = jnp.array([3, 0])
+    z = jax.vmap(lambda start: lax.dynamic_slice_in_dim(x[0] @ w, start, 2, 0))(starts)
+    return -picked(log_softmax(z), y[:, :2]).mean()
+
+
+@rows
 def picked_twice(w, x, y):
     z = (x.reshape(-1, D) @ w)[jnp.array([1, 4, 4, 1, 7])][jnp.array([0, 2, 3])]
     return -picked(log_softmax(z), y.reshape(-1)[:3]).mean()
