@@ -138,7 +138,7 @@ def _checked_block_sizes(operation: DeclaredOperation, given: BlockSizes | None)
 
 def _docstring(operation: DeclaredOperation) -> str:
     """The formula of the spec, and the shapes of what goes in and comes out."""
-    spec, (first, *further) = type(operation.sample), operation.rows.split()
+    spec, first, further = type(operation.sample), operation.first_row, operation.rows.split()[1:]
     formula = inspect.cleandoc(spec.__doc__ or "what its reference says.").split("\n\n")[0]
     letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for letter, name in operation.sizes.items())
     meanings, arguments = _meanings(spec), []

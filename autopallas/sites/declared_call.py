@@ -51,7 +51,7 @@ def parameters(operation: DeclaredOperation) -> dict[str, object]:
 
 def shape_in_letters(operation: DeclaredOperation, letters: str) -> str:
     """A shape as messages and docstrings show it, such as "[B..., M, N]"."""
-    first = operation.rows.split()[0]
+    first = operation.first_row
     return f"[{', '.join(f'{x}...' if x == first else x for x in letters.split())}]"
 
 
@@ -108,7 +108,7 @@ def site_of(
     Raises:
       TypeError, ValueError: an array has the wrong dtype, rank or size.
     """
-    first, *further = operation.rows.split()
+    first, further = operation.first_row, operation.rows.split()[1:]
     axes = {name: _axes(operation, name, array) for name, array in arrays.items()}
     found = _sizes(operation, axes)
     batch = _broadcast({name: own[first] for name, own in axes.items() if first in own}, first)
@@ -157,7 +157,7 @@ def _axes(operation: DeclaredOperation, name: str, array: Shaped) -> _Axes:
     if not hasattr(array, "dtype") or _kind(array.dtype) != kind:
         given = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{name} must be an array of {kind} numbers, not {given}; convert it")
-    (first, *further), letters = operation.rows.split(), operation.operands[name].split()
+    first, further, letters = operation.first_row, operation.rows.split()[1:], operation.operands[name].split()
     several = len(array.shape) - sum(letter != first for letter in letters)
     missing = [letter for letter in letters if letter in further][: max(-several, 0)]
     several += len(missing)
@@ -180,7 +180,7 @@ def _sizes(operation: DeclaredOperation, axes: Mapping[str, _Axes]) -> dict[str,
     """The size of each letter but the first of ``rows``, in which operands must agree; not of one without an axis."""
     found: dict[str, tuple[str, int]] = {}
     for name, own in axes.items():
-        for letter in own.keys() - {operation.rows.split()[0]}:
+        for letter in own.keys() - {operation.first_row}:
             mine = math.prod(own[letter])
             other, size = found.setdefault(letter, (name, mine))
             if size != mine:
