@@ -7,7 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CellType, ModuleType
 from typing import cast
 
 import jax
@@ -30,6 +30,8 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 
 _MARK = 0.618033
 """Value near which each scalar gets a number of its own, to be told from other numbers."""
+_DEEPEST = 4
+"""How deep the functions are looked at that a replacement captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,21 +129,28 @@ def _random(random: np.random.Generator, kind: jax.ShapeDtypeStruct) -> np.ndarr
 
 
 def _source(function: Callable[..., object]) -> str:
-    """Returns a function's own code, with plain values that it captured, and the syntax of its module if that has a
-    file."""
+    """Returns a function's code, and the syntax of its module if that has a file."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return repr(function)
-    captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    plain = [value for value in (*code.co_consts, *captured) if isinstance(value, (bool, int, float, str, tuple))]
     try:
         module = syntax(inspect.getsource(cast(ModuleType, inspect.getmodule(function))))
     except (OSError, TypeError, SyntaxError, ValueError):
         module = ""
-    return f"{code.co_code!r} {code.co_names} {plain} {module}"
+    return f"{_code(function)} {module}"
+
+
+def _code(function: Callable[..., object], depth: int = 0) -> str:
+    """Returns a function's instructions, with the plain values and the functions that it captured."""
+    code = getattr(function, "__code__", None)
+    if code is None or depth == _DEEPEST:
+        return type(function).__name__
+    captured = [*code.co_consts, *(getattr(function, "__defaults__", None) or ())]
+    cells = (cell for cell in getattr(function, "__closure__", None) or () if cell != CellType())
+    captured += [cell.cell_contents for cell in cells]
+    plain = [repr(value) for value in captured if isinstance(value, (bool, int, float, str, tuple))]
+    inner = [_code(value, depth + 1) for value in captured if inspect.isfunction(value)]
+    return " ".join((repr(code.co_code), *code.co_names, *plain, *inner))
 
 
 def declared() -> tuple[Pattern, ...]:
