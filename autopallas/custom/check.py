@@ -18,7 +18,7 @@ from autopallas.custom.operation import PatternOperation, PatternSpec, Replaceme
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
-from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
 from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.device import Device
 from autopallas.sites.sharded_site import ShardedSite
@@ -145,13 +145,13 @@ def _sample(match: Match, site: DeclaredSite) -> _Sample:
 
 def _types(site: DeclaredSite) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of a site's operands, one for each use."""
-    found = [
-        jax.ShapeDtypeStruct(
+    found = {
+        own.position: jax.ShapeDtypeStruct(
             tuple(math.prod(site.sizes[label] for label in labels) for _, labels in own.view),
             getattr(site.form, f"{name}_dtype"),
         )
         for name, own in site.operands
-    ]
+    }
     return [found[value] for value in site.uses]
 
 
@@ -171,7 +171,7 @@ def _with_fewer_rows(site: DeclaredSite) -> DeclaredSite:
 def _by_reference(site: DeclaredSite, operands: Sequence[jax.Array]) -> jax.Array:
     """Computes a site by the pattern's reference, in the program's layout."""
     assert isinstance(site.form, PatternSpec)
-    arguments = [operands[site.uses.index(value)] for value in range(len(site.operands))]
+    arguments = [operands[site.uses.index(own.position)] for _, own in site.operands]
     found: jax.Array = site.form.operation.pattern.reference(*arguments, **site.form.scalars())
     return found
 
@@ -243,8 +243,7 @@ def _with_gradients(
             return [function(operands)]
 
         def varied(*chosen: jax.Array) -> jax.Array:
-            given = dict(zip(active, chosen, strict=True))
-            return function([given.get(position, x) for position, x in enumerate(operands)])
+            return function(replaced_at(operands, active, chosen))
 
         value, pull = jax.vjp(varied, *(operands[i] for i in active))
         return [value, *_summed(site, active, pull(_cotangent(value)))]
@@ -274,8 +273,11 @@ def _fault_of_rows(site: DeclaredSite) -> str | None:
             return own.reference(whole, **dict(zip(own.operands, arrays, strict=True)))
 
         def in_parts(*arrays: jax.Array, part: Spec = part, letter: str = letter) -> jax.Array:
-            axes = [letters.split().index(letter) if letter in letters else None for letters in own.operands.values()]
-            pairs = [(x, x) if a is None else jnp.split(x, 2, a) for x, a in zip(arrays, axes, strict=True)]
+            letters = [letters.split() for letters in own.operands.values()]
+            pairs = [
+                jnp.split(x, 2, axes.index(letter)) if letter in axes else (x, x)
+                for x, axes in zip(arrays, letters, strict=True)
+            ]
             halves = (dict(zip(own.operands, half, strict=True)) for half in zip(*pairs, strict=True))
             return jnp.concatenate([own.reference(part, **half) for half in halves], own.result.split().index(letter))
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias, cast
 
@@ -145,9 +145,10 @@ class PatternOperation(DeclaredOperation):
 
     def _example(self, site: DeclaredSite, types: Sequence[Shaped], key: int = 0) -> list[np.ndarray]:
         """Returns operands for a site, those that the pattern gives or random ones; uses of one value get the same."""
-        kinds = [types[site.uses.index(value)] for value in range(max(site.uses) + 1)]
+        kinds = [types[site.uses.index(own.position)] for _, own in site.operands]
         given = self.pattern.example([jax.ShapeDtypeStruct(k.shape, k.dtype) for k in kinds], key)
-        return [given[value] for value in site.uses]
+        values = {own.position: x for (_, own), x in zip(site.operands, given, strict=True)}
+        return [values[value] for value in site.uses]
 
 
 def pattern_of(site: SiteDescription) -> Pattern | None:
@@ -209,9 +210,20 @@ def _reference(pattern: Pattern) -> Callable[..., jax.Array]:
 
 
 def site_for(
-    pattern: Pattern, operands: Sequence[Shaped], result: Shaped, scalars: Mapping[str, float]
+    pattern: Pattern,
+    operands: Sequence[Shaped],
+    values: Sequence[int],
+    result: Shaped,
+    scalars: Mapping[str, float],
 ) -> DeclaredSite:
-    """Returns the site that computes a pattern from operands of given types.
+    """Returns the site that computes a pattern.
+
+    Args:
+      pattern: the pattern.
+      operands: the type of each operand.
+      values: which value each operand is; several may be one.
+      result: the type of the result.
+      scalars: the values of the reference's scalars.
 
     Raises:
       TypeError, ValueError: an operand, or the result, does not have the axes that the pattern declares.
@@ -223,7 +235,8 @@ def site_for(
         if shape != tuple(result.shape):
             letters = shape_in_letters(pattern.operation, pattern.result)
             raise ValueError(f"the result has shape {tuple(result.shape)}; by the operands {letters} has {shape}")
-        return site
+        own = tuple((name, replace(read, position=values[read.position])) for name, read in site.operands)
+        return replace(site, operands=own, uses=tuple(range(max(values) + 1)))
     types = [*operands, result]
     operation = operation_of(pattern, tuple(len(kind.shape) for kind in types))
     labels = itertools.count()
@@ -234,8 +247,8 @@ def site_for(
         op=pattern.name,
         form=spec(**dict.fromkeys(operation.sizes.values(), 0), **dtypes, **scalars),
         sizes=tuple(size for kind in types for size in kind.shape),
-        operands=tuple((name, Operand(i, views[i])) for i, name in enumerate(pattern.names)),
+        operands=tuple((n, Operand(i, view)) for n, i, view in zip(pattern.names, values, views[:-1], strict=True)),
         letters=tuple((letter, (label,)) for label, letter in enumerate(operation.sizes)),
         result=views[-1],
-        uses=tuple(range(len(operands))),
+        uses=tuple(range(max(values) + 1)),
     )

@@ -239,8 +239,11 @@ class _Finder:
         nodes, free = nodes_between(graph, operands, [node.outputs[0]])
         if free or any(inner.equation.effects for inner in nodes):
             return None
+        values = list(dict.fromkeys(operands))
+        positions = [values.index(number) for number in operands]
+        avals = [graph.avals[number] for number in operands]
         try:
-            site = site_for(pattern, [graph.avals[n] for n in operands], graph.avals[node.outputs[0]], scalars)
+            site = site_for(pattern, avals, positions, graph.avals[node.outputs[0]], scalars)
         except (TypeError, ValueError) as error:
             reason = f"it computes the reference, but {error}"
             self.misses.append(
@@ -251,10 +254,10 @@ class _Finder:
             op=pattern.name,
             site=site,
             direction="forward",
-            operands=tuple(operands),
+            operands=tuple(values),
             results=(node.outputs[0],),
             equations=tuple(nodes),
-            original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
+            original=jaxpr_of(graph, nodes, values, [node.outputs[0]]),
             body=node.body,
             location=jaxprs.location(node.equation),
         )

@@ -15,7 +15,7 @@ from autopallas.compat import ArrayFunction, PyTree
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
-__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "mapped", "with_residuals"]
+__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "mapped", "replaced_at", "with_residuals"]
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -96,6 +96,12 @@ def kernel_backward(
 
     backward.__name__ = backward.__qualname__ = name
     return jax.jit(backward)
+
+
+def replaced_at(arrays: Sequence[jax.Array], positions: Sequence[int], others: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the arrays with others at some positions, as for a function of active operands alone."""
+    given = dict(zip(positions, others, strict=True))
+    return [given.get(position, array) for position, array in enumerate(arrays)]
 
 
 def mapped(function: ArrayFunction, axes: int) -> ArrayFunction:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import PyTree, Shaped
-from autopallas.sites.calls import mapped
+from autopallas.sites.calls import mapped, replaced_at
 from autopallas.sites.device import Device
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand, View, read, write
@@ -229,15 +229,11 @@ class DeclaredSite:
         values = self._values(operands)
         wanted = list(dict.fromkeys(self.uses[position] for position in active))
 
-        def filled(chosen: Sequence[jax.Array]) -> list[jax.Array]:
-            given = dict(zip(wanted, chosen, strict=True))
-            return [given.get(value, x) for value, x in enumerate(values)]
-
         def prepare(*chosen: jax.Array) -> dict[str, jax.Array]:
-            return self._as_large_as_the_result(self._canonical(filled(chosen)))
+            return self._as_large_as_the_result(self._canonical(replaced_at(values, wanted, chosen)))
 
         def result(*chosen: jax.Array) -> jax.Array:
-            return self._result(kernel, block_sizes, filled(chosen))
+            return self._result(kernel, block_sizes, replaced_at(values, wanted, chosen))
 
         given: PyTree = cotangents[0]
         if self.operation.mapped:

@@ -19,7 +19,7 @@ from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideArray, SideSpec, Statistic
-from autopallas.sites.calls import mapped
+from autopallas.sites.calls import mapped, replaced_at
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
@@ -257,10 +257,7 @@ class CrossEntropySite:
 
         def prepare(*chosen: jax.Array) -> tuple[PyTree, tuple[SideArray, ...]]:
             """What depends differentiably on the active operands; the rest is handed through beside it."""
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            x, w, sides = self._canonical(filled)
+            x, w, sides = self._canonical(replaced_at(operands, active, chosen))
             return (x, w, self._floating(sides)), sides
 
         (x, w, floating), pull, sides = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
