@@ -44,7 +44,7 @@ if os.environ.get("FULL_GRID") != "1":
 CASES = {"fast": 2, "compatibility": 1}
 """How many cases of a parametrized test a tier has."""
 ONE_CASE = {"fuzz", "kernels", "sharding", "training"}
-"""Folders whose tests take longest, with kernels that are interpreted, several devices or train steps: one case each."""
+"""Folders whose tests take longest, with interpreted kernels, several devices or train steps: one case each."""
 TESTS = {"compatibility": 6}
 """How many tests of a module a tier has."""
 

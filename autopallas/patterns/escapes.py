@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.custom.site import OwnSite
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
@@ -147,7 +146,7 @@ def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | Non
     if not backwards:
         return None
     site = match.site
-    assert isinstance(site, OwnSite | DeclaredSite)
+    assert isinstance(site, DeclaredSite)
     return replace(
         match,
         site=replace(site, uses=tuple(match.operands.index(number) for number in numbers)),
