@@ -14,7 +14,6 @@ So nothing is assumed: the results are those of all tiles, for rows without a ke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -26,6 +25,7 @@ import numpy as np
 from autopallas.compat import Dtype
 from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.intervals import Interval, Ranges
+from autopallas.kernels.attention.operands import Operands
 from autopallas.kernels.attention.tiles import (
     DEAD,
     HIDDEN,
@@ -162,9 +162,7 @@ def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
     return classify(spec) if fill is None or fill.mask is None else fill.mask
 
 
-def usual(
-    spec: AttentionSpec, query: Array, key: Array, value: Array, sides: Sequence[Array], dout: Array | None = None
-) -> Array:
+def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) -> Array:
     """Whether the bounds hold, and what weights of 0 are multiplied with is finite: then hidden tiles add nothing to a
     row whose maximum is great enough.  A boolean scalar.
 
@@ -179,14 +177,15 @@ def usual(
         squares = jnp.sum(jnp.square(x.astype(dtype)), axis=-1)
         return jnp.where(jnp.all(squares < jnp.inf), jnp.sqrt(jnp.max(squares)), jnp.inf)
 
-    found = jnp.isfinite(norm(value) if dout is None else norm(value) * norm(dout))
+    value = norm(operands.value)
+    found = jnp.isfinite(value if dout is None else value * norm(dout))
     if fill.magnitude is not None or dout is not None:
-        scores = norm(query) * norm(key) * _ROUNDING
+        scores = norm(operands.query) * norm(operands.key) * _ROUNDING
         found &= jnp.isfinite(scores) if fill.magnitude is None else scores <= fill.magnitude
     if fill.magnitude is not None:
         for number in spec.score.sides:
             if spec.sides[number].differentiable:
-                found &= jnp.all(jnp.abs(sides[number].astype(dtype)) <= fill.magnitude)
+                found &= jnp.all(jnp.abs(operands.sides[number].astype(dtype)) <= fill.magnitude)
     return found
 
 

@@ -28,6 +28,7 @@ from autopallas.kernels.refs import Number, Ref
 
 __all__ = [
     "WARPGROUP_ROWS",
+    "Loop",
     "Place",
     "Steps",
     "Visits",
@@ -70,6 +71,21 @@ class Steps(NamedTuple):
     full: Number
     total: Number
     block: Callable[[Number], Number]
+
+
+class Loop(NamedTuple):
+    """Tiles that a home block visits one after another.
+
+    Attributes:
+      programs: of each tile.
+      general: whether tiles may be partial.
+      first, steps: the first step, and the number of steps.
+    """
+
+    programs: TilePrograms
+    general: bool
+    first: Number
+    steps: Number
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +165,12 @@ class Visits:
             full = 0
         return Steps(full, total, (lambda n: n) if self.ordered else lambda n: table[entry, home, 2 + n])
 
-    def loops(self, steps: Steps) -> Iterator[tuple[TilePrograms, bool, Number, Number]]:
-        """(programs, whether tiles may be partial, first step, how many) of each loop."""
+    def loops(self, steps: Steps) -> Iterator[Loop]:
+        """Yields the loop over the full tiles, and that over the partial ones."""
         if self.has_full:
-            yield self.full, False, 0, steps.full
+            yield Loop(self.full, False, 0, steps.full)
         if self.has_partial:
-            yield self.general, True, steps.full, steps.total - steps.full
+            yield Loop(self.general, True, steps.full, steps.total - steps.full)
 
     @property
     def most(self) -> int:

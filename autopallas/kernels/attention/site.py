@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype
+from autopallas.kernels.attention.operands import Cotangents, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
@@ -24,8 +25,7 @@ from autopallas.sites.index_notation import Label, Operand, Positions, View, rea
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
-Canonical: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]
-"""(q, k, v, sides, sink)"""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +298,8 @@ class AttentionSite:
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> Canonical:
-        """(q, k, v, sides, sink) in the shapes of :class:`AttentionSpec`."""
+    def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
+        """Reads the kernel's operands from those of the program."""
         b, k_, g, t, s = self.axes
         spec = self.spec
 
@@ -338,7 +338,7 @@ class AttentionSite:
             sink = self._rows(self.sinks[0], operands)
             for terms in self.sinks[1:]:
                 sink = jnp.logaddexp(sink, self._rows(terms, operands))
-        return q, k, v, sides, sink
+        return Operands(q, k, v, sides, sink)
 
     def _side(self, side: Operand | Positions | Joined, operands: Sequence[jax.Array]) -> jax.Array:
         """A side input, [B|1, K|1, G|1, T|1, S|1]."""
@@ -410,10 +410,12 @@ class AttentionSite:
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(results, residuals): the program's result; and the logsumexp of each row, or statistics for a row program,
-        with the kernel's own result where that cannot be read off the program's."""
-        q, k, v, sides, sink = self._canonical(operands)
-        out, *rows = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
+        """Returns (results, residuals).
+
+        The result is the program's.  The residuals are the kernel's numbers for each row, and the kernel's own result,
+        if it cannot be computed from the program's.
+        """
+        out, rows = kernel.forward(self.spec, block_sizes, self._canonical(operands))
         residuals = tuple(write(x, self.rows, self.sizes, self.axes[:4]) for x in rows)
         if self.finishes:
             residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
@@ -450,39 +452,39 @@ class AttentionSite:
                 filled[position] = array
             return filled
 
-        def prepare(*chosen: jax.Array) -> tuple[Canonical, Canonical]:
-            """What depends differentiably on the active operands; the rest is handed through beside it."""
-            q, k, v, sides, sink = self._canonical(rebuild(chosen))
-            floating = tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
-            return (q, k, v, floating, sink), (q, k, v, sides, sink)
+        def prepare(*chosen: jax.Array) -> tuple[Operands, Operands]:
+            """Returns the kernel's operands without side inputs that are not differentiable, and all of them."""
+            given = self._canonical(rebuild(chosen))
+            return given._replace(sides=self._differentiable(given.sides)), given
 
-        _, pull, (q, k, v, sides, sink) = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        _, pull, given = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
         axes = (*self.axes[:4], self.value_labels)
         count = self.spec.row_results
         rows = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
-        logsumexp, further = rows[0], []
+        outside: list[jax.Array] = []
+        dsums: list[jax.Array] = []
         if self.finishes:
             out = read(Operand(0, self._inner_result), (residuals[count],), self.sizes, axes)
-
             sums = [] if self.row_program is None else [0, *self.row_program.sums]
 
             def finish(out: jax.Array, moved: Sequence[jax.Array], *chosen: jax.Array) -> jax.Array:
-                given = dict(zip(sums, moved, strict=True))
-                return self._finish(out, [given.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
+                known = dict(zip(sums, moved, strict=True))
+                return self._finish(out, [known.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
 
             _, pull_finish = jax.vjp(finish, out, [rows[i] for i in sums], *(operands[i] for i in active))
             dout, dsums, *outside = pull_finish(cotangents[0])
-            if sums:
-                logsumexp, further = rows[1], [dsums]
         else:
             out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
-            outside = []
+        saved = Results(out, tuple(rows)).residuals
         dq, dk, dv, dsides, dsink = kernel.backward(
-            self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout, *further
+            self.spec, block_sizes, given, saved, Cotangents(dout, tuple(dsums))
         )
-        floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
-        inside = pull((dq, dk, dv, floating, dsink))
+        inside = pull(Operands(dq, dk, dv, self._differentiable(dsides), dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
+
+    def _differentiable(self, sides: Sequence[T]) -> tuple[T, ...]:
+        """Selects what belongs to differentiable side inputs."""
+        return tuple(x for x, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
 
     # ------------------------------------------------------------------ on several devices
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.dynamic_tiles import compacted, run_time_states
@@ -248,6 +249,16 @@ class Grid:
         for axis in self.inner:
             first, last = _ends(first, last, at[axis], self.geometry.extent(axis))
         return Place(at["B"], at["K"], at["G"], at["row"], at["column"], state, first, last)
+
+    @property
+    def prefetched(self) -> int:
+        """How many of a kernel's references are those of the tables."""
+        return 0 if self.tables is None else 3
+
+    def here(self, refs: Sequence[Ref]) -> tuple[Place, Sequence[Ref]]:
+        """Returns, in a kernel, the place of its step, and its references without those of the tables."""
+        ids = [pl.program_id(n) for n in range(len(self.dimensions))]
+        return self.place(ids, refs[: self.prefetched]), refs[self.prefetched :]
 
     def index_map(self, index: Callable[[dict[str, Number]], tuple[Number, ...]]) -> IndexMap:
         """The index map of a block: ``index`` tells it from the positions on the axes B, K, G, row and column."""

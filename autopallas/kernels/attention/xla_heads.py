@@ -1,4 +1,4 @@
-"""Attention without a mask, with the heads on two axes, in plain JAX: the form that XLA fuses on CPUs.
+"""Computes attention without a mask with the heads on two axes, in plain JAX: the form that XLA fuses on CPUs.
 
 XLA's CPU compiler makes one kernel of product, softmax and product, without a T x S array in memory, where the products
 have two batch axes.  A batch of one sequence is dropped before it looks, so that the heads are the only axis left.
@@ -7,7 +7,6 @@ Here they are two axes of [2, N / 2], or [N / 2, 2], and each product has its op
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
@@ -16,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -25,11 +25,11 @@ __all__ = ["backward", "candidates", "forward", "supports"]
 Array: TypeAlias = jax.Array
 
 TILES = False
-"""It has no tiles, and takes no notice of block sizes."""
+"""Whether there are tiles; without them block sizes are ignored."""
 
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """One sequence, an even number of key heads, and nothing between the products but a softmax of each score."""
+    """Supports one sequence, an even number of key heads, and only a softmax of each score between the products."""
     if device.platform != "cpu":
         return Unsupported("it is for XLA's CPU compiler")
     if spec.batch != 1 or spec.key_heads % 2:
@@ -46,37 +46,21 @@ def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
     return (BlockSizes.get_default().fitted(spec),)
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array] = (),
-    sink: Array | None = None,
-) -> tuple[Array, Array]:
-    """Arguments and results as in ``xla.forward``."""
+def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Computes the attention from two products and a softmax, which XLA fuses."""
     with jax.named_scope("autopallas_attention_xla_heads"):
-        return _attention(spec, query, key, value)
+        out, logsumexp = _attention(spec, operands.query, operands.key, operands.value)
+    return Results(out, (logsumexp,))
 
 
 def backward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Differentiates :func:`forward` by ``jax.vjp``."""
     with jax.named_scope("autopallas_attention_xla_heads_backward"):
-        _, pull_back = jax.vjp(lambda q, k, v: _attention(spec, q, k, v)[0], query, key, value)
-        dquery, dkey, dvalue = pull_back(dout)
-    return dquery, dkey, dvalue, (), None
+        _, pull_back = jax.vjp(lambda q, k, v: _attention(spec, q, k, v)[0], *operands[:3])
+        dquery, dkey, dvalue = pull_back(cotangents.out)
+    return Gradients(dquery, dkey, dvalue, (), None)
 
 
 def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
