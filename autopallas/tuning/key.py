@@ -112,19 +112,19 @@ def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
 
 
 def kernel_version(operation: str) -> str:
-    """Returns a hash of what an operation's kernels do: the syntax of their modules, without comments and docstrings.
-
-    The kernels of its parts are included.  A table of block sizes is not.
-    """
-    return _kernel_version(operation, operation_named(operation).version)
+    """Returns a hash of what an operation's kernels do, including those of its parts and those of a user's pattern."""
+    own, outside = _version_of_modules(operation), operation_named(operation).version
+    return hashlib.sha256(f"{own} {outside}".encode()).hexdigest()[:16] if outside else own
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel_version(operation: str, outside: str) -> str:
+def _version_of_modules(operation: str) -> str:
+    """Returns a hash of the syntax of kernels' modules, without comments and docstrings; a table of block sizes is not
+    included."""
     package = Path(__file__).parents[1]
     folders = [package / "sites", package / "kernels"]
     folders += [package / "kernels" / folder for folder in operation_folders(operation)]
-    total = hashlib.sha256(f"{__version__}{outside}".encode())
+    total = hashlib.sha256(__version__.encode())
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.name != "tuned_block_sizes.py":
             total.update(f"\n{path.name}\n{syntax(path.read_text())}".encode())

@@ -21,7 +21,7 @@ from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
 from autopallas.sites.declared import DeclaredOperation, DeclaredSite
 from autopallas.sites.declared_call import operand_names, parameters, shape_in_letters, site_of
-from autopallas.sites.operation import operation_folders, operation_named
+from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
 
 __all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of"]
@@ -219,7 +219,8 @@ def cases_of(operation: str) -> Cases | None:
 
 
 def _modules(operation: str) -> Iterator[Cases]:
-    for folder in operation_folders(operation) or (operation,):
+    without_folder = (own.name for own in registered() if own.name == operation)
+    for folder in operation_folders(operation) or without_folder:
         own = operation_named(folder)
         cases = cast("Cases | None", own.module("cases"))
         if cases is not None:
