@@ -160,6 +160,30 @@ def test_what_was_measured_to_be_slower_is_not_used():
     assert applied(program, X, SCALE).verdict == "applied", "which was asked for"
 
 
+def test_a_replacement_that_fails_when_it_runs_is_found_and_remembered():
+    broken = []
+
+    def fragile(x, scale, *, eps, row_block):
+        def read(array):
+            if broken:
+                raise RuntimeError("it broke")
+            return np.asarray(array)
+
+        result = in_blocks(x, scale, eps=eps, row_block=row_block)
+        return jax.pure_callback(read, jax.ShapeDtypeStruct(x.shape, x.dtype), result)
+
+    declare(fragile, differentiable=False)
+    optimized = autopallas.optimize(program)
+    optimized(X, SCALE)
+    assert optimized.report().counts() == {"own_norm": 1}
+    broken.append(True)
+    with pytest.warns(autopallas.AutopallasWarning, match="run failed"):
+        same(optimized(X, SCALE), program(X, SCALE))
+    again = autopallas.optimize(lambda x, scale: program(x, scale) + 1)
+    same(again(X, SCALE), program(X, SCALE) + 1)
+    assert again.report().sites[0].verdict == "kept"
+
+
 def test_no_block_sizes_are_no_replacement():
     declare(candidates=lambda spec: [] if spec.M == 12 else [{"row_block": 1}])
     assert "no block sizes for these sizes" in applied(program, X, SCALE).reason
