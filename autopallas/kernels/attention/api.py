@@ -43,7 +43,7 @@ def attention(
     implementation: str | Sequence[str] | None = None,
     block_sizes: BlockSizes | None = None,
 ) -> Array:
-    """Softmax attention, ``softmax(cap(scale * query key^T) + bias, where mask) value``, without a T x S array.
+    """Computes softmax attention, ``softmax(cap(scale * query key^T) + bias, where mask) value``, with no T x S array.
 
     The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Scores, maxima and sums are float32
     (float64 for float64 operands).  Differentiable in reverse mode once, with respect to query, key, value, bias and
