@@ -18,6 +18,7 @@ import autopallas
 from autopallas.kernels.attention import pallas_gpu
 from autopallas.kernels.attention.api import attention
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tuned_block_sizes import table_key
@@ -211,29 +212,27 @@ def _timed(b: int, t: int, n: int, d: int, mask: str, count: int, backward: bool
 def _ours(spec: AttentionSpec, sizes: BlockSizes) -> Callable[..., Any]:
     """The kernels with these sizes, differentiable, from and to [B, T, N, D]."""
 
-    def canonical(arguments: Any) -> tuple[Any, ...]:
+    def canonical(arguments: Any) -> Operands:
         query, key, value, *rest = arguments
         q, k, v = (jnp.moveaxis(x, 1, 2) for x in (query, key, value))
         sides = [x[:, :, None] for x in rest] if len(spec.sides) == 1 else []
         if len(spec.sides) == 2:
             sides = [rest[0][:, None, None, :, None], rest[0][:, None, None, None, :]]
-        return q[:, :, None], k, v, tuple(sides)
+        return Operands(q[:, :, None], k, v, tuple(sides))
 
     @jax.custom_vjp
-    def attend(*given: Any) -> Any:
-        return pallas_gpu.forward(spec, sizes, *given)[0]
+    def attend(given: Operands) -> Any:
+        return pallas_gpu.forward(spec, sizes, given).out
 
-    def forwards(*given: Any) -> Any:
-        out, logsumexp = pallas_gpu.forward(spec, sizes, *given)
-        return out, (given, out, logsumexp)
+    def forwards(given: Operands) -> Any:
+        found = pallas_gpu.forward(spec, sizes, given)
+        return found.out, (given, found.residuals)
 
-    def backwards(saved: Any, dout: Any) -> Any:
-        given, out, logsumexp = saved
-        *found, dsides, _ = pallas_gpu.backward(spec, sizes, *given, None, out, logsumexp, dout)
-        return *found, dsides
+    def backwards(saved: tuple[Operands, Residuals], dout: Any) -> Any:
+        return (Operands(*pallas_gpu.backward(spec, sizes, *saved, Cotangents(dout))),)
 
     attend.defvjp(forwards, backwards)
-    return lambda *arguments: jnp.moveaxis(attend(*canonical(arguments))[:, :, 0], 1, 2)
+    return lambda *arguments: jnp.moveaxis(attend(canonical(arguments))[:, :, 0], 1, 2)
 
 
 def _products(operations: float) -> Callable[..., Any]:

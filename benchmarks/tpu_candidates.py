@@ -22,6 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from autopallas.kernels.attention import pallas_tpu as attention
 from autopallas.kernels.attention.block_sizes import BlockSizes as AttentionBlocks
+from autopallas.kernels.attention.operands import Cotangents, Residuals
+from autopallas.kernels.attention.operands import Operands as AttentionOperands
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.cross_entropy import pallas_tpu as cross_entropy
 from autopallas.kernels.cross_entropy.block_sizes import BlockSizes as LossBlocks
@@ -94,10 +96,11 @@ def attentions(heads: int, length: int, size: int, full: bool = False) -> Iterat
         sizes = AttentionBlocks(*pair)
 
         def forward(q: Any, k: Any, v: Any, sizes: Any = sizes) -> Any:
-            return attention.forward(spec, sizes, q, k, v)[0]
+            return attention.forward(spec, sizes, AttentionOperands(q, k, v)).out
 
         def backward(q: Any, k: Any, v: Any, out: Any, rows: Any, dout: Any, sizes: Any = sizes) -> Any:
-            return attention.backward(spec, sizes, q, k, v, (), None, out, rows, dout)[:3]
+            saved = Residuals(out, rows)
+            return attention.backward(spec, sizes, AttentionOperands(q, k, v), saved, Cotangents(dout))[:3]
 
         # The branch for rows of a huge logsumexp, "statistics", is not taken.
         yield Candidate("attention", shape, "forward", "ours", pair, forward, (ours_q, q, q), {"": work})

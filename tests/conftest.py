@@ -42,8 +42,10 @@ if os.environ.get("FULL_GRID") != "1":
     collect_ignore_glob = ["kernels/*/test_*_compile.py", "tuning/test_tables_tpu_compile.py"]
 
 CASES = {"fast": 2, "compatibility": 1}
-"""How many cases of a parametrized test a tier has; one, where kernels are run, most of them interpreted."""
-TESTS = {"compatibility": 8}
+"""How many cases of a parametrized test a tier has."""
+ONE_CASE = {"fuzz", "kernels", "sharding", "training"}
+"""Folders whose tests take longest, with interpreted kernels, several devices or train steps: one case each."""
+TESTS = {"compatibility": 6}
 """How many tests of a module a tier has."""
 
 
@@ -69,8 +71,8 @@ def pytest_collection_modifyitems(config, items):
     for tests in modules.values():
         for test in _some(tests, TESTS.get(tier)):
             cases = {item.nodeid: item for item in tests[test]}
-            kernels = "kernels" in next(iter(cases.values())).path.parts
-            chosen.update(_some(cases, 1 if kernels else CASES[tier]))
+            long = not ONE_CASE.isdisjoint(next(iter(cases.values())).path.parts)
+            chosen.update(_some(cases, 1 if long else CASES[tier]))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
 

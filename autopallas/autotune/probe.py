@@ -22,6 +22,7 @@ from autopallas.options import Options
 from autopallas.sites.calls import kernel_backward, kernel_forward
 from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
+from autopallas.sites.operation import HOME
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.distributed import agreement
@@ -32,9 +33,6 @@ __all__ = ["Prober"]
 
 SECONDS = 60.0
 """Time limit for the probe of one kernel."""
-
-_PLAIN = ("xla", "reference")
-"""Implementations in plain JAX, which XLA compiles like any other part of the program."""
 
 _probing = threading.Lock()
 
@@ -69,7 +67,7 @@ class Prober:
     def wanted(self, implementation: str) -> bool:
         """Returns whether a kernel is probed.  Plain JAX and interpreted kernels on a CPU are not: a probe would cost a
         second compilation, of code that fails no more often than the program around it."""
-        return self._device.platform != "cpu" or not (implementation in _PLAIN or interpretation())
+        return self._device.platform != "cpu" or (implementation in HOME and not interpretation())
 
     def objection(
         self, match: SiteWorkload, name: str, block_sizes: BlockSizes, again: bool, measured: bool

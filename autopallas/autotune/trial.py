@@ -15,7 +15,7 @@ from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree, Shaped
 from autopallas.numerics.compare import tolerance_of
 from autopallas.numerics.rounding import gradient_function, rounded
-from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
 from autopallas.sites.spec import BlockSizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.measure import Difference
@@ -90,10 +90,7 @@ class Trial:
             active = _active(part)
 
             def varied(*chosen: jax.Array) -> PyTree:
-                filled = list(operands)
-                for position, x in zip(active, chosen, strict=True):
-                    filled[position] = x
-                return run(*filled)
+                return run(*replaced_at(operands, active, chosen))
 
             results, pull = jax.vjp(varied, *(operands[i] for i in active))
             return [*results, *pull(list(cotangents))]

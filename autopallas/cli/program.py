@@ -13,6 +13,7 @@ from autopallas.autotune.tuner import Tuner
 from autopallas.cli import CommandError
 from autopallas.cli.shapes import shapes_of
 from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
+from autopallas.custom.registry import declared
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError, UnsupportedError
 from autopallas.graph import Graph, flatten
@@ -106,7 +107,9 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
     try:
         resolved = resolve(own | options)
         tuner = Tuner(device, resolved)
-        matches, misses = find(Graph(flatten(program)), resolved.ops or OPERATIONS, resolved.assume_finite)
+        tuned = (pattern.name for pattern in declared() if pattern.block_sizes)  # of others there is nothing to lock
+        ops = resolved.ops or (*OPERATIONS, *tuned)
+        matches, misses = find(Graph(flatten(program)), ops, resolved.assume_finite)
         decisions = plan(matches, device, resolved, tuner)
     except (OptionError, UnsupportedError) as error:
         raise CommandError(one_line(error)) from None

@@ -14,6 +14,7 @@ from autopallas.cli import CommandError
 from autopallas.cli.program import function_of, one_line, shapes_of
 from autopallas.compat import ArrayFunction, PyTree, make_jaxpr
 from autopallas.compile.tpu import Compiler
+from autopallas.custom.registry import Pattern
 from autopallas.environment import OPERATIONS
 from autopallas.graph import Graph, flatten
 from autopallas.optimize import Optimized
@@ -37,9 +38,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument(
         "what",
-        metavar="OPERATION | MODULE:FUNCTION",
+        metavar="OPERATION | MODULE:FUNCTION | MODULE:PATTERN",
         nargs="?",
-        help="an operation, by default at the sizes of its table; or a function, optimized or not",
+        help="an operation, by default at the sizes of its table; a function, optimized or not; or a pattern of yours",
     )
     parser.add_argument("--shapes", help='arguments, as in "f32[8,1024],i32[8]"; a function needs them')
     parser.add_argument(
@@ -147,7 +148,10 @@ def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
     if (options.what is None) == (options.report is None):
         raise CommandError("name an operation, MODULE:FUNCTION, or --from a saved report: one of them")
     if options.what in OPERATIONS:
-        return _of_operation(options, platform)
+        return _of_operation(options.what, options, platform)
+    function = function_of(options.what) if ":" in (options.what or "") else None
+    if isinstance(function, Pattern) and function.operands:
+        return _of_operation(function.name, options, platform)
     for name in ("variant", "direction", "filter"):
         if getattr(options, name):
             raise CommandError(f"--{name} is of operations: {', '.join(OPERATIONS)}")
@@ -155,11 +159,10 @@ def _subjects(options: argparse.Namespace, platform: str) -> list[Subject]:
         if options.shapes is not None:
             raise CommandError("--from has the shapes of its report, and takes no --shapes")
         return _of_report(options.report)
-    if ":" not in options.what:
+    if function is None:
         raise CommandError(
             f"{options.what!r} is no operation ({', '.join(OPERATIONS)}), and no MODULE:FUNCTION, such as model:loss"
         )
-    function = function_of(options.what)
     if options.shapes is None:
         raise CommandError(f'{options.what} needs its arguments, as in --shapes "f32[8,1024],i32[8]"')
     return _of_program(function, shapes_of(options.shapes), options.what)
@@ -177,9 +180,9 @@ def _of_program(function: ArrayFunction, shapes: tuple[PyTree, ...], name: str) 
     return [Subject(match, match.location) for match in matches]
 
 
-def _of_operation(options: argparse.Namespace, platform: str) -> list[Subject]:
+def _of_operation(op: str, options: argparse.Namespace, platform: str) -> list[Subject]:
     """Returns the cases of the table's grid, or that of the shapes, in the requested directions."""
-    op, offered = options.what, cases_of(options.what)
+    offered = cases_of(op)
     if offered is None:
         raise CommandError(f"{op} has no grid; tune a function that computes it: MODULE:FUNCTION --shapes ...")
     if options.variant is not None and options.variant not in offered.ORIGINALS:

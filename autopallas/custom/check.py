@@ -1,25 +1,28 @@
-"""Decides about a site of a custom pattern: it is applied, since the user asked for it, once it has been compared."""
+"""Compares the replacement of a custom pattern with its reference before it is used, and says what was compared."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas import compat
-from autopallas.compat import Shaped
-from autopallas.custom.site import OwnSite
+from autopallas.compat import ClosedJaxpr, Shaped
+from autopallas.custom.operation import PatternOperation, PatternSpec, ReplacementError, pattern_of
 from autopallas.graph import Graph
 from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match
-from autopallas.sites.calls import kernel_backward, kernel_forward
+from autopallas.sites.calls import kernel_backward, kernel_forward, replaced_at
+from autopallas.sites.declared import DeclaredSite
 from autopallas.sites.device import Device
-from autopallas.sites.operation import Unsupported
-from autopallas.sites.spec import NoBlockSizes
+from autopallas.sites.sharded_site import ShardedSite
+from autopallas.sites.spec import BlockSizes, Spec
 
 __all__ = ["check_replacement", "without_nested"]
 
@@ -34,7 +37,16 @@ class Verdict(Protocol):
 D = TypeVar("D", bound=Verdict)
 
 _MOST_BYTES = 2**28
-"""Size above which a site's replacement is not compared, in bytes of its operands."""
+"""Size above which a site's replacement is not compared as a whole, in bytes of its operands."""
+_FEW_ROWS = 4
+"""Largest number of rows of the parts on which their independence is checked."""
+
+_EQUAL = "asked for by its pattern, and found equal to the reference within tolerance"
+_UNCHECKED = "asked for by its pattern; it is compared with the reference before its first use"
+_TYPES_ONLY = (
+    "asked for by its pattern; its operands are too large for a comparison with the reference, so only the shape and "
+    "dtype of its result were checked"
+)
 
 
 class _Verdicts:
@@ -54,43 +66,53 @@ class _Verdicts:
 _VERDICTS = _Verdicts()
 
 
-def check_replacement(
-    match: Match, device: Device, strict: bool, runs: bool
-) -> tuple[str | None, str, NoBlockSizes | None]:
-    """Returns (the implementation or None, the reason, its block sizes) for a site of a custom pattern.
+class _Sample(NamedTuple):
+    """What a replacement is compared on: a site, the same by the reference, and what the comparison tells.
+
+    The site is None where nothing of it is small enough to be compared.
+    """
+
+    site: DeclaredSite | None
+    original: ClosedJaxpr
+    in_words: str
+
+
+def check_replacement(match: Match, block_sizes: BlockSizes, strict: bool, runs: bool) -> tuple[bool, str]:
+    """Returns whether the replacement may be used for a site of a custom pattern, and the reason.
 
     Args:
       match: the site.
-      device: where the program will run.
+      block_sizes: those with which the replacement will run.
       strict: whether to raise an exception in the replacement.
       runs: whether anything may run; if not, as in ``explain``, the replacement is not checked.
     """
-    site = match.site
-    assert isinstance(site, OwnSite)
-    name = getattr(site.pattern.replacement, "__name__", "replacement")
-    answer = site.operation.supports(name, site.spec, device)
-    if isinstance(answer, Unsupported):
-        return None, answer.reason, None
     if not runs:
-        return name, "asked for by its pattern; it is compared with the reference before its first use", NoBlockSizes()
+        return True, _UNCHECKED
+    site = match.site.standalone if isinstance(match.site, ShardedSite) else match.site
+    assert isinstance(site, DeclaredSite)
     asked = {site.uses[p] for backward in match.backwards for p, _ in backward.gradients}
-    active = tuple(i for i, argument in enumerate(site.uses) if argument in asked)
-    key = (site, active, compat.numeric_setting())
+    active = tuple(i for i, value in enumerate(site.uses) if value in asked)
+    setting = compat.numeric_setting()
     try:
-        fault = _VERDICTS.get(key, lambda: _fault(match, name, active))
+        fault = _VERDICTS.get((site.form, setting), lambda: _fault_of_rows(site))
+        if fault is None:
+            sample = _sample(match, site)
+            key = (site, active, block_sizes, sample.in_words, setting)
+            fault = _VERDICTS.get(key, lambda: _fault(site, sample, block_sizes, active))
+    except ReplacementError as error:
+        return False, str(error)
     except Exception as error:
         if strict:
             raise
-        return None, f"the replacement fails with {type(error).__name__}: {str(error).splitlines()[0]}", None
-    if fault is not None:
-        return None, fault, None
-    return name, "asked for by its pattern, and found equal to the reference within tolerance", NoBlockSizes()
+        return False, f"the replacement fails with {type(error).__name__}: {str(error).splitlines()[0]}"
+    return (True, sample.in_words) if fault is None else (False, fault)
 
 
 def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D]) -> tuple[list[Match], list[D]]:
     """Drops sites, with their decisions, that lie within another applied site; the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
-    if not any(isinstance(match.site, OwnSite) for match in matches):
+    custom = [pair for pair in pairs if pattern_of(pair[0].site) is not None]
+    if not custom:
         return list(matches), list(decisions)
 
     def outside(some: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
@@ -98,68 +120,93 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
         still = surviving(graph, given) | given
         return [pair for pair in some if not still.isdisjoint(pair[0].results)]
 
-    own = [pair for pair in pairs if isinstance(pair[0].site, OwnSite)]
-    others = [pair for pair in pairs if not isinstance(pair[0].site, OwnSite)]
-    own = outside(own, others)
-    left = [*own, *outside(others, own)]
+    others = [pair for pair in pairs if pattern_of(pair[0].site) is None]
+    custom = outside(custom, others)
+    left = [*custom, *outside(others, custom)]
     return [match for match, _ in left], [decision for _, decision in left]
 
 
-def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
-    """Returns what is wrong with the replacement for this site, or None."""
+# ---------------------------------------------------------------------- what is compared
+
+
+def _sample(match: Match, site: DeclaredSite) -> _Sample:
+    """Returns the site and the program's equations; for a sharded site, one device's part and the reference; with
+    fewer rows where the operands are too large."""
+    if not isinstance(match.site, ShardedSite) and _bytes(match.original.in_avals) <= _MOST_BYTES:
+        return _Sample(site, match.original, _EQUAL)
+    words = f"{_EQUAL}, in one device's part" if isinstance(match.site, ShardedSite) else _EQUAL
+    if _bytes(_types(site)) > _MOST_BYTES:
+        words = f"{_EQUAL}, in some of its rows, since its operands are too large as a whole"
+        site = _with_fewer_rows(site)
+    if _bytes(_types(site)) > _MOST_BYTES:
+        return _Sample(None, match.original, _TYPES_ONLY)
+    return _Sample(site, compat.make_jaxpr(lambda *x: _by_reference(site, x), *_types(site)), words)
+
+
+def _types(site: DeclaredSite) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of a site's operands, one for each use."""
+    found = {
+        own.position: jax.ShapeDtypeStruct(
+            tuple(math.prod(site.sizes[label] for label in labels) for _, labels in own.view),
+            getattr(site.form, f"{name}_dtype"),
+        )
+        for name, own in site.operands
+    }
+    return [found[value] for value in site.uses]
+
+
+def _with_fewer_rows(site: DeclaredSite) -> DeclaredSite:
+    """Returns the site with as many of its rows as may be compared, or with one."""
+    letters, sizes = dict(site.letters), list(site.sizes)
+    rows = [label for letter in site.operation.rows.split() for label in letters[letter]]
+    while rows and _bytes(_types(site)) > _MOST_BYTES:
+        largest = max(rows, key=lambda label: sizes[label])
+        if sizes[largest] == 1:
+            break
+        sizes[largest] = (sizes[largest] + 1) // 2
+        site = replace(site, sizes=tuple(sizes))
+    return site
+
+
+def _by_reference(site: DeclaredSite, operands: Sequence[jax.Array]) -> jax.Array:
+    """Computes a site by the pattern's reference, in the program's layout."""
+    assert isinstance(site.form, PatternSpec)
+    arguments = [operands[site.uses.index(own.position)] for _, own in site.operands]
+    found: jax.Array = site.form.operation.pattern.reference(*arguments, **site.form.scalars())
+    return found
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+def _fault(site: DeclaredSite, sample: _Sample, block_sizes: BlockSizes, active: tuple[int, ...]) -> str | None:
+    """Returns what is wrong with the replacement for a site, or None.
+
+    Raises:
+      ReplacementError: it gives another type than the reference.
+    """
+    name = site.operation.usual(Device.current())
+    jax.eval_shape(kernel_forward(site, name, block_sizes), *_types(site))
+    if sample.site is None:
+        return None
     from autopallas.compile.outside_trace import isolated
     from autopallas.numerics.compare import compare, tolerance
     from autopallas.numerics.oracle import Oracle
 
-    site = match.site
-    assert isinstance(site, OwnSite)
-    kernel = kernel_forward(site, name, NoBlockSizes())
-    results, _ = jax.eval_shape(kernel, *map(_shape, match.original.in_avals))
-    (wanted,) = match.original.out_avals
-    if (results[0].shape, results[0].dtype) != (wanted.shape, wanted.dtype):
-        found = f"{results[0].dtype}{list(results[0].shape)}"
-        return f"the replacement gives {found} where the reference gives {wanted.dtype}{list(wanted.shape)}"
-    if site.maps or _bytes(match.original.in_avals) > _MOST_BYTES:
-        return None
+    own, program = sample.site, sample.original
+    original = _with_gradients(own, active, lambda operands: compat.jaxpr_as_fun(program)(*operands)[0])
+    kernel = kernel_forward(own, name, block_sizes)
 
-    backward = active and site.has_backward
-
-    def cotangent(value: jax.Array) -> jax.Array:
-        return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
-
-    def summed(gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """Adds up the gradients of the uses of each argument."""
-        sums: dict[int, jax.Array] = {}
-        for position, gradient in zip(active, gradients, strict=True):
-            argument = site.uses[position]
-            sums[argument] = sums[argument] + gradient if argument in sums else gradient
-        return list(sums.values())
-
-    def original(*operands: jax.Array) -> list[jax.Array]:
-        run = compat.jaxpr_as_fun(match.original)
-        if not backward:
-            return list(run(*operands))
-
-        def varied(*chosen: jax.Array) -> jax.Array:
-            filled = list(operands)
-            for position, x in zip(active, chosen, strict=True):
-                filled[position] = x
-            first: jax.Array = run(*filled)[0]
-            return first
-
-        value, pull = jax.vjp(varied, *(operands[i] for i in active))
-        return [value, *summed(pull(cotangent(value)))]
-
-    def ours(*operands: jax.Array) -> list[jax.Array]:
+    def replaced(*operands: jax.Array) -> list[jax.Array]:
         results, _ = kernel(*operands)
-        if not backward:
+        if not (active and own.has_backward):
             return list(results)
-        pull = kernel_backward(site, name, NoBlockSizes(), active)
-        return [*results, *summed(pull(operands, results, (), (cotangent(results[0]),)))]
+        pull = kernel_backward(own, name, block_sizes, active)
+        return [*results, *_summed(own, active, pull(operands, results, (), (_cotangent(results[0]),)))]
 
     def work() -> str | None:
-        operands = _operands(match)
-        plain, found = jax.jit(original)(*operands), jax.jit(ours)(*operands)
+        operands = [jnp.asarray(x) for x in own.operation.part("example").operands(own, _types(own))]
+        plain, found = jax.jit(original)(*operands), jax.jit(replaced)(*operands)
         oracle = Oracle(compat.make_jaxpr(original, *operands))(*operands)
         for position, (x, y, exact) in enumerate(zip(plain, found, oracle, strict=True)):
             what = "result" if position == 0 else f"gradient {position - 1}"
@@ -173,30 +220,82 @@ def _fault(match: Match, name: str, active: tuple[int, ...]) -> str | None:
     return isolated(work)
 
 
-def _operands(match: Match) -> list[jax.Array]:
-    """Returns operands for the comparison; uses of one argument get the same."""
-    site = match.site
-    assert isinstance(site, OwnSite)
-    first = [match.original.in_avals[site.uses.index(i)] for i in range(len(site.spec.operands))]
-    shapes = list(map(_shape, first))
-    given: Sequence[jax.Array]
-    if site.pattern.inputs is not None:
-        given = [jnp.asarray(x, s.dtype) for x, s in zip(site.pattern.inputs(shapes), shapes, strict=True)]
-    else:
-        random = np.random.default_rng(0)
-        given = [_random(random, s) for s in shapes]
-    return [given[i] for i in site.uses]
+def _cotangent(value: jax.Array) -> jax.Array:
+    return jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape).astype(value.dtype)
 
 
-def _random(random: np.random.Generator, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.issubdtype(shape.dtype, jnp.inexact):
-        return jnp.asarray(random.standard_normal(shape.shape), shape.dtype)
-    return jnp.asarray(random.integers(0, 2, shape.shape), shape.dtype)
+def _summed(site: DeclaredSite, active: Sequence[int], gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds up the gradients of the uses of each value."""
+    sums: dict[int, jax.Array] = {}
+    for position, gradient in zip(active, gradients, strict=True):
+        value = site.uses[position]
+        sums[value] = sums[value] + gradient if value in sums else gradient
+    return list(sums.values())
 
 
-def _shape(aval: Shaped) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def _with_gradients(
+    site: DeclaredSite, active: Sequence[int], function: Callable[[Sequence[jax.Array]], jax.Array]
+) -> Callable[..., list[jax.Array]]:
+    """Returns a function that gives what ``function`` does, and gradients of each value if the replacement has them."""
+
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        if not (active and site.has_backward):
+            return [function(operands)]
+
+        def varied(*chosen: jax.Array) -> jax.Array:
+            return function(replaced_at(operands, active, chosen))
+
+        value, pull = jax.vjp(varied, *(operands[i] for i in active))
+        return [value, *_summed(site, active, pull(_cotangent(value)))]
+
+    return run
+
+
+def _fault_of_rows(site: DeclaredSite) -> str | None:
+    """Returns why the letters that a pattern names as ``rows`` are not independent, or None; compares the reference of
+    parts with parts of the reference, in float64."""
+    from autopallas.compile.outside_trace import isolated
+    from autopallas.numerics.oracle import Oracle
+
+    own = site.operation
+    assert isinstance(own, PatternOperation)
+    small = {name: getattr(own.sample, name) for name in own.sizes.values()}
+    rows = own.rows.split()
+    small |= {own.sizes[letter]: min(_FEW_ROWS, small[own.sizes[letter]]) for letter in rows}
+    for letter in rows:
+        part = replace(site.form, **small)
+        whole = replace(part, **{own.sizes[letter]: 2 * small[own.sizes[letter]]})
+        types = [jax.ShapeDtypeStruct(own.shape(whole, n), getattr(whole, f"{n}_dtype")) for n in own.operands]
+        if _bytes(types) > _MOST_BYTES:
+            return f"rows={own.rows!r} cannot be checked, since the pattern's example is too large"
+
+        def at_once(*arrays: jax.Array, whole: Spec = whole) -> jax.Array:
+            return own.reference(whole, **dict(zip(own.operands, arrays, strict=True)))
+
+        def in_parts(*arrays: jax.Array, part: Spec = part, letter: str = letter) -> jax.Array:
+            letters = [letters.split() for letters in own.operands.values()]
+            pairs = [
+                jnp.split(x, 2, axes.index(letter)) if letter in axes else (x, x)
+                for x, axes in zip(arrays, letters, strict=True)
+            ]
+            halves = (dict(zip(own.operands, half, strict=True)) for half in zip(*pairs, strict=True))
+            return jnp.concatenate([own.reference(part, **half) for half in halves], own.result.split().index(letter))
+
+        def work(types: Sequence[jax.ShapeDtypeStruct] = types) -> bool:
+            arrays = [jnp.asarray(x) for x in own.pattern.example(types)]
+            found, wanted = (np.asarray(Oracle(compat.make_jaxpr(f, *types))(*arrays)[0]) for f in (in_parts, at_once))
+            largest = np.max(np.abs(np.where(np.isfinite(wanted), wanted, 0)), initial=0.0)
+            return np.allclose(found, wanted, rtol=1e-6, atol=1e-6 * float(largest), equal_nan=True)
+
+        try:
+            alike = isolated(work)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            return f"rows={own.rows!r} cannot be checked, since the reference fails for parts of {letter}: {reason}"
+        if not alike:
+            return f"rows={own.rows!r} is wrong: the reference of a part along {letter} is not that part of the whole"
+    return None
 
 
 def _bytes(avals: Sequence[Shaped]) -> int:
-    return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in avals)
+    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals)

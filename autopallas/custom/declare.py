@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from autopallas.compat import ArrayFunction
+from autopallas.custom.axes import Axes
 from autopallas.custom.registry import PLATFORMS, Pattern, register
 from autopallas.environment import OPERATIONS
 from autopallas.errors import OptionError
 from autopallas.patterns.spellings import check
+from autopallas.sites.block_sizes import Candidates
+from autopallas.sites.operation import folder_names
+from autopallas.sites.spec import Sizes
 
 __all__ = ["pattern"]
 
@@ -27,6 +31,12 @@ def pattern(
     differentiable: bool = False,
     platforms: Sequence[str] = PLATFORMS,
     inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[ArrayLike]] | None = None,
+    operands: Mapping[str, str] | None = None,
+    result: str | None = None,
+    sizes: Mapping[str, str] | None = None,
+    rows: str = "",
+    block_sizes: Sizes | None = None,
+    candidates: Candidates | None = None,
 ) -> Callable[[ArrayFunction], Pattern]:
     """Declares that the decorated function computes the same as ``reference``, and is to run in its place.
 
@@ -39,6 +49,10 @@ def pattern(
     values, and gradients if the program has them.  If it fails or is off, the original equations stay, and the report
     says why.
 
+    The arguments from ``operands`` on are optional.  With them a pattern is what a declared operation of this package
+    is: its replacement is called with an axis for each letter, devices compute its rows in parts, and its block sizes
+    are searched for, cached, locked and tuned.
+
     Args:
       reference: a function of arrays, and of ``scalars`` by keyword, that returns one array.
       shapes: an example of each operand: an array or a ``jax.ShapeDtypeStruct``.
@@ -49,6 +63,16 @@ def pattern(
         backward differentiates the reference.
       platforms: a selection of "cpu", "gpu", "tpu"; elsewhere the original runs.
       inputs: returns operands of the types that it is given, for the comparison, if random numbers make no sense.
+      operands: a name for each operand, in order, and the letters of its axes, as in ``{"x": "M N", "scale": "N"}``.
+        The first letter of ``rows`` stands for any number of axes in a program; the replacement gets them as one.
+      result: the letters of the result, as in ``"M N"``.
+      sizes: names for letters, such as ``{"M": "rows"}``, under which reports and ``candidates`` have their sizes; by
+        default the letters themselves.
+      rows: the letters along which the result is computed independently, as in ``"M"``: devices may divide them.
+      block_sizes: names of further keyword arguments of the replacement, with their defaults, as in
+        ``{"row_block": 128}``: whole numbers, truth values or words.
+      candidates: ``candidates(spec)`` returns all block sizes that are valid for sizes such as ``spec.M``, as mappings,
+        the best guess first; none if there are none.  By default ``block_sizes`` are valid everywhere.
 
     Returns:
       A decorator that returns a :class:`Pattern`, which can be called like the function, and has ``remove()``.
@@ -78,14 +102,35 @@ def pattern(
     wrong = [p for p in ([platforms] if isinstance(platforms, str) else platforms) if p not in PLATFORMS]
     if wrong or isinstance(platforms, str):
         raise OptionError(f"platforms is {platforms!r}; give a list out of {', '.join(PLATFORMS)}")
+    axes = Axes.of(operands, result, sizes, rows, types, scalars)
+    if block_sizes is not None or candidates is not None:
+        _check_block_sizes(block_sizes, candidates, axes, scalars)
 
     def declare(replacement: ArrayFunction) -> Pattern:
         called = name if name is not None else str(getattr(replacement, "__name__", ""))
-        if not called.isidentifier() or called in OPERATIONS:
+        if not called.isidentifier() or called in folder_names():
             raise OptionError(f"{called!r} is no name for a pattern; give name=, other than {', '.join(OPERATIONS)}")
-        _keywords(replacement, scalars)
-        made = Pattern(called, reference, replacement, types, tuple(scalars), differentiable, tuple(platforms), inputs)
+        _keywords(replacement, (*scalars, *(block_sizes or ())))
+        made = Pattern(
+            called,
+            reference,
+            replacement,
+            types,
+            tuple(scalars),
+            differentiable,
+            tuple(platforms),
+            inputs,
+            operands=axes.operands,
+            result=axes.result,
+            sizes=axes.sizes,
+            rows=rows,
+            block_sizes=dict(block_sizes or {}),
+            candidates=candidates,
+        )
         check(made)
+        axes.check_result(made.example_result.shape)
+        if made.block_sizes:
+            _check_candidates(made)
         register(made)
         return made
 
@@ -105,3 +150,27 @@ def _keywords(function: ArrayFunction, names: Sequence[str]) -> None:
     missing = [name for name in names if name not in signature.parameters and not takes_any]
     if missing:
         raise OptionError(f"the replacement takes no keyword argument {', '.join(missing)}")
+
+
+def _check_block_sizes(
+    block_sizes: Sizes | None, candidates: Candidates | None, axes: Axes, scalars: Sequence[str]
+) -> None:
+    if not isinstance(block_sizes, Mapping) or not block_sizes:
+        raise OptionError(f'block_sizes is {block_sizes!r}; give names with defaults, such as {{"row_block": 128}}')
+    for name, value in block_sizes.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in scalars:
+            raise OptionError(f"block_sizes has the name {name!r}; give other keyword arguments than the scalars")
+        if type(value) not in (int, bool, str):
+            raise OptionError(f"block_sizes has {name}={value!r}; give a whole number, a truth value or a word")
+    if not axes.operands:
+        raise OptionError("block sizes are chosen by the sizes of axes; declare these: operands=..., result=...")
+    if candidates is not None and not callable(candidates):
+        raise OptionError(f"candidates is {candidates!r}; give a function of a spec")
+
+
+def _check_candidates(pattern: Pattern) -> None:
+    try:
+        pattern.operation.block_sizes.candidates(pattern.operation.sample)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise OptionError(f"the candidates of the pattern {pattern.name} fail for its example: {reason}") from error

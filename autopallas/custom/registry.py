@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CellType, ModuleType
+from typing import cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from autopallas.compat import ArrayFunction, PyTree
+from autopallas.custom.operation import PatternOperation, operation_of
+from autopallas.sites.block_sizes import Candidates
+from autopallas.sites.declared_call import site_of
+from autopallas.sites.operation import register as register_operation
+from autopallas.sites.operation import registered, unregister
+from autopallas.sites.spec import Sizes
+from autopallas.tuning.key import syntax
 
 __all__ = ["PLATFORMS", "Pattern", "declared", "register"]
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+
+_MARK = 0.618033
+"""Value near which each scalar gets a number of its own, to be told from other numbers."""
+_DEEPEST = 4
+"""How deep the functions are looked at that a replacement captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +49,12 @@ class Pattern:
       differentiable: whether JAX can differentiate the replacement; otherwise it differentiates the reference.
       platforms: where it is used.
       inputs: returns operands of given types, for the check before first use; None: random numbers.
+      operands: the letters of each operand's axes, by its name; empty if the pattern declares none.
+      result: the letters of the result.
+      sizes: names of letters in specs, where these are not the letters themselves.
+      rows: the letters along which the computation is independent.
+      block_sizes: block sizes by name, with their defaults; they are keyword arguments of the replacement.
+      candidates: returns all block sizes that are valid for a spec, the best guess first.
     """
 
     name: str
@@ -41,45 +65,99 @@ class Pattern:
     differentiable: bool = False
     platforms: tuple[str, ...] = PLATFORMS
     inputs: Callable[[Sequence[jax.ShapeDtypeStruct]], Sequence[ArrayLike]] | None = None
+    operands: Mapping[str, str] = field(default_factory=dict)
+    result: str = ""
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    rows: str = ""
+    block_sizes: Sizes = field(default_factory=dict)
+    candidates: Candidates | None = None
 
-    def __call__(self, *operands: PyTree, **scalars: PyTree) -> PyTree:
-        return self.replacement(*operands, **scalars)
+    def __call__(self, *operands: PyTree, **named: PyTree) -> PyTree:
+        if self.block_sizes and not named.keys() & self.block_sizes.keys():
+            scalars = {name: value for name, value in named.items() if name in self.scalars}
+            spec = site_of(self.operation, dict(zip(self.names, operands, strict=True)), {**self.marks, **scalars}).spec
+            named = {**named, **self.operation.block_sizes.candidates(spec)[0].to_dict()}
+        return self.replacement(*operands, **named)
 
     def remove(self) -> None:
         """Removes the pattern: functions that are traced from now on do not look for it any more."""
-        _DECLARED.remove(self)
+        unregister(self.operation)
+
+    @functools.cached_property
+    def operation(self) -> PatternOperation:
+        """The operation that the pattern declares, of its example's ranks."""
+        return operation_of(self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operands."""
+        return tuple(self.operands) or tuple(f"operand{position}" for position in range(len(self.shapes)))
+
+    @property
+    def marks(self) -> dict[str, float]:
+        """Values of the scalars for which the reference is traced as an example."""
+        return {name: _MARK + 0.01 * i for i, name in enumerate(self.scalars)}
+
+    @functools.cached_property
+    def example_result(self) -> jax.ShapeDtypeStruct:
+        """Type of the reference's result for the example's operands."""
+        found: jax.ShapeDtypeStruct = jax.eval_shape(lambda *x: self.reference(*x, **self.marks), *self.shapes)
+        return found
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Hash of the replacement and its candidates: of their own code, and of the modules that define them."""
+        own = (self.replacement, self.candidates)
+        return hashlib.sha256("".join(_source(f) for f in own if f is not None).encode()).hexdigest()[:16]
+
+    def example(self, types: Sequence[jax.ShapeDtypeStruct], key: int = 0) -> list[np.ndarray]:
+        """Returns operands of given types: those of ``inputs``, or random ones."""
+        if self.inputs is not None:
+            given = zip(self.inputs(types), types, strict=True)
+            return [np.asarray(jnp.asarray(x, kind.dtype)) for x, kind in given]
+        random = np.random.default_rng(key)
+        return [_random(random, kind) for kind in types]
 
     def __repr__(self) -> str:
         return f"<autopallas.pattern {self.name}>"
 
 
-class _Declared:
-    """The patterns of this process, in the order of their declaration."""
-
-    def __init__(self) -> None:
-        self._patterns: tuple[Pattern, ...] = ()
-        self._lock = threading.Lock()
-
-    def add(self, pattern: Pattern) -> None:
-        with self._lock:  # declaring a name again, as in a notebook, replaces the pattern
-            self._patterns = (*(p for p in self._patterns if p.name != pattern.name), pattern)
-
-    def remove(self, pattern: Pattern) -> None:
-        with self._lock:
-            self._patterns = tuple(p for p in self._patterns if p is not pattern)
-
-    def all(self) -> tuple[Pattern, ...]:
-        return self._patterns
+def _random(random: np.random.Generator, kind: jax.ShapeDtypeStruct) -> np.ndarray:
+    floating = jnp.issubdtype(kind.dtype, jnp.inexact)
+    found = random.standard_normal(kind.shape) if floating else random.integers(0, 2, kind.shape)
+    return np.asarray(found, kind.dtype)
 
 
-_DECLARED = _Declared()
+def _source(function: Callable[..., object]) -> str:
+    """Returns a function's code, and the syntax of its module if that has a file."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    try:
+        module = syntax(inspect.getsource(cast(ModuleType, inspect.getmodule(function))))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        module = ""
+    return f"{_code(function)} {module}"
+
+
+def _code(function: Callable[..., object], depth: int = 0) -> str:
+    """Returns a function's instructions, with the plain values and the functions that it captured."""
+    code = getattr(function, "__code__", None)
+    if code is None or depth == _DEEPEST:
+        return type(function).__name__
+    captured = [*code.co_consts, *(getattr(function, "__defaults__", None) or ())]
+    cells = (cell for cell in getattr(function, "__closure__", None) or () if cell != CellType())
+    captured += [cell.cell_contents for cell in cells]
+    plain = [repr(value) for value in captured if isinstance(value, (bool, int, float, str, tuple))]
+    inner = [_code(value, depth + 1) for value in captured if inspect.isfunction(value)]
+    return " ".join((repr(code.co_code), *code.co_names, *plain, *inner))
 
 
 def declared() -> tuple[Pattern, ...]:
     """Returns the custom patterns that programs are searched for."""
-    return _DECLARED.all()
+    return tuple(own.pattern for own in registered() if isinstance(own, PatternOperation))
 
 
 def register(pattern: Pattern) -> None:
     """Registers a pattern: functions traced from now on look for it, instead of one of the same name."""
-    _DECLARED.add(pattern)
+    register_operation(pattern.operation)

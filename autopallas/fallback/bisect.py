@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autopallas import compat
-from autopallas.custom.site import OwnSite
+from autopallas.custom.operation import pattern_of
 from autopallas.faults import contained
 from autopallas.patterns import Match
 from autopallas.plan.decision import Decision
@@ -75,8 +75,9 @@ def only_allowed(matches: Sequence[Match], decisions: list[Decision], device: De
         return decisions
     result = []
     for match, decision in zip(matches, decisions, strict=True):
-        if decision.verdict == "applied" and isinstance(match.site, OwnSite):  # these have no key that can be saved
-            if allowed != ALL_SITES:
+        pattern = pattern_of(match.site)
+        if decision.verdict == "applied" and pattern is not None and not pattern.block_sizes:
+            if allowed != ALL_SITES:  # no verdict is kept of such a site
                 decision = replace(decision, verdict="kept", reason="left out to find what fails")
         elif decision.verdict == "applied":
             name, left_out = decision.implementation or "", True

@@ -179,16 +179,19 @@ def check(program: JaxprLike) -> None:
 
 
 def surviving(
-    graph: Graph, given: Iterable[int] = (), reads: Mapping[int, Iterable[int]] | None = None
+    graph: Graph, given: Iterable[int] = (), reads: Mapping[int, Iterable[int]] | None = None, least: int = 0
 ) -> frozenset[int]:
     """Returns the numbers of all values that the program still computes if those in ``given`` are computed elsewhere.
 
-    ``reads`` maps each of these to the values that it is computed from there, which are therefore needed.
+    ``reads`` maps each of these to the values that it is computed from there, which are therefore needed. Numbers below
+    ``least`` are not asked for: what is known of them does not count.
     """
     if reads is not None:
         chosen = frozenset(given)
         return _survivors(graph, chosen, reads) - chosen
     chosen = frozenset(given)
+    if least and graph.has_plain_bodies:
+        return _remaining(graph, chosen, least)
     if chosen not in graph.survivors:
         graph.survivors[chosen] = _survivors(graph, chosen, {})
     return graph.survivors[chosen]
@@ -241,10 +244,11 @@ def _walked(graph: Graph, given: frozenset[int], reads: Mapping[int, Iterable[in
     return frozenset(alive)
 
 
-def _remaining(graph: Graph, given: frozenset[int]) -> frozenset[int]:
+def _remaining(graph: Graph, given: frozenset[int], least: int = 0) -> frozenset[int]:
     """Computes the same without a walk over the program: what all of it computes, less what loses its last reader.
 
-    The steps are in proportion to the equations that go.
+    The steps are in proportion to the equations that go. A value is read by later ones alone, so that those before
+    ``least`` tell nothing of the others.
     """
     everything = surviving(graph)
     readers = _readers(graph, everything)
@@ -254,8 +258,10 @@ def _remaining(graph: Graph, given: frozenset[int]) -> frozenset[int]:
     idle: set[Node] = set()
     todo = list(given & everything)
     while todo:
-        graph.steps.spend()
         number = todo.pop()
+        if number < least:
+            continue
+        graph.steps.spend()
         node = graph.definitions[number]
         freed: list[int] = []
         if number not in unread and readers[number]:

@@ -54,8 +54,8 @@ PROMISED = "indices of rows are in range, as the gather promises (PROMISE_IN_BOU
 
 _RESHAPES = frozenset({"reshape", "squeeze", "expand_dims"})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "argmax"})
-_PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add"})
-"""Primitives that put the gradient of a selection among zeros."""
+_PUTS = frozenset({"pad", "dynamic_update_slice", "scatter-add", "rev"})
+"""Primitives that put the gradient of a selection among zeros, or in the order of what it selected from."""
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "mul", "div", "add", "add_any", "sub", "select_n"})
 _THROUGH = ELEMENTWISE | _RESHAPES | {"broadcast_in_dim", "transpose"}
 """Primitives that a selection moves back through, besides reductions and products."""
@@ -132,7 +132,7 @@ class _Mover:
         self._flat: dict[tuple[Var, Picked], Var] = {}
         self._selected: dict[tuple[Var, Rows], Atom] = {}
         self._constants = dict(zip(body.constvars, body.consts, strict=True))
-        self._own = frozenset(self._flowing())
+        self._own = self._flowing()
 
     def run(self) -> None:
         if not self.choices and not self._selects():
@@ -213,11 +213,16 @@ class _Mover:
         assert not consts
         names: dict[Var, Atom] = dict(zip(inner.invars, atoms, strict=True))
         for equation in inner.eqns:
+            inner_outvars = equation.outvars
             inputs = [a if isinstance(a, Literal) else names[a] for a in equation.invars]
             avals = [a.aval for a in inputs]
             outputs = [Var(compat.array_type(v.aval.shape, v.aval.dtype, avals, v.aval)) for v in equation.outvars]
-            names.update(zip(equation.outvars, outputs, strict=True))
-            self._add(equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx))
+            equation = equation.replace(invars=inputs, outvars=outputs, source_info=like.source_info, ctx=like.ctx)
+            names.update(zip(inner_outvars, outputs, strict=True))
+            moved = self._over_spread(equation)
+            if moved is not None:
+                names[inner_outvars[0]] = moved
+            self._add(equation)
         (result,) = inner.outvars
         assert isinstance(result, Var)
         found = names[result]
@@ -256,7 +261,8 @@ class _Mover:
             return None
         rows = selection(equation)
         source = equation.invars[0] if equation.invars else None
-        if isinstance(source, Var) and source in self.logits:
+        back = name == "rev" and rows is not None and rows.choice in self.choices  # it is its own derivative
+        if isinstance(source, Var) and source in self.logits and not back:
             if rows is None and name == "gather":
                 rows = self._merged(equation, picked_from_several(equation))
             if rows is not None:
@@ -266,7 +272,13 @@ class _Mover:
         spread = self._put(equation)
         if spread is not None:
             self.spread[equation.outvars[0]] = spread
-        elif any(isinstance(a, Var) and a in self.spread for a in equation.invars):
+            return None
+        return self._over_spread(equation)
+
+    def _over_spread(self, equation: JaxprEqn) -> Atom | None:
+        """Returns what to read in place of an equation's result, if an operand is a value among zeros that moves on."""
+        name = equation.primitive.name
+        if any(isinstance(a, Var) and a in self.spread for a in equation.invars):
             if name == "dot_general":
                 return self._product_of_spread(equation)
             if name == "reduce_sum":
@@ -303,8 +315,8 @@ class _Mover:
     def _labels_of_rows(self, equation: JaxprEqn, source: Var) -> Atom | None:
         """Returns what to read in place of one element of each of some rows of logits."""
         picks, component = picked_labels(equation) or (None, 0)
-        if picks is None or self._counts(equation.invars[1], picks):
-            return None
+        if picks is None or any(self._counts(equation.invars[1], own) for own in (picks.components(), [component])):
+            return None  # each row, or rows along the last axis and labels along another
         rows = self._merged(equation, picks)
         selected = None if rows is None else self._selected_rows(equation, source, rows)
         if rows is None or selected is None:
@@ -321,15 +333,15 @@ class _Mover:
             found = self._filled(equation, rows, found, rows.fill)
         return self._emit(equation, lambda array: lax.reshape(array, shape), found)
 
-    def _counts(self, indices: Atom, picks: Picked) -> bool:
-        """Returns whether the components of indices that count rows count them one by one."""
+    def _counts(self, indices: Atom, components: Sequence[int]) -> bool:
+        """Returns whether components of indices count one by one."""
         definition = self.definitions.get(indices) if isinstance(indices, Var) else None
         if definition is None or definition.primitive.name != "concatenate":
             return False
-        last = len(picks.index_shape)
+        last = len(indices.aval.shape) - 1
         if definition.params["dimension"] != last or any(a.aval.shape[last] != 1 for a in definition.invars):
             return False
-        return all(self._is_count(definition.invars[component]) for component in picks.components())
+        return all(self._is_count(definition.invars[component]) for component in components)
 
     def _is_count(self, atom: Atom) -> bool:
         for _ in range(_DEEPEST):
@@ -525,6 +537,8 @@ class _Mover:
 
     def _product(self, equation: JaxprEqn, atoms: Sequence[Atom], **params: object) -> Var:
         found = self._bind(equation, atoms, **params)
+        self._own.add(found)
+        self.logits.add(found)
         self.scores.add(found)
         return found
 
@@ -545,6 +559,11 @@ class _Mover:
             low, _, interior = config[axis]
             size = equation.invars[0].aval.shape[axis]
             rows = Rows(axis, (shape[axis],), 0, low, size, interior + 1 if size > 1 else 1)
+        elif name == "rev":
+            found = selection(equation)
+            if found is None:
+                return None
+            rows = found
         elif name == "dynamic_update_slice" and self._is_zero(equation.invars[0]):
             found = window(equation.invars[2:], shape, equation.invars[1].aval.shape)
             if found is None:
@@ -563,10 +582,10 @@ class _Mover:
             rows = found
         else:
             return None
-        core = equation.invars[{"pad": 0, "scatter-add": 2}.get(name, 1)]
+        core = equation.invars[{"pad": 0, "rev": 0, "scatter-add": 2}.get(name, 1)]
         if rows.choice not in self.choices:
             return None
-        if rows.merged > 1:
+        if core.aval.shape != rows.shape(shape):
             core = self._emit(equation, lambda array: lax.reshape(array, rows.shape(shape)), core)
         # A gather clips indices that are promised to be in range; the scatter that is its transpose drops them.
         promised = rows.mode is GatherScatterMode.PROMISE_IN_BOUNDS

@@ -32,7 +32,7 @@ __all__ = [
 
 Atom = Var | Literal
 
-SELECTIONS = frozenset({"slice", "dynamic_slice", "gather"})
+SELECTIONS = frozenset({"slice", "dynamic_slice", "gather", "rev"})
 """Primitives that may select rows."""
 
 
@@ -46,8 +46,8 @@ class Rows:
       part: which of these parts the positions are selected from.
       start: the first position, or the variable that holds it; with ``mode`` the variable that holds all positions,
         [size, 1].
-      size, stride: how many positions, and the distance between them.  The first position follows the last: if all
-        positions are selected from another start, they are rolled.
+      size, stride: how many positions, and the distance between them; -1 for all positions in reverse.  The first
+        position follows the last: if all positions are selected from another start, they are rolled.
       mode: the mode of the gather that picks positions by index, or None.
       fill: what rows out of range are filled with; ``mode`` is then that of the gather that picks other rows in their
         place.  In the opposite direction they are dropped.
@@ -77,7 +77,7 @@ class Rows:
     @property
     def all(self) -> bool:
         """Whether all rows are selected, perhaps in another order."""
-        return self.mode is None and self.stride == 1 and self.size == self.parts[self.part]
+        return self.mode is None and abs(self.stride) == 1 and self.size == self.parts[self.part]
 
     @property
     def choice(self) -> tuple[Hashable, ...]:
@@ -144,6 +144,8 @@ class Rows:
         if self.more:
             rest = array.shape[self.axis + self.merged :]
             array = lax.reshape(array, (*array.shape[: self.axis], *self.parts, *rest))
+        if self.stride < 0:
+            return lax.rev(array, (own,))
         if isinstance(self.start, int) and self.all:
             return _rolled(array, self.start, own)
         if isinstance(self.start, int):
@@ -163,7 +165,9 @@ class Rows:
         """Inverts :meth:`select`: returns an array of the shape ``before``, zero elsewhere."""
         own = self.axis + self.part
         full = (*before[: self.axis], *self.parts, *before[self.axis + self.merged :])
-        if isinstance(self.start, int) and self.all:
+        if self.stride < 0:
+            array = lax.rev(array, (own,))
+        elif isinstance(self.start, int) and self.all:
             array = _rolled(array, self.size - self.start, own)
         elif isinstance(self.start, int):
             rest = full[own] - self.start - (self.size - 1) * self.stride - 1
@@ -197,6 +201,12 @@ def selection(equation: JaxprEqn) -> Rows | None:
     if name not in SELECTIONS:
         return None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if name == "rev":
+        reversed_axes = [d for d in params["dimensions"] if before[d] > 1]
+        if len(reversed_axes) != 1:
+            return None
+        (axis,) = reversed_axes
+        return Rows(axis, (before[axis],), 0, before[axis] - 1, before[axis], -1)
     if name == "dynamic_slice":
         return window(equation.invars[1:], before, after)
     if name == "gather":
@@ -316,42 +326,55 @@ class Picked:
       sizes: their sizes.
       index_shape: the shape of the indices, without their components.
       sources: for each axis, the dimension of the indices that counts it (it is a batch axis), or (component,).
+      windows: for each axis, how many rows are picked from each index on.
     """
 
     axes: range
     sizes: tuple[int, ...]
     index_shape: tuple[int, ...]
     sources: tuple[int | tuple[int], ...]
+    windows: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rows that are picked: that of the indices, then the windows."""
+        return (*self.index_shape, *self.windows)
 
     @property
     def rows(self) -> int:
         """Number of rows that are picked."""
-        return math.prod(self.index_shape)
+        return math.prod(self.shape)
 
     def flat(self, indices: jax.Array) -> jax.Array:
         """Returns one index per row, [rows, 1], into the merged axes, clipped as gathers do."""
-        found = jnp.zeros(self.index_shape, jnp.int32)
-        for source, size in zip(self.sources, self.sizes, strict=True):
+        found = jnp.zeros(self.shape, jnp.int32)
+        for axis, (source, size, window) in enumerate(zip(self.sources, self.sizes, self.windows, strict=True)):
             if isinstance(source, int):
-                own = lax.broadcasted_iota(jnp.int32, self.index_shape, source)
+                own = lax.broadcasted_iota(jnp.int32, self.shape, source)
             else:
-                component = lax.index_in_dim(indices, source[0], len(self.index_shape), keepdims=False)
-                last = np.asarray(size - 1, component.dtype)
-                own = lax.clamp(np.zeros_like(last), component, last).astype(jnp.int32)
+                component = self._component(indices, source[0])
+                last = np.asarray(size - window, component.dtype)
+                first = lax.clamp(np.zeros_like(last), component, last).astype(jnp.int32)
+                own = first + lax.broadcasted_iota(jnp.int32, self.shape, len(self.index_shape) + axis)
             found = found * size + own
         return lax.reshape(found, (self.rows, 1))
+
+    def _component(self, indices: jax.Array, position: int) -> jax.Array:
+        """Returns one component of the indices, for each row that is picked."""
+        component = lax.index_in_dim(indices, position, len(self.index_shape), keepdims=False)
+        return lax.broadcast_in_dim(component, self.shape, range(len(self.index_shape)))
 
     def components(self) -> list[int]:
         """Returns which components of the indices count rows."""
         return [source[0] for source in self.sources if not isinstance(source, int)]
 
     def within(self, indices: jax.Array) -> jax.Array:
-        """Returns whether all components of an index are in range, [rows]."""
-        found = jnp.ones(self.index_shape, bool)
-        for source, size in zip(self.sources, self.sizes, strict=True):
+        """Returns whether all components of an index are in range, windows included, [rows]."""
+        found = jnp.ones(self.shape, bool)
+        for source, size, window in zip(self.sources, self.sizes, self.windows, strict=True):
             if not isinstance(source, int):
-                component = lax.index_in_dim(indices, source[0], len(self.index_shape), keepdims=False)
-                last = np.asarray(size - 1, component.dtype)
+                component = self._component(indices, source[0])
+                last = np.asarray(size - window, component.dtype)
                 found = found & (component >= 0) & (component <= last)
         return lax.reshape(found, (self.rows,))
 
@@ -364,11 +387,13 @@ def picked_from_several(equation: JaxprEqn) -> Picked | None:
     ignored = {d for d in numbers.along if sizes[d] == whole[d]} if mode is GatherScatterMode.CLIP else set()
     axes = sorted({*numbers.along, *numbers.batching} - ignored)
     others = [d for d in range(len(whole)) if d not in axes]
-    if len(axes) < 2 or not others or any(sizes[d] != 1 for d in axes) or any(sizes[d] != whole[d] for d in others):
+    several = len(axes) > 1 or any(sizes[d] > 1 for d in axes)
+    if not several or not axes or not others or any(sizes[d] != whole[d] for d in others):
         return None
-    # The result's dimensions are the axes before, the indices' and the axes behind, except those of size 1.
+    # The result's dimensions are the axes before, the indices', the windows and the axes behind, but for size 1.
     named = dict(zip(numbers.windows, numbers.left, strict=True))
-    order = [named.get(d, axes[0]) for d in range(len(numbers.result)) if named.get(d) not in axes]
+    places = [(named.get(d, axes[0]), d in named) for d in range(len(numbers.result))]
+    order = [place for place in places if place[0] not in axes or not place[1] or sizes[place[0]] > 1]
     return numbers.picked(equation, axes) if order == sorted(order) else None
 
 
@@ -436,4 +461,5 @@ class _IndexNumbers:
             else:
                 return None
         sizes, index_shape = tuple(whole[d] for d in axes), tuple(indices.aval.shape[:-1])
-        return Picked(range(axes[0], axes[-1] + 1), sizes, index_shape, tuple(sources))
+        windows = tuple(self.sizes[d] for d in axes)
+        return Picked(range(axes[0], axes[-1] + 1), sizes, index_shape, tuple(sources), windows)

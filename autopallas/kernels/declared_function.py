@@ -138,7 +138,7 @@ def _checked_block_sizes(operation: DeclaredOperation, given: BlockSizes | None)
 
 def _docstring(operation: DeclaredOperation) -> str:
     """The formula of the spec, and the shapes of what goes in and comes out."""
-    spec, first = type(operation.sample), operation.rows.split()[0]
+    spec, first, further = type(operation.sample), operation.first_row, operation.rows.split()[1:]
     formula = inspect.cleandoc(spec.__doc__ or "what its reference says.").split("\n\n")[0]
     letters = ", ".join(f"{letter} {name.replace('_', ' ')}" for letter, name in operation.sizes.items())
     meanings, arguments = _meanings(spec), []
@@ -158,6 +158,7 @@ def _docstring(operation: DeclaredOperation) -> str:
         "(``autopallas.optimize`` has them).",
         "",
         f"Letters: {letters}; {first}... is any number of axes, or none, along which arrays are broadcast as by NumPy.",
+        *(f"The axis {letter} may be left out where its size is 1." for letter in further),
         "",
         "Arguments:",
         *(f"  {line}" for line in arguments),

@@ -18,7 +18,7 @@ __all__ = ["Match", "NearMiss", "find"]
 
 
 def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[list[Match], list[NearMiss]]:
-    """Finds all sites in a graph of the operations in ``ops`` (None: of all operations), and the near misses.
+    """Finds all sites in a graph of the operations and patterns in ``ops`` (None: of all), and the near misses.
 
     Sites of patterns that the user declared come first. Sites may still lie within each other here: planning decides
     later which of them are applied. Where failures are collected (:mod:`autopallas.faults`), an exception in one
@@ -36,7 +36,7 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
-    if ops is None and (patterns := declared()):
+    if patterns := [pattern for pattern in declared() if ops is None or pattern.name in ops]:
         with contained(op="own patterns", stage="recognition"):
             own = importlib.import_module("autopallas.patterns.spellings")
             found, missed = own.find(graph, patterns)

@@ -91,6 +91,10 @@ LOGITS_APART = (
     "Compute what else needs the logits (samples, metrics, histograms) in a separate function, called only where its "
     "result is needed. Accuracy by argmax may stay: the kernel computes it."
 )
+ROWS_BEFORE = (
+    "Select, pad, reorder or join rows of the activations, before the product that gives the logits; or the losses of "
+    "the tokens, after it."
+)
 LOGITS_RETURNED = (
     "Return the logits from a separate function. If the array is the gradient of soft labels, put "
     "jax.lax.stop_gradient around these; or, where that gradient is needed, take the weight's in the same function: "

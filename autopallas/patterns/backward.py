@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -329,16 +330,22 @@ def _rectified(equation: JaxprEqn) -> JaxprEqn:
 
 
 class Lookup:
-    """Looks equations up in a graph.
+    """Looks equations up in a graph, by an index of the nodes by what they do; :meth:`of` gives the graph's own."""
 
-    One is made per graph: it holds an index of the nodes by what they do, for the primitives that were asked for.
-    """
+    @staticmethod
+    def of(graph: Graph) -> Lookup:
+        """Returns the lookup of a graph, which all patterns share."""
+        if "lookup" not in graph.notes:
+            graph.notes["lookup"] = (Lookup(graph),)
+        (lookup,) = graph.notes["lookup"]
+        assert isinstance(lookup, Lookup)
+        return lookup
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self._index: dict[Hashable, dict[int, list[Node]]] = {}
         self._sizes: dict[Hashable, dict[int, None]] = {}
-        self._derivatives: dict[Hashable, Body] = {}
+        self._derivatives: dict[Hashable, _Derivative] = {}
         self._children: dict[int, list[Child]] = {}
         """Bodies that equations of derivatives hold, by the identity of the equation."""
         self._transposes: dict[Hashable, Body] = {}
@@ -381,39 +388,37 @@ class Lookup:
     def _backwards(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> list[Backward]:
         graph, frame = self.graph, self.graph.frames[forward.body]
         try:
-            pattern = self._derivative(forward, wanted, mapped)
+            derivative = self._derivative(forward, wanted, mapped)
         except NotImplementedError:
             if mapped is None:
                 raise
             return []  # JAX cannot map some equation of the derivative, so no program holds the mapped one
-        cotangent, *inputs = pattern.invars
+        cotangent, *inputs = derivative.body.invars
         known = {v: u.number for v, u in zip(inputs, forward.uses, strict=True)}
+        followed: dict[int, dict[Var, int]] = {}  # per candidate, the values that were found with it
         found: dict[int, Backward] = {}
         tied: set[int] = set()  # cotangents that meet values of the site; one only added up may be any site's
         root = graph.numbers[forward.body][forward.root]
         inner = forward.own - {root}  # one factor of a product is not the other's cotangent
-        leading = [
-            (i, result, _leading_to(pattern.equations, result))
-            for i, result in zip(wanted, pattern.outvars, strict=True)
-            if isinstance(result, Var)
-        ]
-        of_site = {i for i, _, e in leading if any(a in known for x in e for a in x.invars if isinstance(a, Var))}
-        # A result that only adds the cotangent up identifies no site: it is looked up for cotangents found already.
-        for i, result, equations in sorted(leading, key=lambda given: given[0] not in of_site):
-            started = self._cotangents(equations, known, cotangent, frame) if i in of_site else ()
+        for path in derivative.paths:
+            started = self._cotangents(path.equations, known, cotangent, frame) if path.of_site else ()
             for candidate in dict.fromkeys(c for c in (*found, *started) if c not in inner):
-                numbers = self._follow(equations, known | {cotangent: candidate}, frame)
-                if numbers is not None and result in numbers and numbers[result] not in self.graph.supposed | {root}:
-                    backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
-                    backward.levels[i] = [Level(forward.uses[i].number, numbers[result])]
-                    if i in of_site:
-                        tied.add(candidate)
+                numbers = followed.setdefault(candidate, {cotangent: candidate})
+                numbers.update(known)
+                if not self._follow(path.equations, numbers, frame) or path.result not in numbers:
+                    continue
+                if numbers[path.result] in graph.supposed or numbers[path.result] == root:
+                    continue
+                backward = found.setdefault(candidate, Backward(candidate, mapped=mapped))
+                backward.levels[path.use] = [Level(forward.uses[path.use].number, numbers[path.result])]
+                if path.of_site:
+                    tied.add(candidate)
         for backward in found.values():
             for i, levels in backward.levels.items():
                 self._extend(forward, forward.uses[i], levels, frame, mapped)
         return [found[c] for c in found if c in tied and graph.shape(c) == tuple(cotangent.aval.shape)]
 
-    def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> Body:
+    def _derivative(self, forward: Forward, wanted: Sequence[int], mapped: int | None) -> _Derivative:
         """Returns the equations of ``jax.vjp``, from (cotangent, uses) to the cotangents of the uses in ``wanted``;
         mapped over that many cotangents unless ``mapped`` is None."""
         key = (forward.shape(), tuple(wanted), mapped, compat.axis_types(forward.root.aval), forward.dissolved)
@@ -441,8 +446,9 @@ class Lookup:
                 derivative = compat.make_jaxpr(pulled, *shapes)
                 if forward.dissolved:
                     derivative = compat.make_jaxpr(_without_rules(derivative), *shapes)
-                pattern = self._derivatives[key] = flatten(derivative, forward.body.path)
+                pattern = flatten(derivative, forward.body.path)
                 self._children.update((id(pattern.equations[i]), own) for i, own in pattern.children.items())
+                self._derivatives[key] = _Derivative(pattern, wanted)
         return self._derivatives[key]
 
     def _extend(
@@ -461,9 +467,9 @@ class Lookup:
                 met = numbers[before] == levels[-1].operand
                 continue
             pattern = self._transposed(equation, mapped)
-            found = self._follow(pattern.equations, {pattern.invars[0]: levels[-1].cotangent}, frame)
+            found = {pattern.invars[0]: levels[-1].cotangent}
             result = pattern.outvars[0]
-            if found is None or not isinstance(result, Var) or result not in found:
+            if not self._follow(pattern.equations, found, frame) or not isinstance(result, Var) or result not in found:
                 return
             if found[result] in self.graph.supposed:
                 return
@@ -523,21 +529,20 @@ class Lookup:
                 self._transposes[key] = flatten(compat.make_jaxpr(pull, kind))
         return self._transposes[key]
 
-    def _follow(
-        self, equations: Sequence[JaxprEqn], known: dict[Var, int], frame: tuple[int, ...]
-    ) -> dict[Var, int] | None:
-        """Returns the numbers of all variables, or None where an equation is not in the program.
+    def _follow(self, equations: Sequence[JaxprEqn], numbers: dict[Var, int], frame: tuple[int, ...]) -> bool:
+        """Adds the numbers of all variables to ``numbers``; returns False at an equation that is not in the program.
 
         If there is a loop among the equations, missing ones are skipped: the program may lack results of the loop, and
         what only those need.
         """
-        numbers = dict(known)
-        loops = any(self._is_loop(equation) for equation in equations)
+        loops = any(self._is_loop(equation) for equation in equations) if self._children else False
         for equation in equations:
+            if equation.outvars[0] in numbers and len(equation.outvars) == 1:
+                continue
             operands = self._read(equation, numbers)
             results: Sequence[int | None] | None = None
             self.graph.steps.spend()
-            if self._is_loop(equation):
+            if loops and self._is_loop(equation):
                 given = [self._atom(atom, numbers) for atom in equation.invars]
                 results = self.graph.held(equation, self._children[id(equation)], given, frame)
             elif operands is not None:
@@ -545,9 +550,9 @@ class Lookup:
             if results is None and loops:
                 continue
             if results is None:
-                return None
+                return False
             numbers.update((v, n) for v, n in zip(equation.outvars, results, strict=True) if n is not None)
-        return numbers
+        return True
 
     def _results(self, equation: JaxprEqn, operands: list[int], frame: tuple[int, ...]) -> Sequence[int | None] | None:
         """Returns the numbers of an equation's results, if the program has them; for a loop, those that it has."""
@@ -571,11 +576,10 @@ class Lookup:
         return operands
 
     def _cotangents(
-        self, equations: Sequence[JaxprEqn], known: dict[Var, int], cotangent: Var, frame: tuple[int, ...]
+        self, equations: Sequence[JaxprEqn], numbers: dict[Var, int], cotangent: Var, frame: tuple[int, ...]
     ) -> list[int]:
         """Returns the values that may be the cotangent: those with which the first equation that reads it is in the
-        program."""
-        numbers = dict(known)
+        program.  Adds to ``numbers`` the values that are found before it."""
         aliases = {cotangent}
         for equation in equations:
             reads = [isinstance(a, Var) and a in aliases for a in equation.invars]
@@ -584,6 +588,8 @@ class Lookup:
                     aliases.update(equation.outvars)
                     continue
                 return self._candidates(equation, reads, numbers, frame)
+            if equation.outvars[0] in numbers and len(equation.outvars) == 1:
+                continue
             operands = self._read(equation, numbers)
             results = None if operands is None else self._results(equation, operands, frame)
             if results is None:
@@ -707,6 +713,31 @@ def settle(graph: Graph, lookup: Lookup, searches: Sequence[Search], given: set[
         chosen = [s for s in chosen if s not in left]
         left = incomplete(chosen) if chosen else []
     return [] if left else chosen
+
+
+class _Path(NamedTuple):
+    """The equations of a derivative that lead to the cotangent of one use."""
+
+    use: int
+    result: Var
+    equations: Sequence[JaxprEqn]
+    of_site: bool
+    """Whether a value of the site is read on the way.  One that only adds cotangents up identifies no site."""
+
+
+class _Derivative:
+    """A derivative, from (cotangent, uses) to cotangents of ``wanted`` uses: its paths, those of the site first."""
+
+    def __init__(self, body: Body, wanted: Sequence[int]):
+        self.body = body
+        given = set(body.invars[1:])
+        paths = []
+        for i, result in zip(wanted, body.outvars, strict=True):
+            if isinstance(result, Var):
+                path = _leading_to(body.equations, result)
+                of_site = any(isinstance(atom, Var) and atom in given for e in path for atom in e.invars)
+                paths.append(_Path(i, result, path, of_site))
+        self.paths = sorted(paths, key=lambda path: not path.of_site)
 
 
 def _leading_to(equations: Sequence[JaxprEqn], result: Var) -> list[JaxprEqn]:

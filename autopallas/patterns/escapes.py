@@ -6,13 +6,13 @@ for. If the program holds it, and nothing else reads inner values, forward and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
 from autopallas import jaxprs
-from autopallas.custom.site import OwnSite
 from autopallas.faults import contained
 from autopallas.graph import Body, Graph, Node
 from autopallas.graph.edit import surviving
@@ -62,16 +62,14 @@ def complete(graph: Graph, sites: Sequence[tuple[Match, Node]]) -> tuple[list[Ma
     given = {number for match in matches for number in match.results}
     settled: list[Search] = []
     with contained():
-        settled = settle(graph, Lookup(graph), searches, given) if searches else []
-    misses: list[NearMiss] = []
-    for match, node, search in waiting:
-        whole = None
-        with contained(match.location):
-            whole = _with_backward(graph, match, search) if search is not None and search in settled else None
-        if whole is not None:
-            matches.append(whole)
-        else:
-            misses.append(NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART))
+        settled = settle(graph, Lookup.of(graph), searches, given) if searches else []
+    whole = _with_backwards(graph, [(match, search) for match, _, search in waiting if search in settled])
+    matches += whole.values()
+    misses = [
+        NearMiss(match.op, match.location, _escape(graph, match), node.outputs[0], _APART)
+        for match, node, _ in waiting
+        if match.results not in whole
+    ]
     return matches, misses
 
 
@@ -87,9 +85,10 @@ def _inner(graph: Graph, match: Match) -> set[int]:
 def _escape(graph: Graph, match: Match) -> str:
     """Describes which inner value is needed elsewhere, and where."""
     own = {id(node) for node in match.equations}
-    for number in sorted(_inner(graph, match) & surviving(graph, match.results)):
+    alive = surviving(graph)
+    for number in sorted(_inner(graph, match) & alive):
         for user in graph.users[number]:
-            if id(user) not in own:
+            if id(user) not in own and not alive.isdisjoint(user.outputs):
                 return f"a value in the middle of it is also used by {user.name} at {jaxprs.location(user.equation)}"
     return "a value in the middle of it is used elsewhere"
 
@@ -103,14 +102,43 @@ def _search(graph: Graph, match: Match) -> Search | None:
     return Search(forward, wanted, ())
 
 
-def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
+def _with_backwards(graph: Graph, waiting: Sequence[tuple[Match, Search | None]]) -> dict[tuple[int, ...], Match]:
+    """Returns the matches, by their results, with the backwards that were found for them; drops those of which a
+    cotangent is needed that kernels do not give.
+
+    What each may give depends on what else is computed beside it: on what the other kernels read, and not on how the
+    program computes it. Where one is dropped, its equations stay, and the others are looked at again.
+    """
+    left = [(match, search) for match, search in waiting if search is not None]
+    while left:
+        read = [_read(search) for _, search in left]
+        reads = {n: values for (_, search), values in zip(left, read, strict=True) for n in search.replaced()}
+        still = surviving(graph, reads, reads)
+        kernels = Counter(number for values in read for number in values)
+        found: dict[tuple[int, ...], Match] = {}
+        for (match, search), own in zip(left, read, strict=True):
+            with contained(match.location):
+                beside = _Beside(graph, still, kernels - Counter(own))
+                if (whole := _with_backward(match, search, beside)) is not None:
+                    found[match.results] = whole
+        if len(found) == len(left):
+            return found
+        left = [(match, search) for match, search in left if match.results in found]
+    return {}
+
+
+def _read(search: Search) -> set[int]:
+    """Returns the values that the kernels of a site read."""
+    return {use.number for use in search.forward.uses} | {backward.cotangent for backward in search.found}
+
+
+def _with_backward(match: Match, search: Search, beside: _Beside) -> Match | None:
     """Returns the match with the backwards that were found, and with one operand for each use."""
-    forward = search.forward
+    graph, forward = beside.graph, search.forward
     numbers = [use.number for use in forward.uses]
-    still = surviving(graph, search.replaced())
     backwards = []
     for backward in search.found:
-        cotangents = _gradients(graph, backward, numbers, still)
+        cotangents = _gradients(backward, numbers, beside)
         body = None if not cotangents else _home(graph, backward.cotangent, [number for _, number in cotangents])
         if body is None or not all(is_available(graph, number, (match.body,), body, True) for number in numbers):
             return None
@@ -118,7 +146,7 @@ def _with_backward(graph: Graph, match: Match, search: Search) -> Match | None:
     if not backwards:
         return None
     site = match.site
-    assert isinstance(site, OwnSite | DeclaredSite)
+    assert isinstance(site, DeclaredSite)
     return replace(
         match,
         site=replace(site, uses=tuple(match.operands.index(number) for number in numbers)),
@@ -136,14 +164,11 @@ def _home(graph: Graph, cotangent: int, gradients: Sequence[int]) -> Body | None
     return None
 
 
-def _gradients(
-    graph: Graph, backward: Backward, numbers: Sequence[int], still: frozenset[int]
-) -> list[tuple[int, int]]:
+def _gradients(backward: Backward, numbers: Sequence[int], beside: _Beside) -> list[tuple[int, int]]:
     """Returns pairs (use, number of its cotangent), each number once; an empty list where that cannot be.
 
     Among the uses of one value, the first pair has the use that is to receive the cotangent of them all. The cotangents
-    of these uses must do nothing but add up: then only their sum counts, wherever else it goes. ``still`` are the
-    values that are computed beside the site.
+    of these uses must do nothing but add up: then only their sum counts, wherever else it goes.
     """
     of_value: dict[int, list[tuple[int, int]]] = {}
     for use, levels in backward.levels.items():
@@ -153,7 +178,7 @@ def _gradients(
         found = [cotangent for _, cotangent in uses]
         for use, cotangent in uses:
             others = {number for number in found if number != cotangent}
-            if found.count(cotangent) == 1 and _meet(graph, cotangent, others, still):
+            if found.count(cotangent) == 1 and beside.meet(cotangent, others):
                 rest = {number: other for other, number in uses if number != cotangent}
                 gradients += [(use, cotangent), *((other, number) for number, other in rest.items())]
                 break
@@ -162,34 +187,39 @@ def _gradients(
     return gradients
 
 
-def _readers(graph: Graph, number: int, still: frozenset[int]) -> list[Node]:
-    """Returns the nodes that read a value beside the site."""
-    return [node for node in graph.users[number] if node.equation.effects or not still.isdisjoint(node.outputs)]
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What is computed beside a site: the values that the program still computes, and those that other kernels read."""
 
+    graph: Graph
+    still: frozenset[int]
+    kernels: Mapping[int, int]
 
-def _meet(graph: Graph, number: int, others: set[int], still: frozenset[int]) -> bool:
-    """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
-    chain = [number]
-    while len(chain) < _LONGEST and len(users := _readers(graph, chain[-1], still)) == 1:
-        if users[0].name != "add_any":
-            break
-        chain.append(users[0].outputs[0])
-    return not others or any(
-        _times(graph, number, total, still) == 1 and all(_times(graph, other, total, still) for other in others)
-        for total in chain
-    )
+    def _readers(self, number: int) -> list[Node]:
+        """Returns the nodes that read a value."""
+        return [n for n in self.graph.users[number] if n.equation.effects or not self.still.isdisjoint(n.outputs)]
 
+    def meet(self, number: int, others: set[int]) -> bool:
+        """Returns whether values go into one sum and into nothing else before it, and ``number`` goes into it once."""
+        chain = [number]
+        while len(chain) < _LONGEST and len(users := self._readers(chain[-1])) == 1:
+            if users[0].name != "add_any" or self.kernels.get(chain[-1]):
+                break
+            chain.append(users[0].outputs[0])
+        return not others or any(
+            self._times(number, total) == 1 and all(self._times(other, total) for other in others) for total in chain
+        )
 
-def _times(graph: Graph, number: int, total: int, still: frozenset[int]) -> int:
-    """Counts how often a value is added into ``total``; 0 where the value, or a sum with it, goes anywhere else."""
-    if number == total:
-        return 1
-    if number > total or number in graph.returned:
-        return 0
-    times = 0
-    for user in _readers(graph, number, still):
-        further = _times(graph, user.outputs[0], total, still) if user.name == "add_any" else 0
-        if not further:
+    def _times(self, number: int, total: int) -> int:
+        """Counts how often a value is added into ``total``; 0 where the value, or a sum with it, goes anywhere else."""
+        if number == total:
+            return 1
+        if number > total or number in self.graph.returned or self.kernels.get(number):
             return 0
-        times += user.inputs.count(number) * further
-    return times
+        times = 0
+        for user in self._readers(number):
+            further = self._times(user.outputs[0], total) if user.name == "add_any" else 0
+            if not further:
+                return 0
+            times += user.inputs.count(number) * further
+        return times

@@ -231,22 +231,26 @@ def computed_from(graph: Graph, value: int, known: dict[int, bool], first: int) 
     """Returns whether a value is computed from values that ``known`` maps to True; none of those comes before
     ``first``.
 
-    Adds each answer to ``known``, so that each value of a program is looked at once.
+    Adds each answer to ``known``, so that each value of a program is looked at once. Earlier operands are looked at
+    first: what is computed from a value is, mostly, soon found to be, without a look at all that lies between.
     """
-    todo = [value]
-    while todo:
-        number = todo[-1]
-        if number in known:
-            todo.pop()
-            continue
+
+    def operands(number: int) -> Iterator[int]:
         node = graph.definitions.get(number) if number >= first else None
-        inputs = node.inputs if node is not None else ()
-        if any(known.get(i, False) for i in inputs):
-            known[number] = True
-        elif left := [i for i in inputs if i >= first and i not in known]:
-            todo += left
-        else:
+        return iter(sorted(i for i in (node.inputs if node is not None else ()) if i >= first))
+
+    path = [] if value in known else [(value, operands(value))]
+    while path:
+        number, rest = path[-1]
+        following = next((i for i in rest if known.get(i, True)), None)
+        if following is None:
             known[number] = False
+            path.pop()
+        elif following in known:
+            known.update((one, True) for one, _ in path)
+            break
+        else:
+            path.append((following, operands(following)))
     return known[value]
 
 

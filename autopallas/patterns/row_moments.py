@@ -58,6 +58,11 @@ _PLAIN = (
     "scale."
 )
 _FLOAT16 = "the squares are computed in float16, which does not hold those of numbers beyond 256"
+_CANCELS = (
+    "the variance is a difference of two means, which may be rounded to 0 or below, and nothing is added to it: such a "
+    "row is not finite"
+)
+_POSITIVE = "Add a small number to the variance, or compute it from the centred rows: jnp.var(x, -1)."
 _WIDE = "Cast the rows to float32 before they are squared, and the result back to float16."
 
 Monomial = tuple[int, int, int, int]
@@ -297,6 +302,7 @@ class _Reader:
         self._view: object = None
         self._root: Polynomial | None = None
         self._known: dict[object, _Form] = {}
+        self._cancels = False  # whether the square of the mean is subtracted from the mean of the squares
 
     def form(self, ref: Ref, depth: int = 0) -> _Form:
         """Reads a use of a value as a form.
@@ -407,6 +413,8 @@ class _Reader:
         if (a.base, a.exponent, a.scale) == (b.base, b.exponent, b.scale) and None in (a.shift, b.shift):
             if b.shift is not None and sign < 0:
                 raise _Unlike("something that does not vary with the rows is subtracted")
+            squares, means = ({m for m in (_SQUARE, _MEAN_OF_MEAN) if m in form.numerator} for form in (a, b))
+            self._cancels |= bool(squares and means) and squares != means
             return replace(a, numerator=_sum(a.numerator, b.numerator, sign), shift=a.shift or b.shift)
         for one, other, own in ((a, b, 1.0), (b, a, sign)):  # a number per column is added to what varies with the rows
             alone = not other.exponent and other.shift is None and other.numerator == {_ONE: 1.0}
@@ -507,6 +515,8 @@ class _Reader:
         epsilon = epsilon / math.sqrt(factor) if outside else added / factor
         if epsilon < 0:
             raise _Unlike("a positive number is subtracted from the mean")
+        if self._cancels and centred and not epsilon:
+            raise Mismatch(_CANCELS, advice=_POSITIVE)
         return centred, epsilon, outside, gain
 
 
@@ -616,8 +626,8 @@ class _Search:
             waiting.update({n: u for u in self.graph.users[number] for n in u.outputs[:1] if n not in seen})
 
     def _read(self, node: Node, x: int, axes: frozenset[int]) -> Normalisation | None:
-        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where x is
-        not used.
+        """Reads what a node computes as a normalisation of x; returns None for layout, for other sizes, and where
+        neither x nor other rows are used.
 
         Raises:
           _Unlike: the value is no normalisation of x.
@@ -628,7 +638,8 @@ class _Search:
         scope = Scope(graph)
         space = scope.space
         result = space.full(node.outputs[0])
-        at = _use(scope, result, x)
+        several = math.prod(shape) > math.prod(graph.shape(x)[d] for d in axes)
+        at = _use(scope, result, x, several)
         if at is None:
             return None
         columns = [atom for d in sorted(axes) for atom in space.resolve(at.view[d][1])]
@@ -698,17 +709,24 @@ class _Search:
         return found
 
 
-def _use(scope: Scope, result: Ref, x: int) -> Ref | None:
-    """Finds the use of a value from which a result is computed element by element."""
+def _use(scope: Scope, result: Ref, x: int, several: bool) -> Ref | None:
+    """Finds the use of a value from which a result of one row, or of ``several``, is computed element by element.
+
+    Raises:
+      _Unlike: several rows are computed from the rows of another value, such as a cotangent.
+    """
     space = scope.space
+    every = space.atoms(result)
     todo, seen = [result], 0
     while todo and seen < 2 * _MOST_USERS:
         seen += 1
         at = _seen(space, todo.pop(), x)
         if at.value == x:
             return at
-        if at.value > x:
-            todo += (space.uses(at) or [])[::-1]
+        operands = space.uses(at) if at.value > x else None
+        if operands is None and several and every <= space.atoms(at) and scope.number(at) is None:
+            raise _Unlike("the rows are combined with something else")
+        todo += (operands or [])[::-1]
     return None
 
 

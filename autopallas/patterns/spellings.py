@@ -16,8 +16,8 @@ from jax.typing import ArrayLike
 
 from autopallas import compat, jaxprs
 from autopallas.compat import JaxprLike, Literal, Shaped, Var
+from autopallas.custom.operation import site_for
 from autopallas.custom.registry import Pattern
-from autopallas.custom.site import OwnSite, spec_of
 from autopallas.errors import OptionError
 from autopallas.faults import contained
 from autopallas.graph import Graph, Node, flatten
@@ -29,9 +29,8 @@ from autopallas.patterns.match import Match, NearMiss
 __all__ = ["check", "find"]
 
 _COMMUTATIVE = frozenset({"add", "mul", "add_any", "max", "min", "and", "or", "xor", "eq", "ne"})
+_OTHER_AXES = "Give the operands the axes that the pattern declares, or declare another pattern for these."
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map", "remat", "remat2", "checkpoint"})
-_MARK = 0.618033
-"""Value near which each scalar gets a number of its own, to be told from other numbers."""
 
 
 class Reference:
@@ -87,9 +86,8 @@ def check(pattern: Pattern) -> None:
     def wrong(why: str) -> OptionError:
         return OptionError(f"the reference of the pattern {pattern.name} {why}")
 
-    marks = _marks(pattern)
     try:
-        reference = Reference(pattern, pattern.shapes, marks)
+        reference = Reference(pattern, pattern.shapes, pattern.marks)
     except Exception as error:
         raise wrong(f"cannot be traced: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     graph = reference.graph
@@ -110,7 +108,7 @@ def check(pattern: Pattern) -> None:
         if number not in read:
             raise wrong(f"does not use its operand {position}")
     found = {float(value) for number, value in graph.literals.items() if number in read and np.ndim(value) == 0}
-    for name, mark in marks.items():
+    for name, mark in pattern.marks.items():
         if not any(_close(mark, value) for value in found):
             raise wrong(f"does not use its scalar {name} as it is given")
 
@@ -128,12 +126,8 @@ def find(graph: Graph, patterns: Sequence[Pattern]) -> tuple[list[Match], list[N
             sites = [site for finder in finders for site in finder.sites()]
             found, missed = complete(graph, sites)
             matches += found
-            misses += missed
+            misses += [*missed, *(miss for finder in finders for miss in finder.misses)]
     return matches, misses
-
-
-def _marks(pattern: Pattern) -> dict[str, float]:
-    return {name: _MARK + 0.01 * i for i, name in enumerate(pattern.scalars)}
 
 
 def _close(mark: float, value: float) -> bool:
@@ -145,10 +139,11 @@ class _Finder:
 
     def __init__(self, graph: Graph, pattern: Pattern, alive: frozenset[int], dissolved: bool = False):
         self.graph, self.pattern, self.alive, self.dissolved = graph, pattern, alive, dissolved
-        self.marks = _marks(pattern)
+        self.marks = pattern.marks
         self.shape = Reference(pattern, pattern.shapes, self.marks, dissolved)
         self.calls = any(node.name in CALLS for node in self.shape.graph.nodes)
         self._exact: dict[Hashable, Reference] = {}
+        self.misses: list[NearMiss] = []
 
     def sites(self) -> Iterator[tuple[Match, Node]]:
         """Yields (forward, the node that gives its result) for each place, except those inside a place found before."""
@@ -244,15 +239,25 @@ class _Finder:
         nodes, free = nodes_between(graph, operands, [node.outputs[0]])
         if free or any(inner.equation.effects for inner in nodes):
             return None
-        spec = spec_of(pattern, [graph.avals[n] for n in operands], graph.avals[node.outputs[0]], scalars)
+        values = list(dict.fromkeys(operands))
+        positions = [values.index(number) for number in operands]
+        avals = [graph.avals[number] for number in operands]
+        try:
+            site = site_for(pattern, avals, positions, graph.avals[node.outputs[0]], scalars)
+        except (TypeError, ValueError) as error:
+            reason = f"it computes the reference, but {error}"
+            self.misses.append(
+                NearMiss(pattern.name, jaxprs.location(node.equation), reason, node.outputs[0], _OTHER_AXES)
+            )
+            return None
         return Match(
             op=pattern.name,
-            site=OwnSite(pattern, spec, tuple(range(len(operands)))),
+            site=site,
             direction="forward",
-            operands=tuple(operands),
+            operands=tuple(values),
             results=(node.outputs[0],),
             equations=tuple(nodes),
-            original=jaxpr_of(graph, nodes, operands, [node.outputs[0]]),
+            original=jaxpr_of(graph, nodes, values, [node.outputs[0]]),
             body=node.body,
             location=jaxprs.location(node.equation),
         )

@@ -14,7 +14,8 @@ from autopallas.autotune.probe import Prober
 from autopallas.autotune.tuner import Tuner
 from autopallas.compat import Shaped
 from autopallas.custom import check
-from autopallas.custom.site import OwnSite
+from autopallas.custom.operation import pattern_of
+from autopallas.custom.registry import Pattern
 from autopallas.errors import UnsupportedError
 from autopallas.faults import MEANT
 from autopallas.options import Options
@@ -27,7 +28,7 @@ from autopallas.sites.device import Device
 from autopallas.sites.interpret import interpretation, settled
 from autopallas.sites.operation import HOME, Operation, Unsupported
 from autopallas.sites.sharded_site import ShardedSite
-from autopallas.sites.spec import SiteSpec
+from autopallas.sites.spec import NoBlockSizes, SiteSpec
 from autopallas.tuning import lock as lockfile
 from autopallas.tuning.coverage import REMEDY
 from autopallas.tuning.evidence import Evidence, in_words, ranked
@@ -89,8 +90,9 @@ def _decide(
 ) -> Decision:
     if match.obstacle:
         return _decide_obstructed(match, device, options)
-    if isinstance(match.site, OwnSite):
-        return _decide_custom(match, device, options, prober)
+    pattern = pattern_of(match.site)
+    if pattern is not None:
+        return _decide_custom(match, pattern, device, options, tuner, prober, lock)
     if lock is not None and options.implementation_for(match.op) is None:
         return _decide_by_lockfile(match, device, options, lock, prober)
     return _decide_by_evidence(match, device, options, tuner, prober)
@@ -134,10 +136,12 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
                 objection = "trace", f"{type(error).__name__}: {error}"
                 prober.record_failure(measured, name, sizes, *objection)
         attempts.append((name, *objection))
-    why = "; ".join(f"{name}: {reason}" for name, _, reason in attempts)
+    tried = next((name for name, stage, _ in attempts if stage != "supports"), "")
+    told = _told(operation, device, tried, attempts)
+    why = "; ".join(f"{name}: {reason}" for name, _, reason in told)
     if isinstance(wanted, str):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
-    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=tuple(attempts))
+    return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=told)
 
 
 def _decide_obstructed(match: Match, device: Device, options: Options) -> Decision:
@@ -147,14 +151,61 @@ def _decide_obstructed(match: Match, device: Device, options: Options) -> Decisi
     return Decision("kept", match.obstacle, device.platform)
 
 
-def _decide_custom(match: Match, device: Device, options: Options, prober: Prober) -> Decision:
-    """Decides about a custom pattern.  The user asked for it, so the comparison with the reference is the evidence."""
-    name, reason, sizes = check.check_replacement(match, device, options.strict, prober.runs)
-    if name is None:
-        return Decision("kept", reason, device.platform)
-    return Decision(
-        "applied", reason, device.platform, name, sizes, kind=device.kind, direction=match.direction, options=options
-    )
+def _decide_custom(
+    match: Match,
+    pattern: Pattern,
+    device: Device,
+    options: Options,
+    tuner: Tuner,
+    prober: Prober,
+    lock: lockfile.Lock | None,
+) -> Decision:
+    """Decides about a custom pattern.  The user asked for it, so the comparison with the reference is the evidence;
+    where it has block sizes and they were measured, the figures count too."""
+    answer = match.site.operation.supports(match.site.operation.usual(device), match.spec, device)
+    if isinstance(answer, Unsupported):
+        return Decision("kept", answer.reason, device.platform)
+    if pattern.block_sizes and lock is not None:
+        decision = _decide_by_lockfile(match, device, options, lock, prober)
+        if decision.verdict == "applied":
+            decision = replace(decision, reason=f"its block sizes are those of the lockfile {options.lock}")
+    elif pattern.block_sizes:
+        decision = _decide_by_figures(match, device, options, tuner, prober)
+    else:
+        name = match.site.operation.usual(device)
+        decision = Decision("applied", "", device.platform, name, NoBlockSizes(), kind=device.kind, options=options)
+    if decision.verdict == "kept":
+        return decision
+    sizes = decision.block_sizes or NoBlockSizes()
+    equal, reason = check.check_replacement(match, sizes, options.strict, prober.runs)
+    if not equal:
+        return Decision("kept", reason, device.platform, attempts=decision.attempts)
+    if isinstance(match.site, ShardedSite):
+        with compat.on_mesh_of(match.original.in_avals):
+            _check_types(match, decision)
+    reason = "; ".join(filter(None, (reason, decision.reason)))
+    return replace(decision, reason=reason, direction=match.direction)
+
+
+def _decide_by_figures(match: Match, device: Device, options: Options, tuner: Tuner, prober: Prober) -> Decision:
+    """Finds the block sizes of a custom pattern; keeps the original where they were measured and gain nothing."""
+    name, measured = match.site.operation.usual(device), local_match(match)
+    choice = tuner.choices(measured, (name,))[name]
+    sizes, evidence = choice.block_sizes, Evidence.of(choice.row, options.objective) if choice.exact else None
+    if sizes is None:
+        return Decision("kept", choice.failure or "", device.platform, name)
+    reason = f"its block sizes were not measured{f' (a search found nothing: {choice.note})' if choice.note else ''}"
+    decision = Decision(
+        "applied", reason, device.platform, name, sizes, choice.source, choice.row, kind=device.kind
+    )  # without options, since on another platform it was not compared
+    if evidence is not None and options.objective != "always" and not evidence.licenses:
+        return replace(decision, verdict="kept", reason=evidence.reason)
+    if evidence is not None:
+        decision = replace(decision, reason=str(evidence))
+    objection = prober.objection(measured, name, sizes, again=False, measured=choice.source == "autotune")
+    if objection is not None:
+        return replace(decision, verdict="kept", reason=f"{name} failed", attempts=((name, *objection),))
+    return decision
 
 
 def _decide_by_lockfile(
@@ -259,7 +310,7 @@ def evaluate_candidates(
         attempts.extend((name, "tune", choice.failure) for name, choice in found.items() if choice.failure is not None)
         order = ranked({name: choice for name, choice in found.items() if choice.failure is None}, options.objective)
         for position, (name, choice) in enumerate(order):
-            decision = _go_or_no_go(operation, name, choice, device, options, tuple(attempts))
+            decision = _go_or_no_go(operation, name, choice, device, options, _told(operation, device, name, attempts))
             yield replace(decision, reason=decision.reason + in_words(order[position:], options.objective))
 
     able: list[str] = []
@@ -272,6 +323,15 @@ def evaluate_candidates(
             yield from among([name])
     if able:
         yield from among(able)
+
+
+def _told(
+    operation: Operation, device: Device, name: str, attempts: Sequence[tuple[str, str, str]]
+) -> tuple[tuple[str, str, str], ...]:
+    """Returns the attempts without implementations that cannot compute the site and would come after the named one."""
+    order = operation.order.get(device.platform, ())
+    later = order[order.index(name) + 1 :] if name in order else ()
+    return tuple(attempt for attempt in attempts if attempt[1] != "supports" or attempt[0] not in later)
 
 
 def _go_or_no_go(

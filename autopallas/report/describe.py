@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopallas.faults import contained
-from autopallas.report.records import Site
+from autopallas.report.records import Site, in_order
 from autopallas.sites.encoding import encoded
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
@@ -65,13 +65,13 @@ def _outcome(match: Match, decision: Decision) -> Site:
         reason=decision.reason,
         implementation=decision.implementation,
         block_sizes_from=decision.block_sizes_from,
-        attempts=decision.attempts,
+        attempts=in_order(decision.attempts),
     )
 
 
 def _describe(match: Match, decision: Decision) -> Site:
     spec = match.spec
-    sizes = decision.block_sizes
+    sizes = decision.block_sizes if _has_tiles(match, decision) else None
     return replace(
         _outcome(match, decision),
         block_sizes=None if sizes is None else sizes.to_dict(),
@@ -84,6 +84,12 @@ def _describe(match: Match, decision: Decision) -> Site:
         original=str(match.original),
         replacement=_replacement(match, decision) if decision.verdict == "applied" else "",
     )
+
+
+def _has_tiles(match: Match, decision: Decision) -> bool:
+    """Returns whether the implementation reads block sizes; its module says ``TILES = False`` if it does not."""
+    name = decision.implementation
+    return name is None or bool(getattr(match.site.operation.implementation(name), "TILES", True))
 
 
 def _spec(spec: SiteSpec, sizes: BlockSizes | None, implementation: str | None) -> dict[str, object]:

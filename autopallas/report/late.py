@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopallas.report.records import Failure, Report, Site
+from autopallas.report.records import Failure, Report, Site, in_order
 
 __all__ = ["Entry", "LiveReport"]
 
@@ -75,7 +75,7 @@ def without_kernel(site: Site, reason: str, attempts: Sequence[tuple[str, str, s
         implementation=None,
         block_sizes=None,
         block_sizes_from=None,
-        attempts=(*site.attempts, *attempts),
+        attempts=in_order((*site.attempts, *attempts)),
         replacement="",
     )
 

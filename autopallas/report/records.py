@@ -10,17 +10,22 @@ import json
 import math
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "plain"]
+__all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
 
 SCHEMA_VERSION = 3
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
 """(implementation, stage, error): an implementation that was tried and did not work."""
+
+
+def in_order(attempts: Sequence[Attempt]) -> tuple[Attempt, ...]:
+    """Returns the attempts in order, but those that a description alone ruled out after those that failed."""
+    return tuple(sorted(attempts, key=lambda attempt: attempt[1] == "supports"))
 
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -53,7 +58,7 @@ class Site:
     measured: Mapping[str, object] | None = None
     """Row of the tuned table or of the cache that the verdict rests on."""
     attempts: tuple[Attempt, ...] = ()
-    """Implementations that were tried and did not work."""
+    """Implementations that were tried and did not work; at the end those that are not for such a site."""
     assumptions: tuple[str, ...] = ()
     """Conditions under which the replacement equals the original, such as finite values."""
     checks: tuple[str, ...] = ()

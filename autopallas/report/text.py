@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from autopallas.report.records import Failure, NearMiss, Report, Site
+from autopallas.report.records import Attempt, Failure, NearMiss, Report, Site
 
 __all__ = ["gains", "headline", "nothing_found", "passes", "ranges", "render", "site_rows", "tuning", "where"]
 
@@ -115,6 +115,11 @@ def _block_sizes(site: Site) -> str:
     return f"{sizes} ({origin})" if origin else sizes
 
 
+def _attempt(attempt: Attempt) -> tuple[str, str]:
+    name, stage, error = attempt
+    return ("left out", f"{name}: {error}") if stage == "supports" else ("tried", f"{name}, failed at {stage}: {error}")
+
+
 def site_rows(site: Site) -> list[tuple[str, str]]:
     """Returns the facts about a site as (label, text) pairs, none of them empty."""
     rows = [
@@ -126,7 +131,7 @@ def site_rows(site: Site) -> list[tuple[str, str]]:
         ("spec", site.spec_line),
         *(("assumes", assumption) for assumption in site.assumptions),
         *(("checks", check) for check in site.checks),
-        *(("tried", f"{name}, failed at {stage}: {error}") for name, stage, error in site.attempts),
+        *map(_attempt, site.attempts),
     ]
     return [(label, text) for label, text in rows if text]
 

@@ -11,11 +11,11 @@ from typing import Protocol, TypeAlias
 
 import jax
 
-from autopallas.compat import ArrayFunction
+from autopallas.compat import ArrayFunction, PyTree
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes, SiteSpec
 
-__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "with_residuals"]
+__all__ = ["SiteDescription", "kernel_backward", "kernel_forward", "mapped", "replaced_at", "with_residuals"]
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 
@@ -96,3 +96,27 @@ def kernel_backward(
 
     backward.__name__ = backward.__qualname__ = name
     return jax.jit(backward)
+
+
+def replaced_at(arrays: Sequence[jax.Array], positions: Sequence[int], others: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the arrays with others at some positions, as for a function of active operands alone."""
+    given = dict(zip(positions, others, strict=True))
+    return [given.get(position, array) for position, array in enumerate(arrays)]
+
+
+def mapped(function: ArrayFunction, axes: int) -> ArrayFunction:
+    """Maps a function over the first ``axes`` axes of its arrays; an array of size 1 there is shared."""
+
+    def over_the_first(*arguments: PyTree) -> PyTree:
+        leaves, structure = jax.tree.flatten(arguments)
+        shared = [x.shape[0] == 1 for x in leaves]
+        given = [x.reshape(x.shape[1:]) if alone else x for x, alone in zip(leaves, shared, strict=True)]
+
+        def one(*leaves: jax.Array) -> PyTree:
+            return mapped(function, axes - 1)(*jax.tree.unflatten(structure, leaves))
+
+        if all(shared):
+            return jax.tree.map(lambda x: x[None], one(*given))
+        return jax.vmap(one, in_axes=tuple(None if alone else 0 for alone in shared))(*given)
+
+    return over_the_first if axes else function

@@ -12,26 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.compat import Shaped
+from autopallas.compat import PyTree, Shaped
+from autopallas.sites.calls import mapped, replaced_at
 from autopallas.sites.device import Device
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.index_notation import Label, Operand, View, read, write
 from autopallas.sites.operation import Kernel, Operation, Supported, Unsupported, operation_named
-from autopallas.sites.spec import BlockSizes, Dtype, NoBlockSizes, Spec
+from autopallas.sites.spec import BlockSizes, BlockSizesClass, Dtype, NoBlockSizes, Spec
 
 if TYPE_CHECKING:
     from autopallas.tuning.row import Bucket, Rows
 
-__all__ = ["DeclaredOperation", "DeclaredSite", "Labels"]
+__all__ = ["MAPPED", "DeclaredOperation", "DeclaredSite", "Differentiated", "Labels"]
 
 Labels: TypeAlias = tuple[Label, ...]
 Arrays: TypeAlias = Mapping[str, jax.Array]
+
+MAPPED = "*"
+"""Stands among a site's letters for axes that implementations lack and are mapped over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,9 @@ class DeclaredOperation(Operation):
       rows: the letters along which sites are computed independently: ``vmap`` adds its axis to the first, and any may
         be sharded over devices.
       sample: a typical spec.
+      block_sizes: the class of its block sizes, if the declaration has them and not a module.
+      mapped: whether ``vmap`` maps implementations instead of adding to the rows; their derivative is then JAX's.
+      differentiable: whether implementations have a derivative; if not, the original's is used.
     """
 
     reference: Callable[..., jax.Array] = field(kw_only=True)
@@ -60,19 +67,29 @@ class DeclaredOperation(Operation):
     sizes: Mapping[str, str] = field(kw_only=True)
     rows: str = field(kw_only=True)
     sample: Spec = field(kw_only=True)
+    block_sizes: BlockSizesClass = field(default=cast(BlockSizesClass, NoBlockSizes), kw_only=True)
+    mapped: bool = field(default=False, kw_only=True)
+    differentiable: bool = field(default=True, kw_only=True)
+
+    @property
+    def first_row(self) -> str:
+        """First letter of ``rows``, or an empty string."""
+        return next(iter(self.rows.split()), "")
 
     def module(self, name: str) -> object | None:
         """Returns a module of the operation's folder, or its default."""
         found = Operation.module(self, name)
-        if found is not None:
-            return found
+        return self.default(name) if found is None else found
+
+    def default(self, name: str) -> object | None:
+        """Returns what stands in for a module that the operation's folder lacks."""
         if name in ("reference", "xla"):
-            return _Differentiated(f"{self.package}.{name}", self.reference)
+            return Differentiated(f"{self.package}.{name}", lambda spec, _, operands: self.reference(spec, **operands))
+        if name == "tuned_block_sizes":
+            return _NoTable(self.part("block_sizes").BlockSizes)
         defaults: dict[str, object] = {
-            "block_sizes": SimpleNamespace(BlockSizes=NoBlockSizes),
-            "tuned_block_sizes": _NoTable(),
+            "block_sizes": SimpleNamespace(BlockSizes=self.block_sizes),
             "example": SimpleNamespace(operands=_normal),
-            "cases": None,
         }
         return defaults.get(name)
 
@@ -81,7 +98,11 @@ class DeclaredOperation(Operation):
 
     def shape(self, spec: Spec, operand: str) -> tuple[int, ...]:
         """Returns the shape of a canonical operand that varies along all its letters."""
-        return tuple(getattr(spec, self.sizes[letter]) for letter in self.operands[operand].split())
+        return self.extents(spec, self.operands[operand])
+
+    def extents(self, spec: Spec, letters: str) -> tuple[int, ...]:
+        """Returns the sizes of letters."""
+        return tuple(getattr(spec, self.sizes[letter]) for letter in letters.split())
 
     def program(self) -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
         """Returns a program that computes the operation, and its argument types: the reference of the sample."""
@@ -103,7 +124,7 @@ class DeclaredSite:
       form: the spec; its sizes are those of the labels.
       sizes: the size of each label.
       operands: how each canonical operand is read, by name.
-      letters: the labels of each letter.
+      letters: the labels of each letter, and of :data:`MAPPED`.
       result: the view of the result.
       uses: for each array passed to the site, the number of its value, which the positions in ``operands`` refer to.
         Several arrays have one value where a program's backward distinguishes the uses of a value.
@@ -122,7 +143,7 @@ class DeclaredSite:
 
     @property
     def operation(self) -> DeclaredOperation:
-        found = operation_named(self.op)
+        found = self.form.operation or operation_named(self.op)
         assert isinstance(found, DeclaredOperation)
         return found
 
@@ -134,16 +155,23 @@ class DeclaredSite:
 
     @property
     def has_backward(self) -> bool:
-        return True
+        return self.operation.differentiable
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return ()
 
     # ------------------------------------------------------------------ to canonical arrays and back
 
+    @property
+    def _mapped(self) -> Labels:
+        """Labels of the axes over which implementations are mapped, the outermost first."""
+        return dict(self.letters).get(MAPPED, ())
+
     def _groups(self, letters: str) -> list[Labels]:
+        """Returns the labels of each axis of a canonical array; those over which implementations are mapped come
+        first."""
         labels = dict(self.letters)
-        return [labels[letter] for letter in letters.split()]
+        return [*((label,) for label in self._mapped), *(labels[letter] for letter in letters.split())]
 
     def _values(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns one array for each value."""
@@ -177,8 +205,15 @@ class DeclaredSite:
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Returns (the program's result, no residuals)."""
-        out = kernel.forward(self.spec, block_sizes, self._canonical(self._values(operands)))
-        return (write(out, self.result, self.sizes, self._groups(self.operation.result)),), ()
+        return (self._result(kernel, block_sizes, self._values(operands)),), ()
+
+    def _result(self, kernel: Kernel, block_sizes: BlockSizes | None, values: Sequence[jax.Array]) -> jax.Array:
+        def run(canonical: Arrays) -> jax.Array:
+            found: jax.Array = kernel.forward(self.spec, block_sizes, canonical)
+            return found
+
+        out = mapped(run, len(self._mapped))(self._canonical(values))
+        return write(out, self.result, self.sizes, self._groups(self.operation.result))
 
     def backward(
         self,
@@ -195,17 +230,21 @@ class DeclaredSite:
         wanted = list(dict.fromkeys(self.uses[position] for position in active))
 
         def prepare(*chosen: jax.Array) -> dict[str, jax.Array]:
-            filled = list(values)
-            for value, array in zip(wanted, chosen, strict=True):
-                filled[value] = array
-            return self._as_large_as_the_result(self._canonical(filled))
+            return self._as_large_as_the_result(self._canonical(replaced_at(values, wanted, chosen)))
 
-        canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
-        cotangent = read(Operand(0, self.result), (cotangents[0],), self.sizes, self._groups(self.operation.result))
-        names = frozenset(name for name, own in self.operands if own.position in wanted)
-        gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
-        filled = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}
-        found = dict(zip(wanted, pull(filled), strict=True))
+        def result(*chosen: jax.Array) -> jax.Array:
+            return self._result(kernel, block_sizes, replaced_at(values, wanted, chosen))
+
+        given: PyTree = cotangents[0]
+        if self.operation.mapped:
+            _, pull = jax.vjp(result, *(values[value] for value in wanted))
+        else:
+            canonical, pull = jax.vjp(prepare, *(values[value] for value in wanted))
+            cotangent = read(Operand(0, self.result), (given,), self.sizes, self._groups(self.operation.result))
+            names = frozenset(name for name, own in self.operands if own.position in wanted)
+            gradients = kernel.backward(self.spec, block_sizes, canonical, cotangent, names)
+            given = {name: gradients[name] if name in names else jnp.zeros_like(x) for name, x in canonical.items()}
+        found = dict(zip(wanted, pull(given), strict=True))
         return tuple(
             found.pop(self.uses[position]) if self.uses[position] in found else jnp.zeros_like(operands[position])
             for position in active
@@ -215,14 +254,16 @@ class DeclaredSite:
 
     def shardable_axes(self) -> ShardableAxes:
         """Allows sharding of the rows, since each is computed without the others."""
-        labels = frozenset(label for group in self._groups(self.operation.rows) for label in group)
+        rows = self.operation.rows
+        labels = frozenset(label for group in self._groups(rows) for label in group)
         reads = (
             Operand(position, own.view)
             for position, value in enumerate(self.uses)
             for _, own in self.operands
             if own.position == value and (not self.read_at or self.read_at[value] == position)
         )
-        return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),))
+        whole = "" if rows else f"{self.op} has no rule for it"
+        return ShardableAxes(tuple(reads), (self.result,), (), labels, (frozenset(),), whole=whole)
 
     def per_device(self, division: Division) -> tuple[DeclaredSite, tuple[PositionOperand, ...]]:
         """Returns the site that each device computes."""
@@ -240,29 +281,36 @@ class DeclaredSite:
             for value, before in enumerate(self._positions())
         ]
         of_values = [axes[position] for position in positions]
-        first = self.operation.rows.split()[0]
+        first = MAPPED if self.operation.mapped else self.operation.first_row
+        letters = dict(self.letters)
+        letters[first] = (*label, *letters.get(first, ()))
         return replace(
             self,
             sizes=(*self.sizes, size),
             read_at=tuple(positions),
             operands=tuple((name, own.batched(of_values, label)) for name, own in self.operands),
-            letters=tuple((a, (*label, *labels) if a == first else labels) for a, labels in self.letters),
+            letters=tuple(letters.items()),
             result=((0, label), *self.result),
         )
 
 
-class _Differentiated:
-    """Implementation that consists of a reference, with JAX's derivative of it."""
+class Differentiated:
+    """Implementation that consists of a function in JAX, with JAX's derivative of it.
 
-    def __init__(self, name: str, reference: Callable[..., jax.Array]):
+    Args:
+      name: name of the implementation, after that of a package.
+      compute: ``compute(spec, block_sizes, operands)`` gives the result.
+    """
+
+    def __init__(self, name: str, compute: Callable[[Spec, BlockSizes | None, Arrays], jax.Array]):
         self.__name__ = name  # as a module has one
-        self._reference = reference
+        self._compute = compute
 
     def supports(self, spec: Spec, device: Device) -> Supported | Unsupported:
         return Supported()
 
     def forward(self, spec: Spec, block_sizes: BlockSizes | None, operands: Arrays) -> jax.Array:
-        return self._reference(spec, **operands)
+        return self._compute(spec, block_sizes, operands)
 
     def backward(
         self,
@@ -273,7 +321,7 @@ class _Differentiated:
         wanted: frozenset[str],
     ) -> Arrays:
         def varied(chosen: Arrays) -> jax.Array:
-            return self._reference(spec, **{**operands, **chosen})
+            return self._compute(spec, block_sizes, {**operands, **chosen})
 
         _, pull = jax.vjp(varied, {name: operands[name] for name in sorted(wanted)})
         found: Arrays
@@ -282,16 +330,23 @@ class _Differentiated:
 
 
 class _NoTable:
-    """Tuned block sizes of an operation for which nothing was measured."""
+    """Tuned block sizes of an operation for which nothing was measured.
+
+    Args:
+      block_sizes: the class of its block sizes.
+    """
 
     BUCKETS: tuple[Bucket, ...] = ()
     TABLE: Mapping[str, Rows] = {}
 
+    def __init__(self, block_sizes: BlockSizesClass):
+        self._block_sizes = block_sizes
+
     def find(self, *_: object) -> None:
         return None
 
-    def infer_block_sizes(self, *_: object) -> NoBlockSizes:
-        return NoBlockSizes()
+    def infer_block_sizes(self, spec: Spec, *_: object) -> BlockSizes:
+        return self._block_sizes.candidates(spec)[0]
 
     def table_key(self, spec: Spec, implementation: str, direction: str) -> tuple[str, str, str, str, str]:
         return implementation, direction, str(spec.widest_dtype), "", ""

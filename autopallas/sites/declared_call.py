@@ -1,7 +1,8 @@
 """A declared operation that is called by its name: what it may be called with, and the site that its arrays make.
 
 An array has an axis for each letter of its operand.  The first letter of ``rows`` is an exception: it stands for any
-number of axes, or none, and arrays are broadcast along these as NumPy does it.
+number of axes, or none, and arrays are broadcast along these as NumPy does it.  The further letters of ``rows`` may be
+missing where there is a single row: ``x[N]`` is read as ``x[M, N]`` with M = 1, and a result has no axis for it either.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from itertools import islice
 from typing import TypeAlias
@@ -50,7 +51,7 @@ def parameters(operation: DeclaredOperation) -> dict[str, object]:
 
 def shape_in_letters(operation: DeclaredOperation, letters: str) -> str:
     """A shape as messages and docstrings show it, such as "[B..., M, N]"."""
-    first = operation.rows.split()[0]
+    first = operation.first_row
     return f"[{', '.join(f'{x}...' if x == first else x for x in letters.split())}]"
 
 
@@ -107,18 +108,19 @@ def site_of(
     Raises:
       TypeError, ValueError: an array has the wrong dtype, rank or size.
     """
-    first, *further = operation.rows.split()
+    first, further = operation.first_row, operation.rows.split()[1:]
     axes = {name: _axes(operation, name, array) for name, array in arrays.items()}
     found = _sizes(operation, axes)
     batch = _broadcast({name: own[first] for name, own in axes.items() if first in own}, first)
     label: dict[str, Labels] = {letter: (len(batch) + number,) for number, letter in enumerate(found)}
 
-    def view(letters: str, shape: tuple[int, ...]) -> View:
+    def view(letters: Iterable[str], shape: tuple[int, ...]) -> View:
         own = [(i,) if n > 1 else () for i, n in enumerate(shape, len(batch) - len(shape))]
-        return tuple((0, x) for letter in letters.split() for x in (own if letter == first else [label[letter]]))
+        return tuple((0, x) for letter in letters for x in (own if letter == first else [label[letter]]))
 
-    views = {name: view(operation.operands[name], own.get(first, ())) for name, own in axes.items()}
-    result, shared = view(operation.result, batch), [i for i, n in enumerate(batch) if n > 1]
+    views = {name: view((x for x in own if x == first or own[x]), own.get(first, ())) for name, own in axes.items()}
+    result = view((x for x in operation.result.split() if x == first or x in label), batch)
+    shared = [i for i, n in enumerate(batch) if n > 1]
     for second in (letter for letter in further[:1] if letter in found and _tells_apart(operation, letter)):
         moved = [i for i in shared if all(((0, (i,)) in views[name]) == (second in own) for name, own in axes.items())]
         label[second] = (*moved, *label[second])
@@ -146,7 +148,7 @@ def site_of(
 
 
 _Axes: TypeAlias = dict[str, tuple[int, ...]]
-"""The sizes of the axes of each letter."""
+"""The sizes of the axes of each letter; none of one that an array lacks since it is a single row."""
 
 
 def _axes(operation: DeclaredOperation, name: str, array: Shaped) -> _Axes:
@@ -155,15 +157,18 @@ def _axes(operation: DeclaredOperation, name: str, array: Shaped) -> _Axes:
     if not hasattr(array, "dtype") or _kind(array.dtype) != kind:
         given = getattr(array, "dtype", type(array).__name__)
         raise TypeError(f"{name} must be an array of {kind} numbers, not {given}; convert it")
-    first, letters = operation.rows.split()[0], operation.operands[name].split()
+    first, further, letters = operation.first_row, operation.rows.split()[1:], operation.operands[name].split()
     several = len(array.shape) - sum(letter != first for letter in letters)
+    missing = [letter for letter in letters if letter in further][: max(-several, 0)]
+    several += len(missing)
     if several < 0 or several > 0 and first not in letters:
         shape = shape_in_letters(operation, operation.operands[name])
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {shape}: add or merge axes")
     if 0 in array.shape:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must not be empty: leave the call out")
     rest = iter(array.shape)
-    return {letter: tuple(islice(rest, several if letter == first else 1)) for letter in letters}
+    counts = {letter: several if letter == first else int(letter not in missing) for letter in letters}
+    return {letter: tuple(islice(rest, count)) for letter, count in counts.items()}
 
 
 def _tells_apart(operation: DeclaredOperation, second: str) -> bool:
@@ -172,15 +177,17 @@ def _tells_apart(operation: DeclaredOperation, second: str) -> bool:
 
 
 def _sizes(operation: DeclaredOperation, axes: Mapping[str, _Axes]) -> dict[str, int]:
-    """The size of each letter but the first of ``rows``, in which operands must agree."""
+    """The size of each letter but the first of ``rows``, in which operands must agree; not of one without an axis."""
     found: dict[str, tuple[str, int]] = {}
     for name, own in axes.items():
-        for letter in own.keys() - {operation.rows.split()[0]}:
-            other, size = found.setdefault(letter, (name, own[letter][0]))
-            if size != own[letter][0]:
+        for letter in own.keys() - {operation.first_row}:
+            mine = math.prod(own[letter])
+            other, size = found.setdefault(letter, (name, mine))
+            if size != mine:
                 words = operation.sizes[letter].replace("_", " ")
-                raise ValueError(f"{name} has {own[letter][0]} {words} ({letter}) and {other} {size}; they must agree")
-    return {letter: found[letter][1] for letter in operation.sizes if letter in found}
+                raise ValueError(f"{name} has {mine} {words} ({letter}) and {other} {size}; they must agree")
+    having = {letter for own in axes.values() for letter, sizes in own.items() if sizes}
+    return {letter: found[letter][1] for letter in operation.sizes if letter in found and letter in having}
 
 
 def _broadcast(shapes: Mapping[str, tuple[int, ...]], letter: str) -> tuple[int, ...]:

@@ -24,7 +24,8 @@ from jax.extend.core import Primitive
 from autopallas import compat
 from autopallas.compat import ClosedJaxpr, Dtype, Shaped
 from autopallas.sites.calls import SiteDescription
-from autopallas.sites.operation import operation_named, operation_names
+from autopallas.sites.declared import DeclaredOperation
+from autopallas.sites.operation import operation_named, operation_names, registered
 from autopallas.sites.spec import SiteSpec
 from autopallas.sites.workload import Gradients, SiteWorkload
 
@@ -94,7 +95,7 @@ def encoded(match: SiteWorkload) -> dict[str, object] | None:
 def _pass(part: SiteWorkload) -> dict[str, object]:
     gradients = sorted({position for backward in part.backwards for position, _ in backward.gradients})
     return {
-        "site": _data(part.site),
+        "site": _data(part.site, _classes(part.op)),
         "operands": [_type(t) for t in part.original.in_avals],
         "results": [_type(t) for t in part.original.out_avals],
         "gradients": gradients if part.backwards else None,
@@ -105,7 +106,8 @@ def _type(aval: Shaped) -> list[object]:
     return [list(aval.shape), np.dtype(aval.dtype).name]
 
 
-def _data(value: object) -> object:
+def _data(value: object, classes: Mapping[str, type]) -> object:
+    """Returns a value as data, which may hold instances of ``classes``."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (bool, np.bool_)):
@@ -125,9 +127,9 @@ def _data(value: object) -> object:
             raise EncodingError(f"the primitive {value.name} is not one of JAX's elementwise ones")
         return {"primitive": value.name}
     if isinstance(value, tuple):
-        return [_data(item) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _data(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return [_data(item, classes) for item in value]
+    if classes.get(type(value).__name__) is type(value) and dataclasses.is_dataclass(value):
+        fields = {f.name: _data(getattr(value, f.name), classes) for f in dataclasses.fields(value) if f.init}
         return {"is": type(value).__name__, **fields}
     raise EncodingError(f"{value!r} has no form as data")
 
@@ -147,7 +149,7 @@ def saved_site(op: str, direction: str, data: object, location: str = "") -> Sav
     Raises:
       EncodingError: the data describe no site of that operation.
     """
-    if op not in operation_names():
+    if op not in (*operation_names(), *(operation.name for operation in registered())):
         raise EncodingError(f"no operation is called {op!r}")
     if direction not in ("forward", "forward+backward"):
         raise EncodingError(f"{direction!r} is no direction")
@@ -231,9 +233,15 @@ def _value(data: object, classes: Mapping[str, type], depth: int) -> object:
     raise EncodingError(f"{str(dict(data))[:60]} describes nothing")
 
 
-@functools.cache
 def _classes(op: str) -> Mapping[str, type]:
     """Returns the dataclasses that a site of an operation may consist of."""
+    operation = operation_named(op)
+    sample = [type(operation.sample)] if isinstance(operation, DeclaredOperation) else []
+    return _classes_of_modules(op) | {kind.__name__: kind for kind in sample}
+
+
+@functools.cache
+def _classes_of_modules(op: str) -> dict[str, type]:
     found: dict[str, type] = {}
     modules = [importlib.import_module(name) for name in _SHARED]
     own = (operation_named(op).module(name) for name in ("operation", "spec", "site"))

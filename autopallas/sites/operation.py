@@ -3,7 +3,8 @@
 An operation is a folder in ``autopallas/kernels`` whose module ``operation`` has an ``OPERATION``; there is no list of
 operations.  An operation that is declared in full has defaults for everything that its folder lacks: see
 :class:`autopallas.sites.declared.DeclaredOperation`.  A folder may also hold a part of an operation that has another
-folder; its declaration then has that operation's name.
+folder; its declaration then has that operation's name.  The patterns that users declare are operations without a
+folder, which are registered here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,14 +42,18 @@ __all__ = [
     "Operation",
     "Supported",
     "Unsupported",
+    "folder_names",
     "operation_folders",
     "operation_named",
     "operation_names",
+    "register",
+    "registered",
+    "unregister",
 ]
 
-IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "reference")
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "cudnn", "xla", "xla_heads", "reference")
 
-HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+HOME = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "xla_heads": "cpu"}
 """Platform of each implementation that is written for one platform."""
 
 NOT_EXPORTED: Mapping[str, str] = {"cudnn": "xla"}
@@ -158,6 +164,11 @@ class Operation:
     def package(self) -> str:
         """Name of its folder as a Python package."""
         return f"autopallas.kernels.{self.folder or self.name}"
+
+    @property
+    def version(self) -> str:
+        """Hash of what implementations outside of this package do; empty for an operation with a folder."""
+        return ""
 
     def module(self, name: str) -> object | None:
         """Returns a module of the operation's folder, or None where it has none of that name."""
@@ -294,7 +305,8 @@ class Operation:
 
 
 @functools.cache
-def _folders() -> tuple[str, ...]:
+def folder_names() -> tuple[str, ...]:
+    """Returns the names of the folders in ``kernels`` that declare an operation or a part of one."""
     kernels = Path(__file__).parents[1] / "kernels"
     return tuple(sorted(path.parent.name for path in kernels.glob("*/operation.py")))
 
@@ -302,7 +314,7 @@ def _folders() -> tuple[str, ...]:
 @functools.cache
 def operation_names() -> tuple[str, ...]:
     """Returns the names of all operations, those with the highest priority first."""
-    names = [folder for folder in _folders() if operation_named(folder).name == folder]
+    names = [folder for folder in folder_names() if operation_named(folder).name == folder]
     return tuple(sorted(names, key=lambda name: -operation_named(name).priority))
 
 
@@ -310,12 +322,58 @@ def operation_names() -> tuple[str, ...]:
 def operation_folders(name: str) -> tuple[str, ...]:
     """Returns the folders of an operation in ``kernels``: its own, and then those of its parts; none where there is no
     such operation."""
-    folders = [folder for folder in _folders() if operation_named(folder).name == name]
+    folders = [folder for folder in folder_names() if operation_named(folder).name == name]
     return tuple(sorted(folders, key=lambda folder: folder != name))
 
 
-@functools.cache
 def operation_named(name: str) -> Operation:
-    """Returns the operation that a folder in ``kernels`` declares: the one of that name, or a part of another one."""
+    """Returns the operation that a folder in ``kernels`` declares, the one of that name or a part of another one; else
+    the registered operation of that name."""
+    if name not in folder_names():
+        for operation in _REGISTERED.all():
+            if operation.name == name:
+                return operation
+    return _of_folder(name)
+
+
+@functools.cache
+def _of_folder(name: str) -> Operation:
     found: Operation = importlib.import_module(f"autopallas.kernels.{name}.operation").OPERATION
     return found
+
+
+class _Registered:
+    """The operations of this process that have no folder, in the order of their registration."""
+
+    def __init__(self) -> None:
+        self._operations: tuple[Operation, ...] = ()
+        self._lock = threading.Lock()
+
+    def add(self, operation: Operation) -> None:
+        with self._lock:  # registering a name again, as in a notebook, replaces the operation
+            self._operations = (*(o for o in self._operations if o.name != operation.name), operation)
+
+    def remove(self, operation: Operation) -> None:
+        with self._lock:
+            self._operations = tuple(o for o in self._operations if o is not operation)
+
+    def all(self) -> tuple[Operation, ...]:
+        return self._operations
+
+
+_REGISTERED = _Registered()
+
+
+def registered() -> tuple[Operation, ...]:
+    """Returns the operations without a folder that programs are searched for."""
+    return _REGISTERED.all()
+
+
+def register(operation: Operation) -> None:
+    """Registers an operation that has no folder, instead of one of the same name."""
+    _REGISTERED.add(operation)
+
+
+def unregister(operation: Operation) -> None:
+    """Removes a registered operation."""
+    _REGISTERED.remove(operation)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autopallas import compat
 from autopallas.compat import ArrayFunction, PyTree, Shaped
-from autopallas.sites.calls import SiteDescription, with_residuals
+from autopallas.sites.calls import SiteDescription, replaced_at, with_residuals
 from autopallas.sites.division import Divisible, Division, PositionOperand, Prelude, ShardableAxes
 from autopallas.sites.index_notation import View
 from autopallas.sites.operation import Kernel, Operation
@@ -205,10 +205,7 @@ class ShardedSite:
 
         def before(*chosen: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
             nonlocal moved
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            arrays = self.given(filled)
+            arrays = self.given(replaced_at(operands, active, chosen))
             moved = self.moved(active, arrays)
             return [arrays[i] for i in moved], arrays
 

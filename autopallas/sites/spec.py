@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from typing import ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from autopallas.compat import Dtype
+
+if TYPE_CHECKING:
+    from autopallas.sites.declared import DeclaredOperation
 
 __all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec", "plain_fields"]
 
@@ -78,6 +81,9 @@ class Spec:
     A field ``<operand>_dtype`` gives the dtype of an operand, or None if the site lacks it; ``result_dtype`` gives the
     dtype of the result.  Sizes are whole numbers.
     """
+
+    operation: ClassVar[DeclaredOperation | None] = None
+    """Operation that the spec is of, where it has no folder to be found by."""
 
     def dtypes(self) -> tuple[Dtype, ...]:
         """Returns all dtypes among the fields."""

@@ -22,7 +22,7 @@ from autopallas.sites.workload import Workload
 from autopallas.tuning import processor
 from autopallas.version import __version__
 
-__all__ = ["EXACT_UP_TO", "Description", "TuningKey", "canonical", "digest_of", "key_of"]
+__all__ = ["EXACT_UP_TO", "Description", "TuningKey", "canonical", "digest_of", "key_of", "syntax"]
 
 EXACT_UP_TO = 128
 """Largest size, such as a head size or a number of heads, that stands for itself; longer ones share a power of two."""
@@ -111,23 +111,27 @@ def _bucketed(spec: Mapping[str, object]) -> dict[str, object]:
     return {name: bucket(value) for name, value in spec.items()}
 
 
-@functools.lru_cache(maxsize=64)
 def kernel_version(operation: str) -> str:
-    """Returns a hash of what an operation's kernels do: the syntax of their modules, without comments and docstrings.
+    """Returns a hash of what an operation's kernels do, including those of its parts and those of a user's pattern."""
+    own, outside = _version_of_modules(operation), operation_named(operation).version
+    return hashlib.sha256(f"{own} {outside}".encode()).hexdigest()[:16] if outside else own
 
-    The kernels of its parts are included.  A table of block sizes is not.
-    """
+
+@functools.lru_cache(maxsize=64)
+def _version_of_modules(operation: str) -> str:
+    """Returns a hash of the syntax of kernels' modules, without comments and docstrings; a table of block sizes is not
+    included."""
     package = Path(__file__).parents[1]
     folders = [package / "sites", package / "kernels"]
     folders += [package / "kernels" / folder for folder in operation_folders(operation)]
     total = hashlib.sha256(__version__.encode())
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.name != "tuned_block_sizes.py":
-            total.update(f"\n{path.name}\n{_syntax(path.read_text())}".encode())
+            total.update(f"\n{path.name}\n{syntax(path.read_text())}".encode())
     return total.hexdigest()[:16]
 
 
-def _syntax(source: str) -> str:
+def syntax(source: str) -> str:
     """Returns a module's syntax without comments, docstrings and layout."""
     tree = ast.parse(source)
     for node in ast.walk(tree):

@@ -16,11 +16,12 @@ import numpy as np
 
 from autopallas import compat
 from autopallas.compat import ArrayFunction, Dtype, PyTree, Shaped
+from autopallas.custom.operation import PatternOperation
 from autopallas.graph import Graph, flatten
 from autopallas.patterns import Match, find
 from autopallas.sites.declared import DeclaredOperation, DeclaredSite
 from autopallas.sites.declared_call import operand_names, parameters, shape_in_letters, site_of
-from autopallas.sites.operation import operation_folders, operation_named
+from autopallas.sites.operation import operation_folders, operation_named, registered
 from autopallas.sites.spec import Spec
 
 __all__ = ["DIRECTIONS", "Case", "Cases", "DeclaredCases", "Direction", "cases_of", "match_of"]
@@ -147,9 +148,11 @@ class DeclaredCases:
         return replace(self.operation.sample, **sizes, **dict.fromkeys(names, np.dtype(case.dtype)))
 
     def table_grid(self, platform: str = "cpu") -> tuple[Case, ...]:
-        """The size of the sample in both directions, in float32 and bfloat16 where the result is floating."""
+        """The size of the sample in both directions, in float32 and bfloat16 where the result is floating; of a custom
+        pattern, whose reference may be another one in another dtype, in its own dtype."""
         sample, own = self.operation.sample, str(self._dtype("result"))
-        dtypes = ("float32", "bfloat16") if jnp.issubdtype(own, jnp.floating) else (own,)
+        several = jnp.issubdtype(own, jnp.floating) and not isinstance(self.operation, PatternOperation)
+        dtypes = ("float32", "bfloat16") if several else (own,)
         sizes = tuple((letter, getattr(sample, name)) for letter, name in self.operation.sizes.items())
         return tuple(Case(self.operation.name, direction, d, PLAIN, sizes) for direction in DIRECTIONS for d in dtypes)
 
@@ -216,7 +219,8 @@ def cases_of(operation: str) -> Cases | None:
 
 
 def _modules(operation: str) -> Iterator[Cases]:
-    for folder in operation_folders(operation):
+    without_folder = (own.name for own in registered() if own.name == operation)
+    for folder in operation_folders(operation) or without_folder:
         own = operation_named(folder)
         cases = cast("Cases | None", own.module("cases"))
         if cases is not None:

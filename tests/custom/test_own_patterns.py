@@ -140,6 +140,14 @@ def test_operands_of_a_sum_or_product_may_be_exchanged():
     assert applied(other, normal(4, 8), normal(8)).counts() == {}, "other equations"
 
 
+def test_one_value_may_be_several_operands():
+    @autopallas.pattern(lambda x, y: jnp.tanh(x) * y, shapes=[normal(8), normal(8)])
+    def gate(x, y):
+        return y * jnp.tanh(x)
+
+    assert applied(lambda x: jnp.tanh(x + 1) * (x + 1), normal(4, 8)).counts() == {"gate": 1}
+
+
 @pytest.mark.parametrize(
     "program",
     [

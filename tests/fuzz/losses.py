@@ -119,6 +119,16 @@ def _part(w: Writer, at: str, y: str, t: int) -> tuple[str, int]:
             "by the labels, filled": ("jnp.take({}, " + y + ", axis=0, fill_value=3)", t),
             "sorted": ("{}[jnp.argsort(" + y + ")]", t),
         }
+    if w.windows:
+        often = 0.7
+        windows = "jax.vmap(lambda start: lax.dynamic_slice_in_dim({0}, start, 2, 0))(" + y + "[:2])"
+        parts |= {
+            "in reverse": ("{}[::-1]", t),
+            "sliced twice": ("{}[1:][:-1]", t - 2),
+            "picked twice": ("{}[" + y + " % " + str(t) + "][jnp.array([1, 0, 2])]", 3),
+            "in reverse but the last": ("{}[::-1][:-1]", t - 1),
+            "windows": (windows + ".reshape(4, *{0}.shape[1:])", 4),
+        }
     kind = w.choices.pick(f"{at}.part", {name: name for name in parts}, often)
     if kind != "all":
         w.features.add(f"part of the rows: {kind}")

@@ -23,6 +23,8 @@ _FIRST_PAIR = 20_000
 """From here on every fifth program is a loss over two products; those before are recorded as they are."""
 _FIRST_GATHER = 24_000
 """From here on another fifth are losses of rows that are more often gathered, by numbers that differ by example."""
+_FIRST_WINDOW = 28_000
+"""From here on a third fifth are losses of rows in windows, in reverse, or selected twice."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ def random_program(
         family = "pair"
     if seed >= _FIRST_GATHER and seed % 5 == 3:
         family, w.gathers = "loss", True
+    if seed >= _FIRST_WINDOW and seed % 5 == 4:
+        family, w.windows = "loss", True
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]

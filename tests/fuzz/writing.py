@@ -42,6 +42,8 @@ class Writer:
     """A factor of how often something is done to a value: a fault shows best where nothing else stands in its way."""
     gathers: bool = False
     """Whether rows of logits are gathered by numbers that differ from example to example."""
+    windows: bool = False
+    """Whether rows of logits are taken in windows, in reverse, or twice."""
     _indent: int = 1
     _counts: dict[str, int] = field(default_factory=dict)
 

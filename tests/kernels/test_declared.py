@@ -19,6 +19,7 @@ from autopallas.graph import Graph, flatten
 from autopallas.options import resolve
 from autopallas.patterns import find
 from autopallas.plan.choose_implementation import plan
+from autopallas.sites.block_sizes import block_sizes_class
 from autopallas.sites.declared import DeclaredOperation
 from autopallas.sites.device import Device
 from autopallas.sites.encoding import encoded, saved_site
@@ -137,6 +138,19 @@ def test_a_lockfile_decides_it(op, tmp_path):
     lock.write_text(written([match], decisions, "model:program", "", device, "/").to_json())
     report = autopallas.explain(autopallas.optimize(program, lock=lock), *arguments)
     assert [(site.op, site.verdict, site.block_sizes_from) for site in report.sites] == [(op, "applied", "explicit")]
+
+
+def test_block_sizes_of_the_declaration_are_the_operations_and_its_best_guess_the_default():
+    kind = block_sizes_class("some", {"block": 1, "fast": True}, lambda spec: [{"block": spec.rows}, {"fast": False}])
+    operation = dataclasses.replace(small(OPERATIONS[0], {"rows": 12}), block_sizes=kind)
+    assert operation.part("block_sizes").BlockSizes is kind
+    assert operation.part("tuned_block_sizes").infer_block_sizes(operation.sample) == kind(block=12)
+    assert kind.candidates(operation.sample) == (kind(block=12), kind(fast=False))
+    assert kind(block=3).fitted(operation.sample) == kind(block=12)
+    assert kind(fast=False).fitted(operation.sample).to_dict() == {"block": 1, "fast": False}
+    wrong = block_sizes_class("some", {"block": 1}, lambda spec: [{"block": True}])
+    with pytest.raises(ValueError, match="block=True; give a Python int"):
+        wrong.candidates(operation.sample)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

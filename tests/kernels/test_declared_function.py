@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -115,6 +116,26 @@ def test_a_call_is_filed_as_the_place_in_a_program_that_computes_the_same(called
     assert report.sites[0].spec == site.spec.to_dict()
 
 
+@pytest.mark.parametrize("scale", [None, SCALE, SCALES])
+def test_a_single_row_needs_no_axis_for_its_number(scale):
+    def loss(function, *given):
+        return jnp.sum(jnp.sin(function(*given)))
+
+    given = (X[0, 0, 0],) if scale is None else (X[0, 0, 0], scale)
+    assert rms_norm(*given).shape == written_out(*given).shape
+    everything = tuple(range(len(given)))
+    results = (jax.value_and_grad(functools.partial(loss, f), everything)(*given) for f in (rms_norm, written_out))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_row_is_filed_as_the_place_in_a_program_that_computes_it():
+    row = X[0, 0, 0]
+    site = site_of(operation_named("rms_norm"), {"x": row}, {"epsilon": 0.5})
+    report = autopallas.explain(autopallas.optimize(lambda x: written_out(x, epsilon=0.5)), row)
+    assert report.sites[0].spec == site.spec.to_dict()
+
+
 def test_the_result_has_the_dtype_of_x_or_the_one_asked_for():
     x = X.astype(jnp.bfloat16)
     assert rms_norm(x, SCALE).dtype == jnp.bfloat16
@@ -133,7 +154,8 @@ def test_under_vmap_each_example_is_its_own():
         ({"x": X.astype(int)}, TypeError, "x must be an array of floating-point numbers, not int32; convert it"),
         ({"x": None}, TypeError, "x must be an array of floating-point numbers, not NoneType"),
         ({"x": 3.0}, TypeError, "x must be an array of floating-point numbers, not float"),
-        ({"x": X[0, 0, 0]}, ValueError, "x has shape (8,); it must be [B..., M, N]: add or merge axes"),
+        ({"x": X[0, 0, 0, 0]}, ValueError, "x has shape (); it must be [B..., M, N]: add or merge axes"),
+        ({"scale": SCALE[0]}, ValueError, "scale has shape (); it must be [B..., N]: add or merge axes"),
         ({"x": X[:0]}, ValueError, "x has shape (0, 5, 3, 8); it must not be empty"),
         ({"scale": SCALE[:7]}, ValueError, "scale has 7 columns (N) and x 8; they must agree"),
         ({"scale": SCALES[:4]}, ValueError, "(2, 5) of x, (4,) of scale; make them 1 or equal"),

@@ -149,6 +149,9 @@ LOOK_ALIKES = {
     "squared mean": lambda x, g: x * lax.rsqrt(mean(x) ** 2 + 1e-6) * g,
     "less epsilon": lambda x, g: x * lax.rsqrt(mean(x * x) - 1e-6) * g,
     "random columns": lambda x, g: x * lax.rsqrt(mean((x * g) ** 2) + 1e-6),
+    "a difference of means, and nothing added": lambda x, g: (
+        (x - mean(x)) / jnp.sqrt(jnp.maximum(mean(x * x) - mean(x) ** 2, 0)) * g
+    ),
     "epsilon twice": lambda x, g: x / (jnp.sqrt(mean(x * x) + 1e-6) + 1e-6) * g,
 }
 

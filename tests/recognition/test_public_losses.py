@@ -285,6 +285,95 @@ def vocabulary_in_front(w, x, y):
     return -log_softmax(z[:, jnp.arange(B), jnp.array([3, 5])], 0)[y[:, 0], jnp.arange(B)].mean()
 
 
+def windows(array, starts, size=3):
+    """So many rows of each sequence, from its own start on."""
+    return jax.vmap(lambda rows, start: lax.dynamic_slice_in_dim(rows, start, size, 0))(array, starts)
+
+
+@rows
+def a_window_of_each_sequence(w, x, y):
+    starts = y[:, 1] % 4
+    return -picked(log_softmax(windows(x @ w, starts)), windows(y, starts)).mean()
+
+
+@rows
+def a_window_of_log_probabilities_of_each_sequence(w, x, y):
+    starts = y[:, 1] % 4
+    return -picked(windows(log_softmax(x @ w), starts), windows(y, starts)).mean()
+
+
+@rows
+def windows_beyond_the_end(w, x, y):  # clamped, in the derivative too
+    starts = y[:, 1] + 2
+    return -picked(log_softmax(windows(x @ w, starts)), windows(y, starts)).mean()
+
+
+@rows
+def a_window_under_vmap(w, x, y):
+    def one(x, y):
+        z = lax.dynamic_slice_in_dim(x @ w, y[1] % 4, 2, 0)
+        return -picked(log_softmax(z), lax.dynamic_slice_in_dim(y, y[1] % 4, 2, 0)).mean()
+
+    return jax.vmap(one)(x, y).mean()
+
+
+@rows
+def windows_that_are_filled_beyond_the_end(w, x, y):
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (1,), (0,), (0,))
+    starts = jnp.array([[2], [5]])
+    z = lax.gather(x @ w, starts, numbers, (1, 3, V), mode="fill", fill_value=0)
+    return -(picked(log_softmax(z), y[:, :3]) * jnp.array([[1, 2, 3], [0, 1, 4]])).mean()
+
+
+@rows
+def windows_of_one_sequence(w, x, y):
+    starts = jnp.array([3, 0])
+    z = jax.vmap(lambda start: lax.dynamic_slice_in_dim(x[0] @ w, start, 2, 0))(starts)
+    return -picked(log_softmax(z), y[:, :2]).mean()
+
+
+@rows
+def picked_twice(w, x, y):
+    z = (x.reshape(-1, D) @ w)[jnp.array([1, 4, 4, 1, 7])][jnp.array([0, 2, 3])]
+    return -picked(log_softmax(z), y.reshape(-1)[:3]).mean()
+
+
+@rows
+def sliced_twice(w, x, y):
+    return -picked(log_softmax((x @ w)[:, :-1][:, 1:]), y[:, 2:]).mean()
+
+
+@rows
+def sliced_and_then_one_of_each(w, x, y):
+    return -picked(log_softmax((x @ w)[:, :-1][jnp.arange(B), y[:, 0] % 5]), y[:, 1]).mean()
+
+
+@rows
+def sliced_before_and_behind_a_softmax(w, x, y):
+    z = 30 * jnp.tanh((x @ w)[:, 1:] / 30)
+    return -picked(log_softmax(z)[:, :-1], y[:, 2:]).mean()
+
+
+@rows
+def in_reverse(w, x, y):
+    return -picked(log_softmax((x @ w)[:, ::-1]), y).mean()
+
+
+@rows
+def log_probabilities_in_reverse(w, x, y):
+    return -picked(jnp.flip(log_softmax(x @ w), 1), y).mean()
+
+
+@rows
+def in_reverse_without_the_last(w, x, y):
+    return -picked(log_softmax((x @ w)[:, ::-1][:, 1:]), y[:, 1:]).mean()
+
+
+@rows
+def in_reverse_under_vmap(w, x, y):
+    return jax.vmap(lambda x, y: -picked(log_softmax(jnp.flip(x @ w, 0)), y).mean())(x, y).mean()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_losses_of_some_rows_are_found_forward_and_in_train_steps(name):
     compared = compare(ROWS[name], arguments())
@@ -400,6 +489,19 @@ def parts_of_two_products(w, x, y):
     return -picked(log_softmax(z), y).mean()
 
 
+@lookalike
+def more_windows_than_there_are_rows(w, x, y):
+    starts = jnp.array([0, 1, 0, 2])
+    z = jax.vmap(lambda start: lax.dynamic_slice_in_dim((x @ w)[0], start, 3, 0))(starts)
+    return -picked(log_softmax(z), jnp.stack([y[0, :3]] * 4)).mean()
+
+
+@lookalike
+def in_reverse_and_as_they_are(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(z[:, ::-1]), y).mean() - picked(log_softmax(z), y).mean()
+
+
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_nothing_is_computed_twice_for_the_sake_of_a_selection(name):
     compared = compare(LOOKALIKES[name], arguments())
@@ -414,6 +516,71 @@ def test_a_slice_of_the_vocabulary_is_no_slice_of_rows():
     compared = compare(loss, arguments())
     assert compared.complaints == []
     check(jax.value_and_grad(loss, (0, 1)), arguments(), op="cross_entropy")
+
+
+@pytest.mark.parametrize("columns", ["a window of each row", "in reverse"])
+def test_columns_are_no_rows(columns):
+    """Each row has other columns; or all rows have the same ones in reverse, which are columns of the weight."""
+
+    def loss(w, x, y):
+        z = (x @ w).reshape(-1, V)
+        z = z[:, ::-1] if columns == "in reverse" else windows(z, y.reshape(-1) % 4, 7)
+        return -picked(log_softmax(z), y.reshape(-1) % 7).mean()
+
+    for function in (loss, jax.value_and_grad(loss, (0, 1))):
+        compared = compare(function, arguments())
+        assert compared.complaints == []
+        assert compared.counts("cross_entropy") == (columns == "in reverse")
+
+
+REARRANGED, rearranged = registry()
+
+
+@rearranged
+def padded(w, x, y):
+    z = jnp.pad((x @ w)[:, :-1], ((0, 0), (0, 1), (0, 0)))
+    return -(picked(log_softmax(z), y) * (jnp.arange(T) < T - 1)).sum()
+
+
+@rearranged
+def joined(w, x, y):
+    z = x @ w
+    return -picked(log_softmax(jnp.concatenate([z[:, :3], z[:, 3:]], 1)), y).mean()
+
+
+@rearranged
+def reversed_along_two_axes(w, x, y):
+    return -picked(log_softmax(jnp.flip(x @ w, (0, 1))), y).mean()
+
+
+@rearranged
+def sorted_columns(w, x, y):
+    return -picked(log_softmax(jnp.sort(x @ w)), y).mean()
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "train step"])
+def test_logits_that_are_rearranged_are_no_silent_miss(name, backward):
+    function = jax.value_and_grad(REARRANGED[name], (0, 1)) if backward else REARRANGED[name]
+    optimized = optimized_like_a_user(function)
+    jax.jit(optimized).lower(*arguments())
+    report = optimized.report()
+    assert report.counts()["cross_entropy"] == 0
+    (miss,) = [miss for miss in report.near_misses if miss.op == "cross_entropy"]
+    assert "loss reads" in miss.reason
+    assert "before the product" in miss.advice
+
+
+def test_scores_that_are_rearranged_are_no_loss():
+    """A skewed product of queries and positions, as relative attention has it, and an embedding that is gathered."""
+
+    def attend(q, k, v):
+        skewed = jnp.pad(q @ k.T, ((0, 0), (1, 0))).reshape(-1)[T:].reshape(T, T)
+        return softmax(skewed) @ v[jnp.argsort(v[:, 0])]
+
+    optimized = optimized_like_a_user(attend)
+    jax.jit(optimized).lower(*(array(T, n, seed=n) for n in (D, D, D)))
+    assert [miss for miss in optimized.report().near_misses if miss.op == "cross_entropy"] == []
 
 
 PICKS, pick = registry()

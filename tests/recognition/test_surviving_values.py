@@ -61,7 +61,11 @@ def test_what_survives_is_what_dead_code_elimination_leaves(function, backward):
     for count in (0, 1, 2, 5, 20):
         for _ in range(10):
             given = frozenset(chance.sample(range(len(quick.avals)), min(count, len(quick.avals))))
-            assert surviving(quick, given) & computed == (surviving(slow, given) & computed) - given, given
+            whole = (surviving(slow, given) & computed) - given
+            assert surviving(quick, given) & computed == whole, given
+            least = chance.randrange(len(quick.avals))
+            late = set(range(least, len(quick.avals))) & computed
+            assert surviving(quick, given, least=least) & late == whole & late, (given, least)
 
 
 def test_loops_and_branches_are_not_plain_bodies():

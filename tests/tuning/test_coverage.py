@@ -329,19 +329,19 @@ def test_a_search_takes_the_place_of_a_row_that_does_not_hold(monkeypatch):
     begun = []
 
     def search(match, implementation, key, first, seconds, known, quick):
-        begun.append((match.spec.batch, first))
+        begun.append((implementation, match.spec.batch))
         raise RuntimeError("no")
 
     monkeypatch.setattr(tuner, "search", search)
     with pytest.warns(autopallas.AutopallasWarning, match="could not search"):
         site = site_of(einsum, 2, autotune=True)
-    assert [batch for batch, _ in begun] == [2]
+    assert begun == [("xla", 2)]
     assert site.verdict == "kept"
     assert "no row for this batch size" in site.reason
     assert "a search found nothing" in site.reason
     begun.clear()
-    assert site_of(einsum, 1, autotune=True).verdict == "applied"
-    assert not begun
+    assert site_of(einsum, 1, autotune=True).implementation == "xla"
+    assert begun == [("xla_heads", 1)]  # of which no table knows
 
 
 def test_the_key_of_a_search_holds_the_batch_and_the_processor(machine):

@@ -183,7 +183,8 @@ def test_a_failure_is_among_the_raw_results(capsys, tmp_path, monkeypatch):
         raise NotImplementedError("no such layout")
 
     monkeypatch.setattr(xla, "forward", broken)
-    arguments = ("attention", "--shapes", ATTENTION, "--direction", "forward", "--output", str(tmp_path))
+    three_heads = ATTENTION.replace(",2,16]", ",3,16]")  # which xla_heads does not take
+    arguments = ("attention", "--shapes", three_heads, "--direction", "forward", "--output", str(tmp_path))
     assert "nothing was found: xla: none of" in run(capsys, *arguments)
     (row,) = json.loads((tmp_path / "results.json").read_text())
     assert (row["outcome"], row["best_for"], row["kernel_us"]) == ("lower", "", None)

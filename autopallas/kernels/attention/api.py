@@ -1,4 +1,4 @@
-"""Attention as a function, usable without the rest of autopallas."""
+"""Provides attention as a function that can be used without the rest of autopallas."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
@@ -42,7 +43,7 @@ def attention(
     implementation: str | Sequence[str] | None = None,
     block_sizes: BlockSizes | None = None,
 ) -> Array:
-    """Softmax attention, ``softmax(cap(scale * query key^T) + bias, where mask) value``, without a T x S array.
+    """Computes softmax attention, ``softmax(cap(scale * query key^T) + bias, where mask) value``, with no T x S array.
 
     The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Scores, maxima and sums are float32
     (float64 for float64 operands).  Differentiable in reverse mode once, with respect to query, key, value, bias and
@@ -80,6 +81,28 @@ def attention(
       >>> attention(x, x, x, is_causal=True).shape
       (2, 100, 8, 64)
     """
+    _check_operands(query, key, value)
+    _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
+    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        raise TypeError(f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.attention.BlockSizes")
+    factor = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    operands = _canonical(query, key, value, bias, mask, sink)
+    spec = _spec(operands, bias is not None, mask is not None, is_causal, factor, logits_soft_cap)
+    device = Device.current()
+
+    def call(module: ModuleType) -> Array:
+        name = module.__name__.rpartition(".")[2]
+        sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
+        result: Array = _attention(name, spec, sizes, operands)
+        return result
+
+    out = OPERATION.first_that_works(spec, device, implementation, call)
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(*query.shape[:3], value.shape[3])
+
+
+def _check_operands(query: Array, key: Array, value: Array) -> None:
+    """Raises if query, key and value do not agree."""
     batch, length, heads, size = _shape("query", query)
     key_batch, key_length, key_heads, key_size = _shape("key", key)
     value_batch, value_length, value_heads, value_size = _shape("value", value)
@@ -90,31 +113,42 @@ def attention(
     _require(value_heads == key_heads, f"value has {value_heads} heads and key {key_heads}; they must agree")
     _require(heads % key_heads == 0, f"query has {heads} heads, not a multiple of key's {key_heads}")
     _require(min(batch, length, heads, size, key_length, value_size) > 0, "query, key and value must not be empty")
-    _require(scale is None or math.isfinite(scale), f"scale is {scale}; it must be a finite number")
-    _require(logits_soft_cap is None or logits_soft_cap > 0, f"logits_soft_cap is {logits_soft_cap}; it must be > 0")
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise TypeError(f"block_sizes is a {type(block_sizes).__name__}; pass autopallas.kernels.attention.BlockSizes")
 
+
+def _canonical(
+    query: Array, key: Array, value: Array, bias: Array | None, mask: Array | None, sink: Array | None
+) -> Operands:
+    """Returns the operands in canonical shapes; the side inputs are bias and mask, as far as they are given."""
+    batch, length, heads, size = query.shape
+    key_length, key_heads = key.shape[1:3]
     groups = heads // key_heads
-    full = (batch, heads, length, key_length)
-    sides, side_specs = [], []
+    sides = []
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
-            _check_side(name, x, full)
-            side, varies = _grouped(x, key_heads, groups)
-            sides.append(side)
-            side_specs.append(SideSpec(np.dtype(side.dtype), varies))
+            _check_side(name, x, (batch, heads, length, key_length))
+            sides.append(_grouped(x, key_heads, groups))
     if sink is not None:
         _floating("sink", sink)
         _require(sink.shape == (heads,), f"sink has shape {sink.shape}; it must be one per query head, ({heads},)")
         sink = sink.reshape(1, key_heads, groups, 1, 1)
+    q = jnp.transpose(query.reshape(batch, length, key_heads, groups, size), (0, 2, 3, 1, 4))
+    return Operands(q, jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), tuple(sides), sink)
 
-    dtypes = tuple(np.dtype(x.dtype) for x in (query, key, value))
+
+def _spec(
+    operands: Operands, has_bias: bool, has_mask: bool, is_causal: bool, scale: float, logits_soft_cap: float | None
+) -> AttentionSpec:
+    """Describes the attention of canonical operands."""
+    batch, key_heads, groups, length, size = operands.query.shape
+    key_length, value_size = operands.value.shape[2:]
+    sides = tuple(SideSpec(np.dtype(x.dtype), _varies(x)) for x in operands.sides)
+    dtypes = [np.dtype(x.dtype) for x in operands[:3]]
     score_dtype = np.dtype(np.float64 if np.float64 in dtypes else np.float32)
-    scale = 1 / math.sqrt(size) if scale is None else float(scale)
-    kinds = tuple((position, s.dtype) for position, s in enumerate(side_specs))
-    bias_side, mask_side = (kinds[0] if bias is not None else None), (kinds[-1] if mask is not None else None)
-    spec = AttentionSpec(
+    kinds = tuple((position, s.dtype) for position, s in enumerate(sides))
+    bias_side, mask_side = (kinds[0] if has_bias else None), (kinds[-1] if has_mask else None)
+    # Nothing is rounded except to the dtype that all operands have, and to that of the result.
+    rounded = dtypes[0] if len({*dtypes}) == 1 else None
+    return AttentionSpec(
         batch=batch,
         key_heads=key_heads,
         groups=groups,
@@ -128,64 +162,43 @@ def attention(
         score_dtype=score_dtype,
         result_dtype=dtypes[0],
         score=_score_program(score_dtype, scale, logits_soft_cap, bias_side, mask_side, is_causal),
-        sides=tuple(side_specs),
-        sink=None if sink is None else (False, key_heads > 1, groups > 1, False, False),
+        sides=sides,
+        sink=None if operands.sink is None else _varies(operands.sink),
         live=_live_program(mask_side, is_causal),
-        # Nothing is rounded but to the dtype that all operands have, and the result.
-        weights_dtype=dtypes[0] if len({*dtypes}) == 1 else None,
-        score_gradient_dtype=dtypes[0] if len({*dtypes}) == 1 else None,
+        weights_dtype=rounded,
+        score_gradient_dtype=rounded,
     )
-    device = Device.current()
-    q = jnp.transpose(query.reshape(batch, length, key_heads, groups, size), (0, 2, 3, 1, 4))
-    k, v = jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2)
-
-    def call(module: ModuleType) -> Array:
-        name = module.__name__.rpartition(".")[2]
-        sizes = block_sizes_for(OPERATION.name, spec, device, name, block_sizes)
-        result: Array = _attention(name, spec, sizes, q, k, v, tuple(sides), sink)
-        return result
-
-    out = OPERATION.first_that_works(spec, device, implementation, call)
-    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(batch, length, heads, value_size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(
-    name: str,
-    spec: AttentionSpec,
-    block_sizes: tuple[BlockSizes, BlockSizes],
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: tuple[Array, ...],
-    sink: Array | None,
-) -> Array:
+def _attention(name: str, spec: AttentionSpec, block_sizes: tuple[BlockSizes, BlockSizes], operands: Operands) -> Array:
+    return _results(name, spec, block_sizes[0], operands).out
+
+
+def _results(name: str, spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
     module = OPERATION.implementation(name)
     assert module is not None
-    out: Array = module.forward(spec, block_sizes[0], query, key, value, sides, sink)[0]
-    return out
+    found: Results = module.forward(spec, block_sizes, operands)
+    return found
 
 
 def _attention_forward(
-    name: str, spec: AttentionSpec, block_sizes: tuple[BlockSizes, BlockSizes], *operands: PyTree
-) -> tuple[Array, tuple[PyTree, ...]]:
-    module = OPERATION.implementation(name)
-    assert module is not None
-    out, logsumexp = module.forward(spec, block_sizes[1], *operands)
-    return out, (*operands, out, logsumexp)
+    name: str, spec: AttentionSpec, block_sizes: tuple[BlockSizes, BlockSizes], operands: Operands
+) -> tuple[Array, tuple[Operands, Residuals]]:
+    found = _results(name, spec, block_sizes[1], operands)
+    return found.out, (operands, found.residuals)
 
 
 def _attention_backward(
     name: str,
     spec: AttentionSpec,
     block_sizes: tuple[BlockSizes, BlockSizes],
-    residuals: tuple[PyTree, ...],
+    saved: tuple[Operands, Residuals],
     dout: Array,
-) -> tuple[PyTree, ...]:
+) -> tuple[PyTree]:
     module = OPERATION.implementation(name)
     assert module is not None
-    gradients: tuple[PyTree, ...] = module.backward(spec, block_sizes[1], *residuals, dout)
-    return gradients
+    return (Operands(*module.backward(spec, block_sizes[1], *saved, Cotangents(dout))),)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -267,9 +280,13 @@ def _check_side(name: str, x: Array, full: tuple[int, int, int, int]) -> None:
         )
 
 
-def _grouped(x: Array, key_heads: int, groups: int) -> tuple[Array, tuple[bool, bool, bool, bool, bool]]:
-    """[B|1, N|1, T|1, S|1] as [B|1, K|1, G|1, T|1, S|1], and along which of these it varies."""
+def _grouped(x: Array, key_heads: int, groups: int) -> Array:
+    """Reshapes [B|1, N|1, T|1, S|1] to [B|1, K|1, G|1, T|1, S|1]."""
     batch, heads, length, key_length = x.shape
-    shape = (batch, key_heads, groups, length, key_length) if heads > 1 else (batch, 1, 1, length, key_length)
-    b, k, g, t, s = (n > 1 for n in shape)
-    return x.reshape(shape), (b, k, g, t, s)
+    return x.reshape(batch, *((key_heads, groups) if heads > 1 else (1, 1)), length, key_length)
+
+
+def _varies(x: Array) -> tuple[bool, bool, bool, bool, bool]:
+    """Returns along which axes an array varies."""
+    b, k, g, t, s = (n > 1 for n in x.shape)
+    return b, k, g, t, s

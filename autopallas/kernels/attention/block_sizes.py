@@ -1,4 +1,4 @@
-"""Block sizes of the streaming attention: what they mean, what they cost, which are worth trying."""
+"""Defines block sizes of the streaming attention: their meaning, their memory, and which to try."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlockSizes:
 
     Attributes:
       query_block: rows, that is, query positions.
-      key_block: columns, that is, key positions.  At least the key length: one tile per row block, without a loop.
+      key_block: columns, that is, key positions.  If it is the key length or more, a block of rows has one tile.
     """
 
     query_block: int
@@ -32,25 +32,25 @@ class BlockSizes:
 
     @classmethod
     def get_default(cls) -> BlockSizes:
-        """What is right almost everywhere: a tile of 256 x 256 stays in the second-level cache."""
+        """Returns sizes that suit most cases: a tile of 256 x 256 stays in the second-level cache."""
         return cls(256, 256)
 
     def fitted(self, spec: AttentionSpec) -> BlockSizes:
-        """The same, valid for the shape: aligned, and no longer than the axis.
+        """Returns sizes that are valid for the shape: aligned, and no longer than the axis.
 
-        A length that the block does not divide is not a reason for a smaller block: the last block is the shorter one.
+        A block need not divide the length: the last block is then shorter.
         """
         return BlockSizes(_fit(self.query_block, spec.query_length), _fit(self.key_block, spec.key_length))
 
     def heads_per_step(self, spec: AttentionSpec) -> tuple[int, int]:
-        """(batch, key heads) that one tile covers: as many as keep it in the cache, at least one."""
+        """Returns (batch, key heads) that one tile covers: as many as fit into the cache, at least one."""
         tile = spec.groups * self.query_block * self.key_block * spec.accumulation_dtype.itemsize
         room = max(1, _WORKING_SET // tile)
         heads = _largest_divisor(spec.key_heads, room)
         return (_largest_divisor(spec.batch, room // heads) if heads == spec.key_heads else 1), heads
 
     def temporary_bytes(self, spec: AttentionSpec, direction: str = "forward") -> int:
-        """Estimate of the temporary memory, from which candidates are pruned; within a factor of two or so."""
+        """Estimates the temporary memory within about a factor of two; candidates are pruned by it."""
         batch, heads = self.heads_per_step(spec)
         size = spec.accumulation_dtype.itemsize
         per_head = spec.groups * self.query_block * (self.key_block * 3 + spec.value_head_size * 2 + spec.head_size)
@@ -63,9 +63,9 @@ class BlockSizes:
 
     @classmethod
     def candidates(cls, spec: AttentionSpec) -> tuple[BlockSizes, ...]:
-        """What a search should try, best guess first, each valid for the shape and none twice.
+        """Returns different block sizes to try, best guess first, each valid for the shape.
 
-        For implementations that know nothing better.
+        They are for implementations without their own ``candidates``.
         """
         pairs = [(256, 256), (128, 256), (256, 512), (512, 256), (512, 512), (128, 128), (128, 512), (512, 1024)]
         fitted = (cls(query, key).fitted(spec) for query, key in pairs)

@@ -1,6 +1,6 @@
-"""Attention as people write it, at the sizes of the tuned table.
+"""Provides attention in its usual spellings, at the sizes of the tuned table.
 
-Letters: B batch, T query length, S key length (T, where it is not given), N heads, D head size.  Arrays are
+Letters: B batch, T query length, S key length (T unless it is given), N heads, D head size.  Arrays are
 [B, T, N, D] and [B, S, N, D].
 """
 
@@ -20,7 +20,7 @@ __all__ = ["ORIGINALS", "case_of", "cross", "direct", "in_direction", "square", 
 
 
 def full(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Softmax attention as people write it; the other masks differ in one line."""
+    """Computes softmax attention in its usual spelling; the other masks differ in one line."""
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     return _weighted(scores, value)
 
@@ -32,7 +32,7 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def full32(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """The same with scores in float32, as people write it who do not trust bfloat16."""
+    """Computes the same with scores in float32, as is usual where bfloat16 is not precise enough."""
     scores = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
     return _weighted(scores / np.sqrt(query.shape[-1]).astype(np.float32), value)
 
@@ -78,12 +78,12 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {
 
 
 def window_size(length: int) -> int:
-    """How many keys, its own among them, a row of a windowed attention sees."""
+    """Returns how many keys, including its own, a row of a windowed attention sees."""
     return max(1, length // 2)
 
 
 def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunction:
-    """The function itself, or with the gradients for query, key and value from a cotangent, its last argument."""
+    """Returns the function, or with it the gradients of query, key and value from a cotangent, the last argument."""
     if case.direction == "forward":
         return function
 
@@ -96,7 +96,7 @@ def in_direction(case: Case, function: Callable[..., jax.Array]) -> ArrayFunctio
 
 
 def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Query, key, value, then lengths or the bias, and last the cotangent where there is a backward pass."""
+    """Returns the types of query, key, value, then lengths or the bias, and last the cotangent of a backward pass."""
     sizes = dict(case.sizes)
     batch, heads, head_size = sizes["B"], sizes["N"], sizes["D"]
     queries, keys = sizes["T"], sizes.get("S", sizes["T"])
@@ -115,7 +115,7 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def case_of(types: Sequence[Shaped], variant: str, direction: Direction) -> Case:
-    """The case of query [B, T, N, D] and key and value [B, S, N, D]."""
+    """Returns the case of query [B, T, N, D] and key and value [B, S, N, D]."""
     if len(types) != 3 or any(len(getattr(t, "shape", ())) != 4 for t in types):
         raise ValueError("attention takes query [B, T, N, D], key and value [B, S, N, D]")
     (batch, queries, heads, size), key, value = (tuple(t.shape) for t in types)
@@ -130,17 +130,17 @@ _DIRECT = ("full", "causal", "full32", "causal32")
 
 
 def direct(case: Case) -> ArrayFunction | None:
-    """``attention`` with the same mask."""
+    """Returns the public function with the same mask; None if it has no such mask."""
     from autopallas.kernels.attention.api import attention
 
     return partial(attention, is_causal="causal" in case.mask) if case.mask in _DIRECT else None
 
 
 def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
-    """A case for each row of the tuned table.  Fewer heads where the lengths grow, for time and memory.
+    """Returns a case for each row of the tuned table, with fewer heads for greater lengths, to save time and memory.
 
-    On TPUs scores are in float32: their compiler's simulation has no bfloat16 arithmetic.  The naive scores take a
-    gigabyte, more than vector memory has.
+    On TPUs scores are in float32, because the compiler's simulation has no bfloat16 arithmetic.  The original's scores
+    take a gigabyte, more than vector memory holds.
     """
     if platform == "tpu":
         return tuple(
@@ -170,10 +170,10 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
 def square(
     direction: Direction, dtype: str, mask: str, length: int, head_size: int = 64, heads: int = 8, batch: int = 1
 ) -> Case:
-    """As many queries as keys."""
+    """Returns a case with as many queries as keys."""
     return Case("attention", direction, dtype, mask, (("B", batch), ("T", length), ("N", heads), ("D", head_size)))
 
 
 def cross(direction: Direction, dtype: str, mask: str, queries: int, keys: int) -> Case:
-    """Fewer queries than keys."""
+    """Returns a case with fewer queries than keys."""
     return Case("attention", direction, dtype, mask, (("B", 1), ("T", queries), ("S", keys), ("N", 8), ("D", 64)))

@@ -1,14 +1,13 @@
-"""Attention by cuDNN, through ``jax.nn.dot_product_attention``: where a scale and a causal mask or window are all.
+"""Computes attention by cuDNN, through ``jax.nn.dot_product_attention``: with a scale, and a causal mask or window.
 
-What it is asked to compute is proven, not read off a spelling: with the mask's outcome known on the live keys, the
-score program has to be a multiplication, and each row has to have a live key.  A bias, lengths and masks that are
-arrays are not offered: cuDNN's backward takes probabilities as exp(x - logsumexp), which is 1 instead of 1 / S in a row
-that a finite fill hides as a whole, and only the run time knows whether there is one.
+That this is all is proven, not inferred from a spelling: once the mask is resolved on the live keys, the score program
+has to be a multiplication, and each row needs a live key.  A bias, lengths and masks that are arrays are not supported:
+cuDNN's backward computes probabilities as exp(x - logsumexp), which is 1 instead of 1 / S in a row that a finite fill
+hides entirely, and only at run time is it known whether there is such a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -20,6 +19,7 @@ from autopallas.kernels.attention import intervals
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import scale_of
 from autopallas.kernels.attention.intervals import Ranges
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import simplified
 from autopallas.kernels.gpu import MATRIX_DTYPES, is_h100
@@ -30,16 +30,19 @@ __all__ = ["Reduced", "backward", "candidates", "forward", "reduced", "supports"
 
 Array: TypeAlias = jax.Array
 
+TILES = False
+"""Whether there are tiles; without them block sizes are ignored."""
+
 _LIBRARY: Literal["cudnn"] = "cudnn"
 
 
 class Reduced(NamedTuple):
-    """What cuDNN is asked for.
+    """An attention as the arguments of cuDNN.
 
     Attributes:
-      scale: of the scores.
-      causal: whether row t sees the keys 0 .. t only.
-      window: how many keys before its own a row sees, or None for all.
+      scale: the factor of the scores.
+      causal: whether row t sees only the keys 0 .. t.
+      window: how many keys before its own a row sees; None for all.
     """
 
     scale: float
@@ -48,13 +51,13 @@ class Reduced(NamedTuple):
 
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """Operands of 16 bits on an H100 that is there, and nothing around the dots but a scale and a mask of positions."""
+    """Supports 16-bit operands on this machine's H100, and only a scale and a mask of positions besides the dots."""
     if not is_h100(device):
         return Unsupported(
             f"cuDNN's attention is offered on an H100 only, and this is {device.kind or device.platform}"
         )
     if not device.here:
-        return Unsupported("programs for another machine do not call cuDNN: nothing says which version is there")
+        return Unsupported("programs for another machine do not call cuDNN: its version there is unknown")
     names = {d.name for d in (spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.result_dtype)}
     if len(names) > 1 or not names <= set(MATRIX_DTYPES):
         return Unsupported(f"cuDNN's attention has operands and results all of {' or all of '.join(MATRIX_DTYPES)}")
@@ -65,15 +68,15 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
     if spec.sink is not None or spec.statistics is not None or spec.weights or spec.inner_weights:
         return Unsupported("cuDNN's attention has no sinks, no weights beside the softmax, and no row programs")
     if reduced(spec) is None:
-        return Unsupported("its score program is not proven to be a scale under a causal mask, a window, or no mask")
+        return Unsupported("its score program is not proven to be a scale with a causal mask, a window, or no mask")
     return Supported()
 
 
 @lru_cache(maxsize=256)
 def reduced(spec: AttentionSpec) -> Reduced | None:
-    """What the score program and its mask come to, or None where that is not in cuDNN's words."""
+    """Expresses the score program and its mask as cuDNN's arguments; returns None if that is impossible."""
     if spec.score_dtype != np.float32:
-        return None  # its scores are not rounded on the way
+        return None  # cuDNN does not round its scores
     if spec.live is None:
         scale = scale_of(spec.score)
         return None if scale is None else Reduced(scale, causal=False)
@@ -106,50 +109,33 @@ def _keys_of_the_last_row(spec: AttentionSpec) -> int:
 
 
 def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """One: cuDNN chooses its blocks itself."""
+    """Returns one: cuDNN chooses its blocks itself."""
     return (BlockSizes.get_default(),)
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array] = (),
-    sink: Array | None = None,
-) -> tuple[Array, Array]:
-    """Arguments and results as in ``xla.forward``; the logsumexp is rounded to the operands' dtype."""
+def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Calls cuDNN, which rounds the logsumexp to the operands' dtype."""
     with jax.named_scope("autopallas_attention_cudnn"):
-        out, logsumexp = _attention(spec, query, key, value)
-    return out, logsumexp.astype(spec.accumulation_dtype)
+        out, logsumexp = _attention(spec, operands.query, operands.key, operands.value)
+    return Results(out, (logsumexp.astype(spec.accumulation_dtype),))
 
 
 def backward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Arguments and results as in ``xla.backward``.
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Differentiates :func:`forward` by ``jax.vjp``.
 
-    JAX offers no backward of its own, so the forward is part of it; where both stand in one program, XLA merges the
+    JAX offers no separate backward, so that the forward is part of this one; if both are in one program, XLA merges the
     equal calls.
     """
     with jax.named_scope("autopallas_attention_cudnn_backward"):
-        _, pull_back = jax.vjp(lambda q, k, v: _attention(spec, q, k, v)[0], query, key, value)
-        dquery, dkey, dvalue = pull_back(dout.astype(query.dtype))
-    return dquery, dkey, dvalue, tuple(None for _ in spec.sides), None
+        _, pull_back = jax.vjp(lambda q, k, v: _attention(spec, q, k, v)[0], *operands[:3])
+        dquery, dkey, dvalue = pull_back(cotangents.out.astype(operands.query.dtype))
+    return Gradients(dquery, dkey, dvalue, tuple(None for _ in spec.sides), None)
 
 
 def _attention(spec: AttentionSpec, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-    """[B, K, G, T, D] and [B, K, G, T], by way of cuDNN's [B, T, N, D]."""
+    """Computes the result [B, K, G, T, D] and the logsumexp [B, K, G, T], from cuDNN's [B, T, N, D]."""
     wanted = reduced(spec)
     assert wanted is not None
     q = jnp.moveaxis(query.reshape(spec.batch, -1, *query.shape[3:]), 1, 2)

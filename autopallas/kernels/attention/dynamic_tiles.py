@@ -1,7 +1,7 @@
-"""Which tiles have to be computed where that depends on side inputs: segment ids, lengths, masks.
+"""Decides at run time which tiles have to be computed, by side inputs: segment ids, lengths, masks.
 
-Decided when the program runs, once per mask, exactly, and without an array of the size of the scores: ``spec.live`` is
-evaluated for one block of rows at a time.
+The decision is exact, made once per mask, and needs no array of the size of the scores: ``spec.live`` is evaluated for
+one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Array: TypeAlias = jax.Array
 
 
 def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides: Sequence[Array]) -> Array | None:
-    """[B|1, row blocks, column blocks] of DEAD and PARTIAL, or None where nothing may be skipped.
+    """Returns [B|1, row blocks, column blocks] of DEAD and PARTIAL, or None if nothing may be skipped.
 
     The rule is that of ``tiles.tile_map``: a tile is dead only if all its elements are, for every head, and each of its
     rows has a live key elsewhere.
 
     Args:
       spec: the attention.
-      query_block, key_block: sizes of a tile; the last one of an axis may reach beyond its end.
+      query_block, key_block: sizes of a tile; the last block of an axis may reach beyond its end.
       sides: the side inputs, each [B|1, K|1, G|1, T|1, S|1].
     """
     live = spec.live
@@ -38,7 +38,7 @@ def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides
     s = jnp.arange(columns * key_block, dtype=jnp.int32).reshape(1, 1, 1, 1, columns, key_block)
 
     def cut(x: Array) -> Array:
-        """[row blocks, B|1, K|1, G|1, bq|1, column blocks|1, bk|1]"""
+        """Reshapes a side input to [row blocks, B|1, K|1, G|1, bq|1, column blocks|1, bk|1]."""
         b, k, g, height, width = x.shape
         tall, wide = (rows, query_block) if height > 1 else (1, 1), (columns, key_block) if width > 1 else (1, 1)
         missing = (tall[0] * tall[1] - height, wide[0] * wide[1] - width)
@@ -48,7 +48,7 @@ def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides
     read = {n: cut(sides[n]) for n in live.sides}
 
     def block(inputs: tuple[Array, dict[int, Array]]) -> Array:
-        """[B|1, column blocks]: whether a tile of one block of rows has to be computed."""
+        """Returns whether tiles of one block of rows have to be computed, [B|1, column blocks]."""
         start, here = inputs
         t = (start + jnp.arange(query_block, dtype=jnp.int32)).reshape(1, 1, 1, query_block, 1, 1)
         alive = live.evaluate(None, t, s, [here.get(n, jnp.zeros((), jnp.int32)) for n in range(len(sides))])
@@ -66,15 +66,15 @@ def run_time_states(spec: AttentionSpec, query_block: int, key_block: int, sides
 def compacted(
     states: Array, group: Literal["row", "column", "tile", "all"], first: int, last: int
 ) -> tuple[tuple[Array, Array, Array], Array]:
-    """The tiles to visit as three lists, one after the other for each batch entry, and the length of the longest.
+    """Returns the tiles to visit as three lists, concatenated over batch entries, and the length of the longest one.
 
     Args:
       states: [B|1, row blocks, column blocks].
       group: what the tiles of one output block have in common.
-      first, last: flags of its first and last tile, beside their state.
+      first, last: flags of an output block's first and last tile, which are added to the state.
 
     Returns:
-      Row, column and flags of each tile, each [B|1 * tiles]: what follows the last live one repeats it, dead.
+      Row, column and flags of each tile, each [B|1 * tiles].  Entries after the last live one repeat it, as dead.
     """
     _, rows, columns = states.shape
     wanted = (states != DEAD) | (group == "tile")

@@ -1,4 +1,4 @@
-"""Inputs to measure an attention on, such as it meets in use: no row without a key, segments in order, real lengths."""
+"""Draws realistic inputs to measure an attention: no row without a key, segments in order, plausible lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEGMENTS = 4
 
 
 def example(spec: AttentionSpec, key: int = 0) -> tuple[Array, Array, Array, tuple[Array, ...], Array | None]:
-    """(query, key, value, sides, sink) as ``reference.forward`` takes them; others for another ``key``."""
+    """Returns (query, key, value, sides, sink) as of ``operands.Operands``; another ``key`` gives other numbers."""
     random = np.random.default_rng(key)
     heads = (spec.batch, spec.key_heads)
     query = normal(random, (*heads, spec.groups, spec.query_length, spec.head_size), spec.query_dtype)
@@ -46,7 +46,7 @@ def _side(random: np.random.Generator, side: SideSpec, extents: tuple[int, ...])
     if is_float(side.dtype):
         return normal(random, shape, side.dtype)
     if side.dtype == np.bool_:
-        if over_queries and over_keys:  # some keys of each row, the first among them
+        if over_queries and over_keys:  # some keys of each row, including the first
             return np.asarray((random.random(shape, np.float32) < 0.9) | (key == 0))
         shown = key < _most(length) if over_keys else np.ones((1, 1), bool)
         return np.broadcast_to(shown, shape).astype(side.dtype)
@@ -54,7 +54,7 @@ def _side(random: np.random.Generator, side: SideSpec, extents: tuple[int, ...])
         found = key * _SEGMENTS // length
     elif over_queries:
         found = query * _SEGMENTS // shape[3]
-    else:  # how many keys there are
+    else:  # number of keys
         found = np.full((1, 1), _most(length))
     return np.broadcast_to(found, shape).astype(side.dtype)
 
@@ -64,7 +64,7 @@ def _most(length: int) -> int:
 
 
 def operands(site: AttentionSite, types: Sequence[Shaped], key: int = 0) -> list[Array]:
-    """The same for a site: one array per operand, of the given shapes and dtypes."""
+    """Returns inputs for a site: one array per operand, of the given shapes and dtypes."""
     query, keys, value, sides, _ = example(site.spec, key)
     filled = harmless(np.random.default_rng(key), types)
     b, k, g, t, s = site.axes
@@ -95,7 +95,7 @@ def operands(site: AttentionSite, types: Sequence[Shaped], key: int = 0) -> list
 
 
 def program() -> tuple[Callable[..., jax.Array], tuple[jax.ShapeDtypeStruct, ...]]:
-    """Causal attention as people write it, and the types of q, k and v."""
+    """Returns causal attention in its usual spelling, and the types of q, k and v."""
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("btnd,bsnd->bnts", q, k) / q.shape[-1] ** 0.5

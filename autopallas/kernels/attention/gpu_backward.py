@@ -1,32 +1,37 @@
-"""The backward of attention on an H100: one kernel body for the gradient of queries and for those of keys and values.
+"""Computes the backward of attention on an H100; the gradients of queries and of keys and values share a kernel body.
 
-FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), in two passes without atomics, so that the result is the
-same in every run.  With a, b at home and c, d streamed, both passes are: score = a c^T, dp = b d^T, the elementwise
-derivative, then gradient of a += dscore c, and of b += p d.  Queries and cotangents are at home in the one, keys and
-values in the other, where the tile is transposed; so no tile ever has to be turned.
+The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), in two passes without atomics, so that
+results are the same in every run.  With a, b at home and c, d streamed, both passes are: score = a c^T, dp = b d^T, the
+elementwise derivative, then gradient of a += dscore c, and of b += p d.  Queries and cotangents are at home in the
+first pass, keys and values in the second, where the tile is transposed, so that no tile has to be turned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
+from autopallas.compat import Dtype
 from autopallas.kernels import gpu
 from autopallas.kernels.attention import gpu_forward, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_block_sizes import Tiles, backward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, backward_elements
-from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, ring, share_registers, vectors
+from autopallas.kernels.attention.gpu_forward import fill, multiplied, parts, product, ring, share_registers, vectors
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
+    Loop,
     Place,
+    Steps,
     Visits,
     exists,
     head_size_of,
@@ -36,8 +41,8 @@ from autopallas.kernels.attention.gpu_grid import (
     vector,
 )
 from autopallas.kernels.attention.gpu_side_gradient import tile_gradient
-from autopallas.kernels.attention.schedule import TilePrograms
-from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, ScaledRows
+from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import reciprocal
 from autopallas.kernels.gpu import mosaic, rounded, tile
 from autopallas.kernels.refs import Number, Ref
@@ -49,86 +54,82 @@ Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
 
 _LARGE_LOGSUMEXP = 256.0
-"""Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are computed anew."""
+"""Beyond it the logsumexp's rounding shows in the probabilities, and maximum and sum are recomputed."""
 
 
 def backward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Gradients of the forward's first result; see ``pallas_gpu.backward``."""
-    # What wgmma multiplies with has 16 bits: a cotangent that the original does not round is the sum of two, which lie
-    # side by side, and so do the values for them.
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Computes the gradients; see ``pallas_gpu.backward``."""
+    query, key, value, _, sink = operands
+    dout, size = cotangents.out, spec.value_head_size
+    # wgmma multiplies 16-bit operands: a cotangent that the original does not round is split into a sum of two, which
+    # are concatenated along the head, and the values are repeated for them.
     split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
-    if split and head_size_of(2 * spec.value_head_size) is None:
-        return xla.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)
-
-    def anew() -> tuple[Array, Array]:
-        maximum, total = gpu_forward.statistics(spec, block_sizes, query, key, sides, sink)
-        return maximum, reciprocal(total)
-
-    if spec.inner_weights:
-        shift, factor = anew()
-    else:
-        large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
-        shift, factor = lax.cond(jnp.any(large), anew, lambda: (logsumexp, jnp.ones_like(logsumexp)))
-    # Everything after the probabilities is linear in the cotangent, so that their factor goes there.
+    if split and head_size_of(2 * size) is None:
+        return xla.backward(spec, block_sizes, operands, residuals, cotangents)
+    shift, factor = _normalizers(spec, block_sizes, operands, residuals.shift)
+    # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.
     scaled = dout.astype(F32) * factor[..., None]
     unit = _unit(scaled, value) if query.dtype == np.float16 else None
     scaled = scaled if unit is None else scaled * unit
-    delta = jnp.sum(scaled * out.astype(F32), axis=-1)
-    read_dout = scaled.astype(query.dtype)
-    size = spec.value_head_size
+    delta = jnp.sum(scaled * residuals.out.astype(F32), axis=-1)
+    rounded_dout = scaled.astype(query.dtype)
+    read = operands
     if split:
-        rest = (scaled - read_dout.astype(F32)).astype(query.dtype)
-        read_dout = jnp.concatenate([read_dout, rest], axis=-1)
-        value = jnp.concatenate([value, value], axis=-1)
+        rest = (scaled - rounded_dout.astype(F32)).astype(query.dtype)
+        rounded_dout = jnp.concatenate([rounded_dout, rest], axis=-1)
+        read = operands._replace(value=jnp.concatenate([value, value], axis=-1))
         spec = replace(spec, value_head_size=2 * size)
-    operands = query, key, value, sides, read_dout, shift, delta
+    rows = ScaledRows(rounded_dout, shift, delta)
     if spec.rounding_adds_up:
         tiles = backward_tiles(spec, "query", block_sizes)
-        operands = *operands[:-1], _gradients(spec, "query", tiles, (), *operands)["delta"] * factor
-
-    def finished(gradient: Array, operand: Array) -> Array:
-        return (gradient if unit is None else gradient / unit).astype(operand.dtype)
-
+        rows = rows._replace(delta=_call(_Plan.of(spec, "query", tiles, (), read), read, rows)["delta"] * factor)
     found: dict[str | int, Array] = {}
     for kernel in ("query", "key_value"):
         tiles = backward_tiles(spec, kernel, block_sizes)
         for outputs in tiles.outputs:
-            found |= _gradients(spec, kernel, tiles, outputs, *operands)
+            found |= _call(_Plan.of(spec, kernel, tiles, outputs, read), read, rows)
     if split:
         found["value"] = found["value"][..., :size].astype(F32) + found["value"][..., size:].astype(F32)
-    dsides: list[Array | None] = []
-    for number, (side, x) in enumerate(zip(spec.sides, sides, strict=True)):
-        if not side.differentiable:
-            dsides.append(None)
-        elif side.varies[3] and side.varies[4]:
-            dsides.append(finished(tile_gradient(spec, number, *operands), x))
-        else:
-            dsides.append(finished(_summed(spec, side, found[number]), x))
+
+    def finished(gradient: Array, operand: Array) -> Array:
+        return (gradient if unit is None else gradient / unit).astype(operand.dtype)
+
+    dsides = tuple(
+        finished(_side_gradient(spec, number, found, read, rows), x) if side.differentiable else None
+        for number, (side, x) in enumerate(zip(spec.sides, operands.sides, strict=True))
+    )
     dsink = None
     if sink is not None and spec.sink is not None:
         weight = jnp.exp(sink.astype(F32) - shift[..., None])
         summed = tuple(axis for axis, varies in enumerate(spec.sink) if not varies)
-        dsink = jnp.sum(-weight * operands[-1][..., None], axis=summed, keepdims=True)
-        dsink = finished(dsink, sink)
-    dquery, dkey, dvalue = (finished(found[name], x) for name, x in (("query", query), ("key", key), ("value", value)))
-    return dquery, dkey, dvalue, tuple(dsides), dsink
+        dsink = finished(jnp.sum(-weight * rows.delta[..., None], axis=summed, keepdims=True), sink)
+    dquery = finished(found["query"], query)
+    dkey, dvalue = finished(found["key"], key), finished(found["value"], value)
+    return Gradients(dquery, dkey, dvalue, dsides, dsink)
+
+
+def _normalizers(
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, logsumexp: Array
+) -> tuple[Array, Array]:
+    """Returns (shift, factor), each [B, K, G, T], such that the probabilities are exp(x - shift) * factor."""
+
+    def recomputed() -> tuple[Array, Array]:
+        maximum, total = gpu_forward.statistics(spec, block_sizes, operands)
+        return maximum, reciprocal(total)
+
+    if spec.inner_weights:
+        return recomputed()
+    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
+    shift, factor = lax.cond(jnp.any(large), recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
+    return shift, factor
 
 
 def _unit(dout: Array, value: Array) -> Array:
-    """A power of two that brings gradients of scores, as float16, into the middle of its range.
+    """Returns a power of two that brings gradients of scores into the middle of float16's range.
 
-    A probability's is no more than the product of the norms of its row's cotangent and of its key's value.
+    The gradient of a probability is at most the product of the norms of its row's cotangent and of its key's value.
     """
     norms = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(F32)), axis=-1))) for x in (dout, value))
     of_dout, of_value = norms
@@ -137,240 +138,420 @@ def _unit(dout: Array, value: Array) -> Array:
 
 
 _MIDDLE, _LARGEST = 6, 14
-"""Exponents of float16, whose numbers are between 2**-24 and 2**16: of a probability's gradient, and of a cotangent."""
+"""Greatest exponents of a probability's gradient and of a cotangent; float16 has numbers from 2**-24 to 2**16."""
 
 
-def _summed(spec: AttentionSpec, side: SideSpec, numbers: Array) -> Array:
-    """The gradient of a side input that does not fill tiles, from a number per row and head, or per key and head."""
-    whole = numbers[:, :, None, None, :] if side.varies[4] else numbers[..., None]
-    summed = tuple(axis for axis, varies in enumerate(side.varies) if not varies and whole.shape[axis] > 1)
+def _side_gradient(
+    spec: AttentionSpec, number: int, found: Mapping[str | int, Array], operands: Operands, rows: ScaledRows
+) -> Array:
+    """Computes the gradient of a side input; if it does not fill tiles, from a number per row or key, and head."""
+    varies = spec.sides[number].varies
+    if varies[3] and varies[4]:
+        return tile_gradient(spec, number, operands, rows)
+    whole = found[number][:, :, None, None, :] if varies[4] else found[number][..., None]
+    summed = tuple(axis for axis, v in enumerate(varies) if not v and whole.shape[axis] > 1)
     return jnp.sum(whole, axis=summed, keepdims=True)
 
 
-def _numbers_of(spec: AttentionSpec, kernel: str, outputs: tuple[str, ...]) -> list[int | Literal["delta"]]:
-    """The side inputs whose gradient is a number per row (or less), or per column, and comes with these outputs.
+# ---------------------------------------------------------------------- the kernel
 
-    Without any output it is delta, the sum of p dp over each row, that the rounding of the result has no part in.
+
+class _Plan(NamedTuple):
+    """The division of the work in one kernel.  Home blocks are of rows or columns; it streams the others.
+
+    Attributes:
+      spec: the attention.
+      flipped: whether columns are at home: the tile is transposed.
+      outputs: those of "query", "key" and "value" whose gradients it computes.
+      numbers: side inputs whose gradient, a number per row (or less) or per column, comes with these; without outputs,
+        "delta", the sum of p dp over each row, which is free of the result's rounding.
+      visits: the blocks that each home block visits.
+      warpgroups: the number of warpgroups that compute, each of them 64 rows or columns.
+      away: rows or columns of a streamed block.
+      stages: of the ring.
+      head_size, value_head_size: those with which the kernel computes.
+      dtype: of the operands that wgmma multiplies.
+      through_memory: whether tiles go through shared memory before a product, as they must when interpreted.
     """
+
+    spec: AttentionSpec
+    flipped: bool
+    outputs: tuple[str, ...]
+    numbers: tuple[int | Literal["delta"], ...]
+    visits: Visits
+    warpgroups: int
+    away: int
+    stages: int
+    head_size: int
+    value_head_size: int
+    dtype: Dtype
+    through_memory: bool
+
+    @staticmethod
+    def of(
+        spec: AttentionSpec,
+        kernel: Literal["query", "key_value"],
+        tiles: Tiles,
+        outputs: tuple[str, ...],
+        operands: Operands,
+    ) -> _Plan:
+        flipped = kernel == "key_value"
+        home, away = tiles.warpgroups * WARPGROUP_ROWS, tiles.away
+        row_block, column_block = (away, home) if flipped else (home, away)
+        visits = Visits.of(spec, "column" if flipped else "row", row_block, column_block, operands.sides)
+        stages = min(tiles.stages, max(1, visits.most * (spec.groups if flipped else 1)))
+        sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
+        numbers = _numbers_of(spec, flipped, outputs)
+        dtype = np.dtype(operands.query.dtype)
+        division = visits, tiles.warpgroups, away, stages, *sizes
+        return _Plan(spec, flipped, outputs, numbers, *division, dtype, bool(interpretation()))
+
+    @property
+    def home(self) -> int:
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a warpgroup's tile."""
+        return WARPGROUP_ROWS, self.away
+
+    @property
+    def groups(self) -> int:
+        """Query heads over which a home block sums."""
+        return self.spec.groups if self.flipped else 1
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """Axes of the outputs, without rows or columns."""
+        outer = self.spec.batch, self.spec.key_heads
+        return outer if self.flipped else (*outer, self.spec.groups)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Rows and columns of all blocks."""
+        blocks = (self.away, self.home) if self.flipped else (self.home, self.away)
+        return rounded(self.spec.query_length, blocks[0]), rounded(self.spec.key_length, blocks[1])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Head size of each gradient."""
+        return {"query": self.head_size, "key": self.head_size, "value": self.value_head_size}
+
+    @property
+    def inner(self) -> bool:
+        """Whether anything but the probabilities is needed."""
+        return self.outputs != ("value",)
+
+    @property
+    def floating(self) -> list[int]:
+        """Side inputs that have a gradient."""
+        return [i for i, s in enumerate(self.spec.sides) if s.differentiable]
+
+    def inputs(self, operands: Operands, scaled: ScaledRows) -> list[Array]:
+        """Returns the arrays in main memory, padded to whole blocks."""
+        spec, (rows, columns) = self.spec, self.lengths
+        query, key, value, sides, _ = operands
+        of_rows = padded(query, rows, self.head_size), padded(scaled.dout, rows, self.value_head_size)
+        of_columns = padded(key, columns, self.head_size), padded(value, columns, self.value_head_size)
+        found = [*(of_columns if self.flipped else of_rows), *(of_rows if self.flipped else of_columns)]
+        shape = *query.shape[:3], spec.query_length
+        found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
+        found += self.visits.operands
+        return [
+            *found,
+            *(side_operand(s, x, rows, columns, self.flipped) for s, x in zip(spec.sides, sides, strict=True)),
+        ]
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Types of the outputs, and of the numbers."""
+        length = self.lengths[1 if self.flipped else 0]
+        # Gradients of float16 are in other units, and may be out of its range.
+        kept = F32 if self.dtype == np.float16 else self.dtype
+        outputs = (jax.ShapeDtypeStruct((*self.heads, length, self.sizes[o]), kept) for o in self.outputs)
+        return *outputs, *(jax.ShapeDtypeStruct((*self.heads, length), F32) for _ in self.numbers)
+
+    def scratch(self) -> list[Ref]:
+        """Returns shared memory and barriers, in the order of :class:`_Memory`."""
+        counts = (self.warpgroups, WARPGROUP_ROWS), (self.stages, self.away)
+        shapes = [(*count, of) for count in counts for of in (self.head_size, self.value_head_size)]
+        found = [tile(shape, self.dtype, widest=self.away * self.dtype.itemsize) for shape in shapes]
+        if self.through_memory:
+            found.append(tile((self.warpgroups, WARPGROUP_ROWS, self.away), self.dtype))
+        at_home = mosaic().Barrier(num_arrivals=2, num_barriers=self.warpgroups)
+        return [*found, at_home, *ring(self.stages, self.warpgroups, copies=2)]
+
+
+def _numbers_of(spec: AttentionSpec, flipped: bool, outputs: tuple[str, ...]) -> tuple[int | Literal["delta"], ...]:
+    """Returns :attr:`_Plan.numbers`."""
     if not outputs:
-        return ["delta"]
+        return ("delta",)
     if outputs == ("value",):
-        return []
-    wanted = kernel == "key_value"
+        return ()
     sides = enumerate(spec.sides)
-    return [n for n, s in sides if s.differentiable and not (s.varies[3] and s.varies[4]) and s.varies[4] == wanted]
+    return tuple(
+        n for n, s in sides if s.differentiable and not (s.varies[3] and s.varies[4]) and s.varies[4] == flipped
+    )
 
 
-def _gradients(
-    spec: AttentionSpec,
-    kernel: Literal["query", "key_value"],
-    tiles: Tiles,
-    outputs: tuple[str, ...],
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    dout: Array,
-    shift: Array,
-    delta: Array,
-) -> dict[str | int, Array]:
-    from jax.experimental import pallas as pl
+class _Pair(NamedTuple):
+    """Queries and cotangents, or keys and values."""
 
-    plgpu = mosaic()
-    flipped = kernel == "key_value"
-    warpgroups, away = tiles.warpgroups, tiles.away
-    home = warpgroups * WARPGROUP_ROWS
-    row_block, column_block = (away, home) if flipped else (home, away)
-    visits = Visits.of(spec, "column" if flipped else "row", row_block, column_block, sides)
-    groups = spec.groups if flipped else 1
-    stages = min(tiles.stages, max(1, visits.most * groups))
-    rows, columns = rounded(spec.query_length, row_block), rounded(spec.key_length, column_block)
-    d, dv = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
-    inner = outputs != ("value",)  # whether anything beyond the probabilities is wanted
-    of_rows = padded(query, rows, d), padded(dout, rows, dv)
-    of_columns = padded(key, columns, d), padded(value, columns, dv)
-    inputs = [*(of_columns if flipped else of_rows), *(of_rows if flipped else of_columns)]
-    inputs += [padded(jnp.broadcast_to(x, (*query.shape[:3], spec.query_length)), rows) for x in (shift, delta)]
-    inputs += visits.operands
-    inputs += [side_operand(s, x, rows, columns, flipped) for s, x in zip(spec.sides, sides, strict=True)]
+    first: Ref
+    second: Ref
 
-    heads = (spec.batch, spec.key_heads) if flipped else (spec.batch, spec.key_heads, spec.groups)
-    length = columns if flipped else rows
-    sizes = {"query": d, "key": d, "value": dv}
-    # What is in other units may be out of float16's range.
-    kept = F32 if query.dtype == np.float16 else query.dtype
-    results = [jax.ShapeDtypeStruct((*heads, length, sizes[o]), kept) for o in outputs]
-    numbers = _numbers_of(spec, kernel, outputs)
-    results += [jax.ShapeDtypeStruct((*heads, length), F32) for _ in numbers]
-    dtype = query.dtype
-    through_memory = bool(interpretation())
-    shapes = [(n, size, of) for n, size in ((warpgroups, WARPGROUP_ROWS), (stages, away)) for of in (d, dv)]
-    scratch = [tile(shape, dtype, widest=away * dtype.itemsize) for shape in shapes]
-    barriers = [plgpu.Barrier(num_arrivals=2, num_barriers=warpgroups), *ring(stages, warpgroups, copies=2)]
-    if through_memory:
-        scratch.append(tile((warpgroups, WARPGROUP_ROWS, away), dtype))
 
-    def body(*refs: Ref) -> None:
-        given = list(refs)
-        a_ref, b_ref, c_ref, d_ref, shift_ref, delta_ref = (given.pop(0) for _ in range(6))
-        table = given.pop(0) if visits.operands else None
-        side_refs = [given.pop(0) for _ in spec.sides]
-        written = [given.pop(0) for _ in results]
-        a_shared, b_shared, c_shared, d_shared = (given.pop(0) for _ in range(4))
-        through = given.pop(0) if through_memory else None
-        home_ready, ready, free = given
+class _Memory(NamedTuple):
+    """References of a kernel; None for what it lacks.
 
-        here = lax.axis_index("warpgroup")
+    Attributes:
+      home, streamed: operands at home and streamed operands, in main memory.
+      shift, delta, table, sides: further operands.
+      results: of :attr:`_Plan.results`.
+      home_shared, streamed_shared: operands of each warpgroup, and stages of the ring.
+      staged: the tile of each warpgroup, if it goes through shared memory.
+      home_ready, ready, free: barriers of these.
+    """
+
+    home: _Pair
+    streamed: _Pair
+    shift: Ref
+    delta: Ref
+    table: Ref
+    sides: tuple[Ref, ...]
+    results: tuple[Ref, ...]
+    home_shared: _Pair
+    streamed_shared: _Pair
+    staged: Ref
+    home_ready: Ref
+    ready: Ref
+    free: Ref
+
+    @staticmethod
+    def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
+        left = iter(refs)
+        return _Memory(
+            home=_Pair(next(left), next(left)),
+            streamed=_Pair(next(left), next(left)),
+            shift=next(left),
+            delta=next(left),
+            table=next(left) if plan.visits.operands else None,
+            sides=tuple(next(left) for _ in plan.spec.sides),
+            results=tuple(next(left) for _ in plan.results),
+            home_shared=_Pair(next(left), next(left)),
+            streamed_shared=_Pair(next(left), next(left)),
+            staged=next(left) if plan.through_memory else None,
+            home_ready=next(left),
+            ready=next(left),
+            free=next(left),
+        )
+
+
+class _Block(NamedTuple):
+    """A block of threads, which has a home block.
+
+    Attributes:
+      plan, memory: of the kernel.
+      warpgroup: the number of this warpgroup in the block; the last one only moves memory.
+      outer: the indices of batch entry and key head; if rows are at home, of the query head of its group too.
+      number: of the home block.
+      steps, loops: the blocks to visit.
+    """
+
+    plan: _Plan
+    memory: _Memory
+    warpgroup: Array
+    outer: tuple[Array, ...]
+    number: Array
+    steps: Steps
+    loops: tuple[Loop, ...]
+
+    @staticmethod
+    def of(plan: _Plan, memory: _Memory) -> _Block:
+        spec, visits = plan.spec, plan.visits
+        warpgroup = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
-        place: tuple[Array, ...]
-        if flipped:
-            place = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
+        outer: tuple[Array, ...]
+        if plan.flipped:
+            outer = lax.div(head, jnp.int32(spec.key_heads)), lax.rem(head, jnp.int32(spec.key_heads))
         else:
-            outer = lax.div(head, jnp.int32(spec.groups))
-            k = lax.rem(outer, jnp.int32(spec.key_heads))
-            place = lax.div(outer, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
-        block = lax.axis_index("home")
+            key_head = lax.div(head, jnp.int32(spec.groups))
+            k = lax.rem(key_head, jnp.int32(spec.key_heads))
+            outer = lax.div(key_head, jnp.int32(spec.key_heads)), k, lax.rem(head, jnp.int32(spec.groups))
+        number = lax.axis_index("home")
         if visits.longest_first:
-            block = visits.home_blocks - 1 - block
-        steps = visits.steps(table, place[0], block)
-        loops = list(visits.loops(steps))
+            number = visits.home_blocks - 1 - number
+        steps = visits.steps(memory.table, outer[0], number)
+        return _Block(plan, memory, warpgroup, outer, number, steps, tuple(visits.loops(steps)))
 
-        def address(n: Number, first: Number, count: Number) -> tuple[tuple[Number, ...], Number]:
-            """(indices of batch entry and heads, first position) of what step n streams."""
-            if not flipped:
-                return place[:2], steps.block(n) * away
-            group = 0 if groups == 1 else lax.div(n - first * groups, jnp.int32(count))
-            step = n if groups == 1 else first + lax.rem(n - first * groups, jnp.int32(count))
-            return (*place, group), steps.block(step) * away
+    def address(self, n: Number, loop: Loop) -> tuple[tuple[Number, ...], Number]:
+        """Returns what step ``n`` streams: the indices of batch entry and heads, and the first position."""
+        plan, groups = self.plan, self.plan.groups
+        if not plan.flipped:
+            return self.outer[:2], self.steps.block(n) * plan.away
+        group = 0 if groups == 1 else lax.div(n - loop.first * groups, jnp.int32(loop.steps))
+        step = n if groups == 1 else loop.first + lax.rem(n - loop.first * groups, jnp.int32(loop.steps))
+        return (*self.outer, group), self.steps.block(step) * plan.away
 
-        @pl.when(here < warpgroups)
-        def _() -> None:
-            share_registers(warpgroups, computes=True)
-            base = block * home + here * WARPGROUP_ROWS
-            window = (*place, pl.ds(base, WARPGROUP_ROWS))
-            plgpu.copy_gmem_to_smem(a_ref.at[window], a_shared.at[here], home_ready.at[here])
-            plgpu.copy_gmem_to_smem(b_ref.at[window], b_shared.at[here], home_ready.at[here])
-            at_home = {}
-            if not flipped:
-                at_home = {n: vector(ref, window, "along_0") for n, ref in (("shift", shift_ref), ("delta", delta_ref))}
-            sums = tuple(
-                plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, sizes[o]), F32), plgpu.Layout.WGMMA) for o in outputs
-            )
-            sums += tuple(vectors(0.0) for _ in numbers)
-            plgpu.barrier_wait(home_ready.at[here])
 
-            for programs, general, first, count in loops:
-
-                def step(
-                    n: Number,
-                    sums: tuple[Array, ...],
-                    programs: TilePrograms = programs,
-                    general: bool = general,
-                    first: Number = first,
-                    count: Number = count,
-                ) -> tuple[Array, ...]:
-                    slot = lax.rem(n, jnp.int32(stages))
-                    index, start = address(n, first, count)
-                    shape = (WARPGROUP_ROWS, away)
-
-                    def rows(ref: Ref, name: str) -> Value:
-                        if not flipped:
-                            return at_home[name]
-                        return vector(ref, (*index, pl.ds(start, away)), "along_1")
-
-                    row, column = (start, base) if flipped else (base, start)
-                    b, k, g = index if flipped else place
-                    tile_place = Place(b, k, g, row, column, shape, flipped)
-                    ragged = general and (spec.query_length if flipped else spec.key_length) % away
-
-                    def shown(x: Value) -> Array:
-                        array = x.widened("tile", shape).astype(F32)
-                        return jnp.where(exists(tile_place, spec), array, 0.0) if ragged else array
-
-                    def add(output: str, x: Value, streamed: Ref) -> Array:
-                        total = sums[outputs.index(output)]
-                        staged = None if through is None else through.at[here]
-                        value = output == "value"
-                        read = spec.reads_weights if value else spec.reads_score_gradients
-                        precision = spec.value_precision if value else spec.score_precision
-                        for part in parts(shown(x), read, dtype, precision):
-                            total = multiplied(part, streamed.at[slot], total, staged)
-                        return total
-
-                    plgpu.barrier_wait(ready.at[slot])
-                    known = tile_place.positions() | side_values(spec, side_refs, tile_place)
-                    score = _product(a_shared.at[here], c_shared.at[slot], shape)
-                    known |= {"score": Value("tile", score.astype(spec.score_dtype)), "shift": rows(shift_ref, "shift")}
-                    elements = backward_elements(spec, programs).on(shape, known)
-                    new = {}
-                    # What needs the probabilities alone comes first: registers are short.
-                    if "value" in outputs:
-                        new["value"] = add("value", elements.result()[0], d_shared)
-                    if inner:
-                        dp = _product(b_shared.at[here], d_shared.at[slot], shape)
-                        elements.given({"dp": Value("tile", dp)})
-                    if inner and outputs:
-                        elements.given({"delta": rows(delta_ref, "delta")})
-                        new[outputs[0]] = add(outputs[0], elements.result()[1], c_shared)
-                    plgpu.barrier_arrive(free.at[slot])
-                    floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
-                    further = []
-                    for number, total in zip(numbers, sums[len(outputs) :], strict=True):
-                        if number == "delta":
-                            p = elements.result()[0].widened("tile", shape)
-                            part = Value("tile", p.astype(F32) * dp)
-                        else:
-                            part = elements.result()[2][floating.index(number)]
-                        further.append(total + jnp.sum(shown(part), axis=1))
-                    return (*(new[o] for o in outputs), *further)
-
-                sums = lax.fori_loop(first * groups, (first + count) * groups, step, sums)
-            for ref, total in zip(written, sums, strict=True):
-                ref.at[window][...] = total.astype(ref.dtype)
-
-        @pl.when(here == warpgroups)
-        def _() -> None:
-            share_registers(warpgroups, computes=False)
-
-            def load(part: int, n: Number, slot: Array) -> None:
-                index, start = address(n, *loops[part][2:])
-                window = (*index, pl.ds(start, away))
-                plgpu.copy_gmem_to_smem(c_ref.at[window], c_shared.at[slot], ready.at[slot])
-                plgpu.copy_gmem_to_smem(d_ref.at[window], d_shared.at[slot], ready.at[slot])
-
-            parts = [(first * groups, count * groups) for _, _, first, count in loops]
-            fill(parts, stages, load, lambda slot: plgpu.barrier_wait(free.at[slot]))
-
-    tiles_visited = math.prod(heads) * visits.home_blocks * visits.most * groups
+def _call(plan: _Plan, operands: Operands, rows: ScaledRows) -> dict[str | int, Array]:
+    """Runs a kernel; returns its gradients and numbers by name, cut to the attention's sizes."""
+    spec, visits, outputs = plan.spec, plan.visits, plan.outputs
+    inputs, results, sizes = plan.inputs(operands, rows), plan.results, plan.sizes
+    tiles_visited = math.prod(plan.heads) * visits.home_blocks * visits.most * plan.groups
+    elements = tiles_visited * plan.home * plan.away
+    read = plan.head_size + plan.value_head_size * plan.inner
     found = gpu.call(
-        body,
+        partial(_kernel, plan),
         name=f"autopallas_attention_gpu_backward_{'_'.join(outputs) or 'delta'}",
-        grid={"head": math.prod(heads), "home": visits.home_blocks},
-        out_type=tuple(results),
-        scratch=[*scratch, *barriers],
-        warpgroups=warpgroups + 1,
-        flops=2 * tiles_visited * home * away * (d + dv * inner + sum(sizes[o] for o in outputs)),
-        transcendentals=tiles_visited * home * away,
+        grid={"head": math.prod(plan.heads), "home": visits.home_blocks},
+        out_type=results,
+        scratch=plan.scratch(),
+        warpgroups=plan.warpgroups + 1,
+        flops=2 * elements * (read + sum(sizes[o] for o in outputs)),
+        transcendentals=elements,
         bytes_accessed=gpu.array_bytes(*inputs, *results),
         approximate=True,
         by_lanes=True,
     )(*inputs)
-    cut = spec.key_length if flipped else spec.query_length
+    cut = spec.key_length if plan.flipped else spec.query_length
     head_sizes = {"query": spec.head_size, "key": spec.head_size, "value": spec.value_head_size}
     named: dict[str | int, Array] = {o: x[..., :cut, : head_sizes[o]] for o, x in zip(outputs, found, strict=False)}
-    return named | {n: x[..., :cut] for n, x in zip(numbers, found[len(outputs) :], strict=True)}
+    return named | {n: x[..., :cut] for n, x in zip(plan.numbers, found[len(outputs) :], strict=True)}
 
 
-def _product(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
-    """a b^T of two tiles in shared memory."""
-    from jax.experimental import pallas as pl
+def _kernel(plan: _Plan, *refs: Ref) -> None:
+    own = _Block.of(plan, _Memory.of(plan, refs))
+    pl.when(own.warpgroup < plan.warpgroups)(partial(_compute, own))
+    pl.when(own.warpgroup == plan.warpgroups)(partial(_load, own))
 
-    plgpu = mosaic()
 
-    def multiply(accumulator: Ref) -> Array:
-        plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
-        found: Array = accumulator[...]
-        return found
+def _load(own: _Block) -> None:
+    """Fills the ring with the streamed operands."""
+    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    share_registers(plan.warpgroups, computes=False)
 
-    product: Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-    return product
+    def load(part: int, n: Number, slot: Array) -> None:
+        index, start = own.address(n, own.loops[part])
+        window = (*index, pl.ds(start, plan.away))
+        for source, target in zip(memory.streamed, memory.streamed_shared, strict=True):
+            plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], memory.ready.at[slot])
+
+    groups = plan.groups
+    parts = [(loop.first * groups, loop.steps * groups) for loop in own.loops]
+    fill(parts, plan.stages, load, lambda slot: plgpu.barrier_wait(memory.free.at[slot]))
+
+
+def _compute(own: _Block) -> None:
+    """Computes the gradients of the 64 rows or columns of a warpgroup."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    share_registers(plan.warpgroups, computes=True)
+    base = own.number * plan.home + here * WARPGROUP_ROWS
+    window = (*own.outer, pl.ds(base, WARPGROUP_ROWS))
+    for source, target in zip(memory.home, memory.home_shared, strict=True):
+        plgpu.copy_gmem_to_smem(source.at[window], target.at[here], memory.home_ready.at[here])
+    at_home = {}
+    if not plan.flipped:
+        at_home = {n: vector(ref, window, "along_0") for n, ref in (("shift", memory.shift), ("delta", memory.delta))}
+    sums = tuple(
+        plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.sizes[o]), F32), plgpu.Layout.WGMMA) for o in plan.outputs
+    )
+    sums += tuple(vectors(0.0) for _ in plan.numbers)
+    plgpu.barrier_wait(memory.home_ready.at[here])
+    for loop in own.loops:
+        first, last = loop.first * plan.groups, (loop.first + loop.steps) * plan.groups
+        sums = lax.fori_loop(first, last, partial(_add_tile, own, base, at_home, loop), sums)
+    for ref, total in zip(memory.results, sums, strict=True):
+        ref.at[window][...] = total.astype(ref.dtype)
+
+
+class _Tile(NamedTuple):
+    """A tile of a warpgroup.
+
+    Attributes:
+      block: the block of threads.
+      place: where the tile is.
+      heads, start: what is streamed: indices of batch entry and heads, and the first position.
+      slot: the stage.
+      at_home: shift and delta, if rows are at home.
+      ragged: whether streamed positions may not exist.
+    """
+
+    block: _Block
+    place: Place
+    heads: tuple[Number, ...]
+    start: Number
+    slot: Array
+    at_home: Mapping[str, Value]
+    ragged: bool
+
+    @staticmethod
+    def of(own: _Block, base: Array, at_home: Mapping[str, Value], loop: Loop, n: Number) -> _Tile:
+        plan, spec = own.plan, own.plan.spec
+        slot = lax.rem(n, jnp.int32(plan.stages))
+        index, start = own.address(n, loop)
+        row, column = (start, base) if plan.flipped else (base, start)
+        b, k, g = index if plan.flipped else own.outer
+        place = Place(b, k, g, row, column, plan.shape, plan.flipped)
+        length = spec.query_length if plan.flipped else spec.key_length
+        return _Tile(own, place, index, start, slot, at_home, loop.general and bool(length % plan.away))
+
+    def numbers(self, name: Literal["shift", "delta"]) -> Value:
+        """Reads shift or delta of the tile's rows."""
+        plan, memory = self.block.plan, self.block.memory
+        if not plan.flipped:
+            return self.at_home[name]
+        ref = memory.shift if name == "shift" else memory.delta
+        return vector(ref, (*self.heads, pl.ds(self.start, plan.away)), "along_1")
+
+    def existing(self, x: Value) -> Array:
+        """Returns a value as a tile in float32, with zeros where a streamed position does not exist."""
+        array = x.widened("tile", self.place.shape).astype(F32)
+        return jnp.where(exists(self.place, self.block.plan.spec), array, 0.0) if self.ragged else array
+
+    def added(self, output: str, x: Value, total: Array) -> Array:
+        """Adds the product of a tile with streamed operands to the gradient of ``output``."""
+        plan, memory, spec = self.block.plan, self.block.memory, self.block.plan.spec
+        staged = None if memory.staged is None else memory.staged.at[self.block.warpgroup]
+        value = output == "value"
+        streamed = memory.streamed_shared.second if value else memory.streamed_shared.first
+        read = spec.reads_weights if value else spec.reads_score_gradients
+        precision = spec.value_precision if value else spec.score_precision
+        for part in parts(self.existing(x), read, plan.dtype, precision):
+            total = multiplied(part, streamed.at[self.slot], total, staged)
+        return total
+
+
+def _add_tile(
+    own: _Block, base: Array, at_home: Mapping[str, Value], loop: Loop, n: Number, sums: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """Adds the contributions of one more tile; ``base`` is the first position at home, and ``n`` the step."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    spec, shape, outputs = plan.spec, plan.shape, plan.outputs
+    tile = _Tile.of(own, base, at_home, loop, n)
+    home, streamed = memory.home_shared, memory.streamed_shared
+    plgpu.barrier_wait(memory.ready.at[tile.slot])
+    known = tile.place.positions() | side_values(spec, memory.sides, tile.place)
+    score = product(home.first.at[here], streamed.first.at[tile.slot], shape)
+    known |= {"score": Value("tile", score.astype(spec.score_dtype)), "shift": tile.numbers("shift")}
+    elements = backward_elements(spec, loop.programs).on(shape, known)
+    new: dict[str, Array] = {}
+    # What needs only the probabilities comes first: registers are scarce.
+    if "value" in outputs:
+        new["value"] = tile.added("value", elements.result()[0], sums[outputs.index("value")])
+    if plan.inner:
+        dp = product(home.second.at[here], streamed.second.at[tile.slot], shape)
+        elements.given({"dp": Value("tile", dp)})
+    if plan.inner and outputs:
+        elements.given({"delta": tile.numbers("delta")})
+        new[outputs[0]] = tile.added(outputs[0], elements.result()[1], sums[0])
+    plgpu.barrier_arrive(memory.free.at[tile.slot])
+    further = []
+    for number, total in zip(plan.numbers, sums[len(outputs) :], strict=True):
+        if number == "delta":
+            p = elements.result()[0].widened("tile", shape)
+            part = Value("tile", p.astype(F32) * dp)
+        else:
+            part = elements.result()[2][plan.floating.index(number)]
+        further.append(total + jnp.sum(tile.existing(part), axis=1))
+    return (*(new[o] for o in outputs), *further)

@@ -1,6 +1,6 @@
-"""Block sizes of the GPU kernels: their shared memory, and which are worth trying on an H100.
+"""Chooses block sizes of the GPU kernels for an H100, by shared memory and registers.
 
-``query_block`` is 64 rows for each of one to three warpgroups that compute; ``key_block``, how many keys a stage holds.
+``query_block`` is 64 rows for each of the one to three warpgroups that compute, and ``key_block`` the keys of a stage.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MOST_STAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one kernel cuts its work.
+    """The division of a kernel's work.
 
     Attributes:
-      warpgroups: that compute, each with 64 positions at home.
+      warpgroups: number of warpgroups that compute, each with 64 positions at home.
       away: positions of the other axis in a stage.
-      stages: of the ring in shared memory.
-      outputs: which gradients one call computes: with a head size of 256 the registers hold one.
+      stages: stages of the ring in shared memory.
+      outputs: the gradients that each call computes; with a head size of 256 the registers hold one.
     """
 
     warpgroups: int
@@ -50,7 +50,7 @@ def _sizes(spec: AttentionSpec) -> tuple[int, int, int]:
 
 
 def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
-    """Bytes of shared memory of one block."""
+    """Returns the bytes of shared memory of one block."""
     d, dv, _ = _sizes(spec)
     dtype, rows = spec.query_dtype, tiles.warpgroups * WARPGROUP_ROWS
     home = [((rows, d), dtype)] + [((rows, dv), dtype)] * (kernel != "forward")
@@ -59,7 +59,7 @@ def shared_memory(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> int:
 
 
 def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles]:
-    """The same with as many stages as fit, if two do."""
+    """Yields the tiles with as many stages as fit, if two do."""
     for stages in range(_MOST_STAGES, 1, -1):
         found = Tiles(tiles.warpgroups, tiles.away, stages, tiles.outputs)
         if shared_memory(spec, kernel, found) <= SHARED_MEMORY:
@@ -67,9 +67,9 @@ def _staged(spec: AttentionSpec, kernel: Kernel, tiles: Tiles) -> Iterator[Tiles
 
 
 def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
-    """The tiles of the forward: those asked for, as far as registers and shared memory allow."""
+    """Returns the forward's tiles for these block sizes, reduced to what registers and shared memory allow."""
     _, _, widest = _sizes(spec)
-    # A thread's share: the result, the scores, the weights in 16 bits; of 232 registers, or 160 with three warpgroups.
+    # A thread holds its share of result, scores and 16-bit weights in 232 registers, or 160 with three warpgroups.
     most_away = 64 if widest > 192 else 128
     most = 3 if widest <= 64 else 2
     warpgroups = max(1, min(block_sizes.query_block // WARPGROUP_ROWS, most))
@@ -81,7 +81,7 @@ def forward_tiles(spec: AttentionSpec, block_sizes: BlockSizes) -> Tiles:
 
 
 def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], block_sizes: BlockSizes) -> Tiles:
-    """The tiles of a kernel of the backward."""
+    """Returns the tiles of a kernel of the backward."""
     _, _, widest = _sizes(spec)
     outputs: tuple[tuple[str, ...], ...] = (("query",),)
     if kernel == "key_value":
@@ -99,11 +99,11 @@ def backward_tiles(spec: AttentionSpec, kernel: Literal["query", "key_value"], b
 
 
 _MOST_REGISTERS = {2: 192, 1: 176}
-"""Of a thread, for what :func:`_registers` counts, by how many warpgroups the head allows: more was seen to spill."""
+"""Registers of a thread for what :func:`_registers` counts, by the number of warpgroups; more were seen to spill."""
 
 
 def _registers(spec: AttentionSpec, kernel: Kernel, outputs: tuple[tuple[str, ...], ...], away: int) -> float:
-    """Roughly what a thread of the backward holds at once: gradients, tiles, and numbers along the streamed axis."""
+    """Estimates what a thread of the backward holds at once: gradients, tiles, and numbers along the streamed axis."""
     d, dv, _ = _sizes(spec)
     streamed = 3 if kernel == "key_value" else 4  # the axis of rows, or of columns, in a side input's ``varies``
     tiles = 2 + sum(0.25 if s.dtype == np.bool_ else 1 for s in spec.sides if s.varies[3] and s.varies[4])
@@ -118,7 +118,7 @@ def _registers(spec: AttentionSpec, kernel: Kernel, outputs: tuple[tuple[str, ..
 
 
 def _plain(spec: AttentionSpec) -> bool:
-    """Whether next to nothing but the products needs registers: no mask, no side inputs, no last, shorter block."""
+    """Returns whether hardly anything but the products needs registers: no mask, side inputs or shorter last block."""
     return (
         not (spec.sides or spec.weights or spec.inner_weights or spec.query_length % 64)
         and spec.score_dtype == np.float32
@@ -127,19 +127,21 @@ def _plain(spec: AttentionSpec) -> bool:
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
-    """The sizes that the forward computes with where these are asked for."""
+    """Returns the sizes with which the forward computes if these are asked for."""
     tiles = forward_tiles(spec, block_sizes)
     return BlockSizes(tiles.warpgroups * WARPGROUP_ROWS, tiles.away)
 
 
 def candidates(spec: AttentionSpec) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first, none twice."""
+    """Returns different block sizes to try, best guess first."""
     return tuple(dict.fromkeys(fitting(spec, BlockSizes(*pair)) for pair in _PREFERRED))
 
 
 def default(spec: AttentionSpec, known: BlockSizes | None = None) -> BlockSizes:
-    """What is ``known`` of other heads, as far as these allow it, else the first candidate; for heads that the kernels
-    do not hold, what any implementation would take."""
+    """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate.
+
+    For heads that the kernels do not support, it returns what any implementation would take.
+    """
     if head_size_of(spec.head_size) is None or head_size_of(spec.value_head_size) is None:
         return (known or BlockSizes.get_default()).fitted(spec)
     return candidates(spec)[0] if known is None else fitting(spec, known)

@@ -1,9 +1,9 @@
-"""What happens to each element of a tile on a GPU: traced on scalars, evaluated on values of four kinds.
+"""Evaluates elementwise functions on the tiles of a GPU kernel: traced on scalars, evaluated on values of four kinds.
 
-A score program and its derivative are elementwise, so both are traced for one element, without any shape, and then
+A score program and its derivative are elementwise, so that both are traced for one element, without any shape, and then
 evaluated on whole tiles.  A value that is the same along an axis of the tile stays a vector, or a scalar, until it
-meets one that is not: registers are what these kernels have least of.  It also leaves no broadcast or reduction to
-Mosaic that its layouts have no rule for.
+is combined with a larger one, because registers are scarce in these kernels.  It also avoids broadcasts and reductions
+for which Mosaic's layouts have no rule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Value(NamedTuple):
     array: Array
 
     def widened(self, kind: Kind, shape: tuple[int, int]) -> Array:
-        """The array as one of another kind."""
+        """Returns the array of the value as one of another kind."""
         if self.kind == kind:
             return self.array
         size = {"along_0": shape[:1], "along_1": shape[1:], "tile": shape}[kind]
@@ -63,9 +63,9 @@ class Elements:
     """A function of named scalars, to be evaluated on a tile.
 
     Attributes:
-      names: of its arguments.
+      names: names of its arguments.
       jaxpr: the function; every equation is elementwise.
-      tree: what it returns.
+      tree: structure of its result.
     """
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Elements:
     tree: jax.tree_util.PyTreeDef
 
     def on(self, shape: tuple[int, int], known: Mapping[str, Value]) -> Evaluation:
-        """Everything that follows from what is known; the rest is evaluated when it is asked for."""
+        """Evaluates everything that depends only on known arguments; ``given`` adds the others."""
         return Evaluation(self, shape).given(known)
 
 
@@ -96,7 +96,7 @@ class Evaluation:
         return self
 
     def result(self) -> PyTree:
-        """What the function returns, None for what is not known yet."""
+        """Returns the function's result, with None for what is not known yet."""
         read = [self._read(v) for v in self.elements.jaxpr.jaxpr.outvars]
         return jax.tree.unflatten(self.elements.tree, read)
 
@@ -144,7 +144,7 @@ class Evaluation:
 _NOTHING = frozenset(
     ["broadcast_in_dim", "copy", "copy_p", "stop_gradient", "optimization_barrier", "reduce_sum", "reshape"]
 )
-"""What does nothing to a scalar."""
+"""Primitives that return a scalar unchanged."""
 
 
 # ---------------------------------------------------------------------- the functions
@@ -152,8 +152,11 @@ _NOTHING = frozenset(
 
 @cache
 def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, Elements]:
-    """For a tile of scores: "logit"; the weights "inner" and "outer", functions of "e"; with inner ones the "height" of
-    "x"; and whether a key is "kept"."""
+    """Returns the functions that the forward evaluates on a tile of scores.
+
+    These are the "logit"; the weights "inner" and "outer", functions of "e"; with inner ones the "height" of "x"; and,
+    with ``where`` weights, whether a key is "kept".
+    """
 
     def here(sides: Sequence[Array], query: Array, key: Array) -> Tile:
         return Tile(query, key, tuple(sides))
@@ -195,7 +198,9 @@ def forward_elements(spec: AttentionSpec, programs: TilePrograms) -> dict[str, E
 
 @cache
 def backward_elements(spec: AttentionSpec, programs: TilePrograms) -> Elements:
-    """(p, dscore, the gradients of floating side inputs) from "score", the row's "shift" and "delta", and "dp".
+    """Returns the function of "score", the row's "shift" and "delta", and "dp" that the backward evaluates.
+
+    Its result is (p, dscore, the gradients of floating side inputs).
 
     The formulas are those of ``xla.backward``.
     """
@@ -224,7 +229,7 @@ def backward_elements(spec: AttentionSpec, programs: TilePrograms) -> Elements:
 def _traced(
     spec: AttentionSpec, function: ArrayFunction, names: tuple[str, ...], dtypes: tuple[Dtype, ...]
 ) -> Elements:
-    """The function of these, the positions and the side inputs, for one element."""
+    """Traces a function of these arguments, the positions and the side inputs for one element."""
     names = (*names, "query", "key", *(f"side{n}" for n in range(len(spec.sides))))
     types = [jax.ShapeDtypeStruct((), d) for d in (*dtypes, I32, I32, *(s.dtype for s in spec.sides))]
     with jax.enable_x64(False):
@@ -233,7 +238,7 @@ def _traced(
 
 
 def primitives(spec: AttentionSpec) -> frozenset[str]:
-    """What the elementwise parts need, forward and backward, of any tile."""
+    """Returns the primitives that the elementwise functions need, forward and backward, on any tile."""
     programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, False)
     elements = [*forward_elements(spec, programs).values(), backward_elements(spec, programs)]
 
@@ -249,7 +254,7 @@ def primitives(spec: AttentionSpec) -> frozenset[str]:
 
 
 def scale_of(program: ElementwiseProgram) -> float | None:
-    """The positive number by which a program multiplies float32 scores, if that is all it does; 1.0 for nothing."""
+    """Returns the positive factor of float32 scores, if a program only multiplies by it; 1.0 if it does nothing."""
     inputs = program.inputs
     if not all(isinstance(i, (Score, Constant)) and i.dtype == F32 for i in inputs):
         return None

@@ -1,20 +1,22 @@
-"""The forward of attention on an H100: warpgroups with 64 rows each, and one that only moves memory.
+"""Computes the forward of attention on an H100: warpgroups of 64 rows each compute, and one only moves memory.
 
-FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691) with the division of work of FlashAttention-3 (Shah et al.
-2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with keys and values by TMA, the
-others wait for a stage, use it, and say so.
+The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691) with the division of work of
+FlashAttention-3 (Shah et al. 2024, https://arxiv.org/abs/2407.08608): the last warpgroup fills a ring of stages with
+keys and values by TMA; the others wait until a stage is filled, use it, and release it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from autopallas.compat import Dtype
@@ -24,7 +26,9 @@ from autopallas.kernels.attention.gpu_block_sizes import forward_tiles
 from autopallas.kernels.attention.gpu_elements import Value, forward_elements, scale_of
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
+    Loop,
     Place,
+    Steps,
     Visits,
     exists,
     head_size_of,
@@ -33,113 +37,206 @@ from autopallas.kernels.attention.gpu_grid import (
     side_values,
     vector,
 )
-from autopallas.kernels.attention.schedule import TilePrograms
+from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tile_values import halves
 from autopallas.kernels.gpu import mosaic, rounded, tile
 from autopallas.kernels.refs import Number, Ref
 from autopallas.sites.interpret import interpretation
 
-__all__ = ["forward", "multiplied", "parts", "ring", "share_registers", "statistics", "vectors"]
+__all__ = ["forward", "multiplied", "parts", "product", "ring", "share_registers", "statistics", "vectors"]
 
 Array: TypeAlias = jax.Array
 F32 = np.dtype(np.float32)
 LOG2E = math.log2(math.e)
 _REGISTERS = {1: None, 2: (240, 24), 3: (160, 32)}
-"""Registers of a thread that computes and of one that only moves memory, by the number of warpgroups that compute.
+"""Registers of a thread that computes, and of one that only moves memory, by the number of warpgroups that compute.
 
-A block has 65536.  With one such warpgroup each thread can have all the 255 that an instruction can name.
+A block has 65536.  If one warpgroup computes, each thread can have all 255 that an instruction can address.
 """
 
 
 class _Running(NamedTuple):
-    """What a block of rows knows after some of its tiles; a number per row is [64]."""
+    """The state of a block of rows after some of its tiles; numbers of the rows are [64]."""
 
-    accumulator: Array | None
+    accumulator: Array | None  # [64, Dv]
     maximum: Array
     total: Array
-    kept: Array | None
+    kept: Array | None  # 1 if the `where` weights keep any key
 
 
-def forward(
-    spec: AttentionSpec,
-    blocks: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-) -> tuple[Array, Array]:
-    """(result [B, K, G, T, Dv], logsumexp [B, K, G, T]); see ``pallas_gpu.forward``."""
-    out, logsumexp = _call(spec, blocks, query, key, value, sides, sink)
-    return out, logsumexp
+def forward(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> Results:
+    """Computes result and logsumexp; see ``pallas_gpu.forward``."""
+    out, logsumexp = _call(_Plan.of(spec, blocks, operands, values=True), operands)
+    return Results(out, (logsumexp,))
 
 
-def statistics(
-    spec: AttentionSpec, blocks: BlockSizes, query: Array, key: Array, sides: Sequence[Array], sink: Array | None
-) -> tuple[Array, Array]:
-    """(maximum, sum of exponentials) of each row, [B, K, G, T]."""
-    maximum, total = _call(spec, blocks, query, key, None, sides, sink)
-    return maximum, total
+def statistics(spec: AttentionSpec, blocks: BlockSizes, operands: Operands) -> tuple[Array, Array]:
+    """Returns the maximum and the sum of exponentials of each row, [B, K, G, T]; values are not read."""
+    return _call(_Plan.of(spec, blocks, operands, values=False), operands)
 
 
-def _call(
-    spec: AttentionSpec,
-    blocks: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array | None,
-    sides: Sequence[Array],
-    sink: Array | None,
-) -> tuple[Array, Array]:
-    from jax.experimental import pallas as pl
+# ---------------------------------------------------------------------- the kernel
 
-    plgpu = mosaic()
-    tiles = forward_tiles(spec, blocks)
-    warpgroups, bk = tiles.warpgroups, tiles.away
-    bq = warpgroups * WARPGROUP_ROWS
-    visits = Visits.of(spec, "row", bq, bk, sides)
-    stages = min(tiles.stages, max(visits.most, 1))
-    rows, columns = rounded(spec.query_length, bq), rounded(spec.key_length, bk)
-    d, dv = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
-    heads = (spec.batch, spec.key_heads, spec.groups)
-    inputs = [padded(query, rows, d), padded(key, columns, d)]
-    if value is not None:
-        inputs.append(padded(value, columns, dv))
-    inputs += visits.operands
-    inputs += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
-    if sink is not None:
-        inputs.append(padded(jnp.broadcast_to(sink[..., 0].astype(F32), (*heads, spec.query_length)), rows))
-    numbers = jax.ShapeDtypeStruct((*heads, rows), F32)
-    results = [numbers, numbers]
-    if value is not None:
-        results[0] = jax.ShapeDtypeStruct((*heads, rows, dv), spec.result_dtype)
-    through_memory = bool(interpretation())
 
-    scratch = [tile((warpgroups, WARPGROUP_ROWS, d), query.dtype), tile((stages, bk, d), key.dtype)]
-    barriers = [plgpu.Barrier(num_barriers=warpgroups), *ring(stages, warpgroups)]
-    if value is not None:
-        scratch.append(tile((stages, bk, dv), value.dtype))
-        barriers += ring(stages, warpgroups)
-    if through_memory and value is not None:
-        scratch.append(tile((warpgroups, WARPGROUP_ROWS, bk), value.dtype))
+class _Plan(NamedTuple):
+    """The division of the work.
 
-    def body(*refs: Ref) -> None:
-        given = list(refs)
-        q_ref, k_ref = given.pop(0), given.pop(0)
-        v_ref: Ref = given.pop(0) if value is not None else None
-        table = given.pop(0) if visits.operands else None
-        side_refs = [given.pop(0) for _ in spec.sides]
-        sink_ref = given.pop(0) if sink is not None else None
-        outputs = [given.pop(0) for _ in results]
-        q_shared, k_shared = given.pop(0), given.pop(0)
-        v_shared: Ref = given.pop(0) if v_ref is not None else None
-        p_shared = given.pop(0) if through_memory and v_ref is not None else None
-        q_ready, k_ready, k_free = given.pop(0), given.pop(0), given.pop(0)
-        v_ready: Ref = given.pop(0) if v_ref is not None else None
-        v_free: Ref = given.pop(0) if v_ref is not None else None
+    Attributes:
+      spec: the attention.
+      visits: the blocks of keys that each block of rows visits.
+      warpgroups: the number of warpgroups that compute, each of them 64 rows.
+      key_block: keys of a tile.
+      stages: of the ring.
+      head_size, value_head_size: those with which the kernel computes.
+      values: whether the result is computed, not only the numbers for each row.
+      through_memory: whether probabilities go through shared memory, as they must when interpreted.
+    """
 
-        here = lax.axis_index("warpgroup")
+    spec: AttentionSpec
+    visits: Visits
+    warpgroups: int
+    key_block: int
+    stages: int
+    head_size: int
+    value_head_size: int
+    values: bool
+    through_memory: bool
+
+    @staticmethod
+    def of(spec: AttentionSpec, blocks: BlockSizes, operands: Operands, values: bool) -> _Plan:
+        tiles = forward_tiles(spec, blocks)
+        visits = Visits.of(spec, "row", tiles.warpgroups * WARPGROUP_ROWS, tiles.away, operands.sides)
+        stages = min(tiles.stages, max(visits.most, 1))
+        sizes = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
+        return _Plan(spec, visits, tiles.warpgroups, tiles.away, stages, *sizes, values, bool(interpretation()))
+
+    @property
+    def query_block(self) -> int:
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.spec.batch, self.spec.key_heads, self.spec.groups
+
+    @property
+    def rows(self) -> int:
+        """Rows of all blocks."""
+        return rounded(self.spec.query_length, self.query_block)
+
+    def inputs(self, operands: Operands) -> list[Array]:
+        """Returns the arrays in main memory, padded to whole blocks."""
+        spec, rows, columns = self.spec, self.rows, rounded(self.spec.key_length, self.key_block)
+        query, key, value, sides, sink = operands
+        found = [padded(query, rows, self.head_size), padded(key, columns, self.head_size)]
+        if self.values:
+            found.append(padded(value, columns, self.value_head_size))
+        found += self.visits.operands
+        found += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
+        if sink is not None:
+            numbers = jnp.broadcast_to(sink[..., 0].astype(F32), (*self.heads, spec.query_length))
+            found.append(padded(numbers, rows))
+        return found
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Types of result and logsumexp; without values, of maximum and sum."""
+        numbers = jax.ShapeDtypeStruct((*self.heads, self.rows), F32)
+        if not self.values:
+            return numbers, numbers
+        return jax.ShapeDtypeStruct((*self.heads, self.rows, self.value_head_size), self.spec.result_dtype), numbers
+
+    def scratch(self, operands: Operands) -> list[Ref]:
+        """Returns shared memory and barriers, in the order of :class:`_Memory`."""
+        w, bk, stages, value = self.warpgroups, self.key_block, self.stages, operands.value
+        found = [
+            tile((w, WARPGROUP_ROWS, self.head_size), operands.query.dtype),
+            tile((stages, bk, self.head_size), operands.key.dtype),
+        ]
+        barriers = [mosaic().Barrier(num_barriers=w), *ring(stages, w)]
+        if self.values:
+            found.append(tile((stages, bk, self.value_head_size), value.dtype))
+            barriers += ring(stages, w)
+        if self.through_memory and self.values:
+            found.append(tile((w, WARPGROUP_ROWS, bk), value.dtype))
+        return [*found, *barriers]
+
+
+class _Memory(NamedTuple):
+    """References of the kernel; None for what it lacks.
+
+    Attributes:
+      query, key, value, table, sides, sink: operands in main memory.
+      results: of :attr:`_Plan.results`.
+      query_shared, key_shared, value_shared: queries of each warpgroup, and the ring's stages of keys and values.
+      staged: the probabilities of each warpgroup, if they go through shared memory.
+      query_ready, key_ready, key_free, value_ready, value_free: barriers of these.
+    """
+
+    query: Ref
+    key: Ref
+    value: Ref
+    table: Ref
+    sides: tuple[Ref, ...]
+    sink: Ref
+    results: tuple[Ref, Ref]
+    query_shared: Ref
+    key_shared: Ref
+    value_shared: Ref
+    staged: Ref
+    query_ready: Ref
+    key_ready: Ref
+    key_free: Ref
+    value_ready: Ref
+    value_free: Ref
+
+    @staticmethod
+    def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
+        left = iter(refs)
+        return _Memory(
+            query=next(left),
+            key=next(left),
+            value=next(left) if plan.values else None,
+            table=next(left) if plan.visits.operands else None,
+            sides=tuple(next(left) for _ in plan.spec.sides),
+            sink=next(left) if plan.spec.sink is not None else None,
+            results=(next(left), next(left)),
+            query_shared=next(left),
+            key_shared=next(left),
+            value_shared=next(left) if plan.values else None,
+            staged=next(left) if plan.through_memory and plan.values else None,
+            query_ready=next(left),
+            key_ready=next(left),
+            key_free=next(left),
+            value_ready=next(left) if plan.values else None,
+            value_free=next(left) if plan.values else None,
+        )
+
+
+class _Block(NamedTuple):
+    """A block of threads, which computes a block of rows of one query head.
+
+    Attributes:
+      plan, memory: of the kernel.
+      warpgroup: the number of this warpgroup in the block; the last one only moves memory.
+      batch, head, group: the batch entry, the key head, and the query head of its group.
+      home: the number of the block of rows.
+      steps: the blocks of keys to visit.
+    """
+
+    plan: _Plan
+    memory: _Memory
+    warpgroup: Array
+    batch: Array
+    head: Array
+    group: Array
+    home: Array
+    steps: Steps
+
+    @staticmethod
+    def of(plan: _Plan, memory: _Memory) -> _Block:
+        spec, visits = plan.spec, plan.visits
+        warpgroup = lax.axis_index("warpgroup")
         head = lax.axis_index("head")
         group = lax.rem(head, jnp.int32(spec.groups))
         b, k = lax.div(head, jnp.int32(spec.groups * spec.key_heads)), lax.div(head, jnp.int32(spec.groups))
@@ -147,121 +244,124 @@ def _call(
         home = lax.axis_index("rows")
         if visits.longest_first:
             home = visits.home_blocks - 1 - home
-        steps = visits.steps(table, b, home)
+        return _Block(plan, memory, warpgroup, b, k, group, home, visits.steps(memory.table, b, home))
 
-        @pl.when(here < warpgroups)
-        def _() -> None:
-            share_registers(warpgroups, computes=True)
-            base = home * bq + here * WARPGROUP_ROWS
-            plgpu.copy_gmem_to_smem(
-                q_ref.at[b, k, group, pl.ds(base, WARPGROUP_ROWS)], q_shared.at[here], q_ready.at[here]
-            )
-            start = vectors(-jnp.inf), vectors(0.0)
-            if sink_ref is not None:
-                first = vector(sink_ref, (b, k, group, pl.ds(base, WARPGROUP_ROWS)), "along_0").array
-                start = first, jnp.where(first == -jnp.inf, 0.0, 1.0)
-            running = _Running(
-                plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, dv), F32), plgpu.Layout.WGMMA)
-                if v_ref is not None
-                else None,
-                *start,
-                vectors(0.0) if spec.keeps and v_ref is not None else None,
-            )
-            plgpu.barrier_wait(q_ready.at[here])
 
-            for programs, general, first_step, count in visits.loops(steps):
-
-                def step(
-                    n: Number, running: _Running, programs: TilePrograms = programs, general: bool = general
-                ) -> _Running:
-                    place = Place(b, k, group, base, steps.block(n) * bk, (WARPGROUP_ROWS, bk))
-                    slot = lax.rem(n, jnp.int32(stages))
-                    plgpu.barrier_wait(k_ready.at[slot])
-
-                    def scores(accumulator: Ref) -> Array:
-                        plgpu.wgmma(accumulator, q_shared.at[here], k_shared.at[slot].transpose((1, 0)))
-                        found: Array = accumulator[...]
-                        return found
-
-                    score = pl.run_scoped(scores, plgpu.ACC((WARPGROUP_ROWS, bk), jnp.float32))
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    p, running = _softmax(spec, programs, general, place, score, side_refs, running, value is not None)
-                    if value is None or running.accumulator is None:
-                        return running
-                    plgpu.barrier_wait(v_ready.at[slot])
-                    shared = None if p_shared is None else p_shared.at[here]
-                    accumulator = running.accumulator
-                    for part in parts(p, spec.reads_weights, value.dtype, spec.value_precision):
-                        accumulator = multiplied(part, v_shared.at[slot], accumulator, shared)
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    return running._replace(accumulator=accumulator)
-
-                running = lax.fori_loop(first_step, first_step + count, step, running)
-
-            window = b, k, group, pl.ds(base, WARPGROUP_ROWS)
-            if v_ref is None or running.accumulator is None:
-                outputs[0].at[window][...] = running.maximum
-                outputs[1].at[window][...] = running.total
-                return
-            shape = running.accumulator.shape
-            result = running.accumulator / lax.broadcast_in_dim(running.total, shape, (0,))
-            if running.kept is not None:
-                result = jnp.where(lax.broadcast_in_dim(running.kept, shape, (0,)) > 0.0, result, 0.0)
-            outputs[0].at[window][...] = result.astype(spec.result_dtype)
-            outputs[1].at[window][...] = running.maximum + jnp.log(running.total)
-
-        @pl.when(here == warpgroups)
-        def _() -> None:
-            share_registers(warpgroups, computes=False)
-
-            def load(_: int, n: Number, slot: Array) -> None:
-                window = b, k, pl.ds(steps.block(n) * bk, bk)
-                plgpu.copy_gmem_to_smem(k_ref.at[window], k_shared.at[slot], k_ready.at[slot])
-                if v_ref is not None:
-                    plgpu.copy_gmem_to_smem(v_ref.at[window], v_shared.at[slot], v_ready.at[slot])
-
-            def free(slot: Array) -> None:
-                plgpu.barrier_wait(k_free.at[slot])
-                if v_free is not None:
-                    plgpu.barrier_wait(v_free.at[slot])
-
-            fill([(0, steps.total)], stages, load, free)
-
-    live = spec.batch * spec.key_heads * spec.groups * visits.home_blocks * visits.most
+def _call(plan: _Plan, operands: Operands) -> tuple[Array, Array]:
+    """Runs the kernel, and cuts its results to the attention's sizes."""
+    spec, visits = plan.spec, plan.visits
+    inputs, results = plan.inputs(operands), plan.results
+    tile_sizes = plan.query_block * plan.key_block
+    live = math.prod(plan.heads) * visits.home_blocks * visits.most
     found = gpu.call(
-        body,
-        name="autopallas_attention_gpu" + ("" if value is not None else "_statistics"),
-        grid={"head": math.prod(heads), "rows": visits.home_blocks},
-        out_type=tuple(results),
-        scratch=[*scratch, *barriers],
-        warpgroups=warpgroups + 1,
-        flops=2 * live * bq * bk * (d + (dv if value is not None else 0)),
-        transcendentals=live * bq * bk,
+        partial(_kernel, plan),
+        name="autopallas_attention_gpu" + ("" if plan.values else "_statistics"),
+        grid={"head": math.prod(plan.heads), "rows": visits.home_blocks},
+        out_type=results,
+        scratch=plan.scratch(operands),
+        warpgroups=plan.warpgroups + 1,
+        flops=2 * live * tile_sizes * (plan.head_size + (plan.value_head_size if plan.values else 0)),
+        transcendentals=live * tile_sizes,
         bytes_accessed=gpu.array_bytes(*inputs, *results),
         approximate=True,
         by_lanes=True,
     )(*inputs)
     cut = spec.query_length
-    first = found[0][..., :cut] if value is None else found[0][..., :cut, : spec.value_head_size]
+    first = found[0][..., :cut, : spec.value_head_size] if plan.values else found[0][..., :cut]
     return first, found[1][..., :cut]
 
 
-def _softmax(
-    spec: AttentionSpec,
-    programs: TilePrograms,
-    general: bool,
-    place: Place,
-    score: Array,
-    side_refs: Sequence[Ref],
-    running: _Running,
-    wants_values: bool,
-) -> tuple[Array, _Running]:
-    """The weights of one tile, and what is known after it, its product with the values aside.
+def _kernel(plan: _Plan, *refs: Ref) -> None:
+    own = _Block.of(plan, _Memory.of(plan, refs))
+    pl.when(own.warpgroup < plan.warpgroups)(partial(_compute, own))
+    pl.when(own.warpgroup == plan.warpgroups)(partial(_load, own))
 
-    The exponentials are of base 2.  A plain scale is folded into the factor of that, which the compiler merges with the
-    subtraction.  Elsewhere the maximum is subtracted first: a fill of -1e30 times log2(e) minus itself is far from 0.
+
+def _compute(own: _Block) -> None:
+    """Computes the 64 rows of a warpgroup."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    share_registers(plan.warpgroups, computes=True)
+    base = own.home * plan.query_block + here * WARPGROUP_ROWS
+    window = own.batch, own.head, own.group, pl.ds(base, WARPGROUP_ROWS)
+    plgpu.copy_gmem_to_smem(memory.query.at[window], memory.query_shared.at[here], memory.query_ready.at[here])
+    start = vectors(-jnp.inf), vectors(0.0)
+    if memory.sink is not None:
+        first = vector(memory.sink, window, "along_0").array
+        start = first, jnp.where(first == -jnp.inf, 0.0, 1.0)
+    accumulator = kept = None
+    if plan.values:
+        accumulator = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, plan.value_head_size), F32), plgpu.Layout.WGMMA)
+        kept = vectors(0.0) if plan.spec.keeps else None
+    running = _Running(accumulator, *start, kept)
+    plgpu.barrier_wait(memory.query_ready.at[here])
+    for loop in plan.visits.loops(own.steps):
+        step = partial(_advanced, own, base, loop)
+        running = lax.fori_loop(loop.first, loop.first + loop.steps, step, running)
+    _store(own, window, running)
+
+
+def _advanced(own: _Block, base: Array, loop: Loop, n: Number, running: _Running) -> _Running:
+    """Returns the state after one more tile; ``base`` is the first row, and ``n`` the step."""
+    plgpu, plan, memory, here = mosaic(), own.plan, own.memory, own.warpgroup
+    shape = WARPGROUP_ROWS, plan.key_block
+    place = Place(own.batch, own.head, own.group, base, own.steps.block(n) * plan.key_block, shape)
+    slot = lax.rem(n, jnp.int32(plan.stages))
+    plgpu.barrier_wait(memory.key_ready.at[slot])
+    score = product(memory.query_shared.at[here], memory.key_shared.at[slot], shape)
+    plgpu.barrier_arrive(memory.key_free.at[slot])
+    p, running = _softmax(own, loop, place, score, running)
+    if running.accumulator is None:
+        return running
+    plgpu.barrier_wait(memory.value_ready.at[slot])
+    staged = None if memory.staged is None else memory.staged.at[here]
+    accumulator = running.accumulator
+    for part in parts(p, plan.spec.reads_weights, memory.value.dtype, plan.spec.value_precision):
+        accumulator = multiplied(part, memory.value_shared.at[slot], accumulator, staged)
+    plgpu.barrier_arrive(memory.value_free.at[slot])
+    return running._replace(accumulator=accumulator)
+
+
+def _store(own: _Block, window: tuple[object, ...], running: _Running) -> None:
+    """Writes result and logsumexp; without values, maximum and sum."""
+    first, second = own.memory.results
+    if running.accumulator is None:
+        first.at[window][...] = running.maximum
+        second.at[window][...] = running.total
+        return
+    shape = running.accumulator.shape
+    result = running.accumulator / lax.broadcast_in_dim(running.total, shape, (0,))
+    if running.kept is not None:
+        result = jnp.where(lax.broadcast_in_dim(running.kept, shape, (0,)) > 0.0, result, 0.0)
+    first.at[window][...] = result.astype(own.plan.spec.result_dtype)
+    second.at[window][...] = running.maximum + jnp.log(running.total)
+
+
+def _load(own: _Block) -> None:
+    """Fills the ring with keys and values."""
+    plgpu, plan, memory = mosaic(), own.plan, own.memory
+    share_registers(plan.warpgroups, computes=False)
+
+    def load(_: int, n: Number, slot: Array) -> None:
+        window = own.batch, own.head, pl.ds(own.steps.block(n) * plan.key_block, plan.key_block)
+        plgpu.copy_gmem_to_smem(memory.key.at[window], memory.key_shared.at[slot], memory.key_ready.at[slot])
+        if plan.values:
+            plgpu.copy_gmem_to_smem(memory.value.at[window], memory.value_shared.at[slot], memory.value_ready.at[slot])
+
+    def free(slot: Array) -> None:
+        plgpu.barrier_wait(memory.key_free.at[slot])
+        if plan.values:
+            plgpu.barrier_wait(memory.value_free.at[slot])
+
+    fill([(0, own.steps.total)], plan.stages, load, free)
+
+
+def _softmax(own: _Block, loop: Loop, place: Place, score: Array, running: _Running) -> tuple[Array, _Running]:
+    """Returns the weights of one tile, and the state after it, its product with the values aside.
+
+    The exponentials are of base 2.  A plain scale is folded into their factor, which the compiler merges with the
+    subtraction.  Otherwise the maximum is subtracted first: a fill of -1e30 times log2(e) minus itself is far from 0.
     """
-    shape = place.shape
+    spec, programs, general, shape = own.plan.spec, loop.programs, loop.general, place.shape
     elements = forward_elements(spec, programs)
 
     def across(rows: Array) -> Array:
@@ -271,7 +371,7 @@ def _softmax(
     scale = scale_of(programs.score) if plain else None
     known: dict[str, Value] = {}
     if scale is None or len(elements) > 1:
-        known = place.positions() | side_values(spec, side_refs, place)
+        known = place.positions() | side_values(spec, own.memory.sides, place)
     valid = exists(place, spec) if general and spec.key_length % shape[1] else None
     if scale is not None:
         maximum = jnp.maximum(running.maximum, jnp.max(score, axis=1) * np.float32(scale))
@@ -287,7 +387,7 @@ def _softmax(
             reached = elements["height"].on(shape, known | {"x": Value("tile", x)}).result().widened("tile", shape)
             reached = reached if valid is None else jnp.where(valid, reached, -jnp.inf)
         maximum = jnp.maximum(running.maximum, jnp.max(reached, axis=1))
-        # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
+        # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
         finite = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         e = halves(x, across(finite)) if "inner" in elements else jnp.exp2((x - across(finite)) * np.float32(LOG2E))
     shrink = jnp.exp2((running.maximum - finite) * np.float32(LOG2E))
@@ -302,7 +402,7 @@ def _softmax(
         e = weighted("inner", e) * e
     total = running.total * shrink + jnp.sum(e, axis=1)
     running = running._replace(maximum=maximum, total=total)
-    if not wants_values or running.accumulator is None:
+    if running.accumulator is None:
         return e, running
     p = weighted("outer", e)
     kept = running.kept
@@ -320,21 +420,21 @@ def _softmax(
 
 
 def share_registers(warpgroups: int, computes: bool) -> None:
-    """Moves registers from the warpgroup that moves memory to those that compute: first thing in either."""
+    """Moves registers from the warpgroup that moves memory to those that compute; each calls it first."""
     share = _REGISTERS[warpgroups]
     if share is not None:
         mosaic().set_max_registers(share[0 if computes else 1], action="increase" if computes else "decrease")
 
 
 def vectors(value: float) -> Array:
-    """The same number for each row of a warpgroup."""
+    """Returns the same number for each row of a warpgroup."""
     plgpu = mosaic()
     same: Array = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), value, F32), plgpu.Layout.WGMMA.reduce(1))
     return same
 
 
 def ring(stages: int, warpgroups: int, copies: int = 1) -> list[Ref]:
-    """The barriers of a ring of stages: one says that a stage is filled, one that all who compute have used it."""
+    """Returns the barriers of a ring of stages: for filled stages, and for those that all warpgroups have used."""
     plgpu = mosaic()
     return [
         plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -348,19 +448,17 @@ def fill(
     load: Callable[[int, Array, Array], None],
     free: Callable[[Array], None],
 ) -> None:
-    """What the warpgroup that moves memory does: it loads each step into its stage, once that is ``free``.
+    """Loads each step into its stage, in the warpgroup that moves memory, after waiting for the stage's last use.
 
-    In the end it waits for the last use of each stage: no arrival stays unobserved, and shared memory is not given back
+    In the end it waits for the last use of each stage: every arrival is observed, and shared memory is not released
     while wgmma reads it.
 
     Args:
-      parts: (first step, how many) of each loop of those who compute, which follow each other.
-      stages: of the ring.
-      load: called with the part, the step, and its stage.
+      parts: (first step, number of steps) of each loop of the warpgroups that compute, in order.
+      stages: the number of stages.
+      load: starts the transfers; called with the part, the step, and the step's stage.
       free: waits until a stage may be filled again.
     """
-    from jax.experimental import pallas as pl
-
     total: Number = 0
     for number, (first, count) in enumerate(parts):
         total = first + count
@@ -379,8 +477,11 @@ def fill(
 
 
 def parts(tile_value: Array, read: Dtype | None, dtype: DTypeLike, precision: str | None) -> list[Array]:
-    """A tile as a sum of tiles of the dtype that wgmma takes: one where the original's product reads the tile in that
-    dtype, else two, which have 16 bits of fraction and more where TF32 has 10, or three for a higher precision."""
+    """Splits a tile into a sum of tiles of the dtype that wgmma takes.
+
+    It is one tile if the original's product reads the tile in that dtype; else two, with 16 bits of fraction or more,
+    of which TF32 has 10; or three for a higher precision.
+    """
     if read == dtype:
         return [tile_value.astype(dtype)]
     found = []
@@ -391,12 +492,10 @@ def parts(tile_value: Array, read: Dtype | None, dtype: DTypeLike, precision: st
 
 
 def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref | None) -> Array:
-    """``accumulator`` plus a tile in registers times a matrix in shared memory, complete when it returns.
+    """Adds a tile in registers times a matrix in shared memory to an accumulator, and waits for the product.
 
-    ``through``: shared memory for the tile, where the interpreter cannot multiply from registers.
+    ``through`` is shared memory for the tile, for the interpreter, which cannot multiply from registers.
     """
-    from jax.experimental import pallas as pl
-
     plgpu = mosaic()
     if through is None:
 
@@ -409,10 +508,23 @@ def multiplied(tile_value: Array, shared: Ref, accumulator: Array, through: Ref 
     through[...] = tile_value
     plgpu.commit_smem()
 
-    def product(ref: Ref) -> Array:
+    def multiply_staged(ref: Ref) -> Array:
         plgpu.wgmma(ref, through, shared)
         found: Array = ref[...]
         return found
 
-    summed: Array = accumulator + pl.run_scoped(product, plgpu.ACC(accumulator.shape, jnp.float32))
+    summed: Array = accumulator + pl.run_scoped(multiply_staged, plgpu.ACC(accumulator.shape, jnp.float32))
     return summed
+
+
+def product(a: Ref, b: Ref, shape: tuple[int, int]) -> Array:
+    """Computes a b^T of two tiles in shared memory."""
+    plgpu = mosaic()
+
+    def multiply(accumulator: Ref) -> Array:
+        plgpu.wgmma(accumulator, a, b.transpose((1, 0)))
+        found: Array = accumulator[...]
+        return found
+
+    result: Array = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return result

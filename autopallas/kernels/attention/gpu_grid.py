@@ -1,8 +1,9 @@
-"""What the blocks of a GPU kernel visit, and what they read of the side inputs.
+"""Plans what the blocks of a GPU kernel visit, and reads the parts of side inputs that belong to a tile.
 
-A block of threads owns 64 positions of one axis for each of its warpgroups, its *home*, and streams blocks of the other
-axis, those it is *away* for, through shared memory: queries are at home in the forward and for their own gradient, keys
-for theirs.  Blocks that are live for a home are listed, the full ones first, so that each has its own loop.
+A block of threads owns 64 positions of one axis for each of its warpgroups, its *home* block, and streams blocks of the
+other axis, the *away* blocks, through shared memory.  Queries are at home in the forward and for their own gradient,
+keys for theirs.  The live away blocks of a home block are listed, full ones first, so that full and partial ones have
+separate loops.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autopallas.kernels.refs import Number, Ref
 
 __all__ = [
     "WARPGROUP_ROWS",
+    "Loop",
     "Place",
     "Steps",
     "Visits",
@@ -49,39 +51,54 @@ _HEAD_SIZES = (64, 96, 128, 192, 256)
 
 
 def head_size_of(size: int) -> int | None:
-    """The head size with which the kernels compute: what is missing are zeros.  None: it is too large."""
+    """Returns the head size with which the kernels compute, padding with zeros; None if the size is too large."""
     return next((n for n in _HEAD_SIZES if size <= n), None)
 
 
 def padded(array: Array, *lengths: int) -> Array:
-    """The array with zeros after its last axes, up to these lengths."""
+    """Pads the last axes of an array with zeros to these lengths."""
     leading = array.ndim - len(lengths)
     missing = [length - n for n, length in zip(array.shape[leading:], lengths, strict=True)]
     return jnp.pad(array, [(0, 0)] * leading + [(0, n) for n in missing]) if any(missing) else array
 
 
 States = TypeVar("States", jax.Array, np.ndarray)
-"""States of tiles: of NumPy where they are known."""
+"""States of tiles, NumPy arrays if they are known while tracing."""
 
 
 class Steps(NamedTuple):
-    """What one home block visits: ``full`` full blocks first, ``total`` in all; traced or known."""
+    """The blocks that one home block visits: ``full`` full ones first, ``total`` in all; traced or known."""
 
     full: Number
     total: Number
     block: Callable[[Number], Number]
 
 
-@dataclass(frozen=True, eq=False)
-class Visits:
-    """The away blocks of every home block.
+class Loop(NamedTuple):
+    """Tiles that a home block visits one after another.
 
     Attributes:
-      home_blocks, away_blocks: how many there are.
-      general, full: the programs of any tile, and of full ones.
-      counts: (full, all) where every home block has as many, else None.
+      programs: of each tile.
+      general: whether tiles may be partial.
+      first, steps: the first step, and the number of steps.
+    """
+
+    programs: TilePrograms
+    general: bool
+    first: Number
+    steps: Number
+
+
+@dataclass(frozen=True, eq=False)
+class Visits:
+    """The away blocks that each home block visits.
+
+    Attributes:
+      home_blocks, away_blocks: their numbers.
+      general, full: the programs for any tile, and for full ones.
+      counts: the numbers of (full, all) away blocks, if all home blocks visit as many, else None.
       ordered: whether step n of every home block is block n.
-      table: [B|1, home blocks, 2 + away blocks] of counts and blocks, or None where nothing of it is needed.
+      table: [B|1, home blocks, 2 + away blocks] of counts and blocks, or None if counts and order are known.
       has_full, has_partial: whether there are such tiles.
     """
 
@@ -134,14 +151,14 @@ class Visits:
 
     @property
     def longest_first(self) -> bool:
-        """Whether later home blocks visit more: as under a causal mask, seen from the rows."""
+        """Whether later home blocks visit more, as blocks of rows do under a causal mask."""
         if self.counts is not None or not isinstance(self.table, np.ndarray):
             return False
         totals = self.table[0, :, 1]
         return bool(totals[-1] > totals[0])
 
     def steps(self, table: Ref, entry: Number, home: Number) -> Steps:
-        """Inside a kernel: what a home block visits."""
+        """Returns, in a kernel, what a home block visits."""
         if table is not None and table.shape[0] == 1:
             entry = 0
         full, total = self.counts or (table[entry, home, 0], table[entry, home, 1])
@@ -149,21 +166,21 @@ class Visits:
             full = 0
         return Steps(full, total, (lambda n: n) if self.ordered else lambda n: table[entry, home, 2 + n])
 
-    def loops(self, steps: Steps) -> Iterator[tuple[TilePrograms, bool, Number, Number]]:
-        """(programs, whether tiles may be partial, first step, how many) of each loop."""
+    def loops(self, steps: Steps) -> Iterator[Loop]:
+        """Yields the loop over the full tiles, and that over the partial ones."""
         if self.has_full:
-            yield self.full, False, 0, steps.full
+            yield Loop(self.full, False, 0, steps.full)
         if self.has_partial:
-            yield self.general, True, steps.full, steps.total - steps.full
+            yield Loop(self.general, True, steps.full, steps.total - steps.full)
 
     @property
     def most(self) -> int:
-        """Steps of the longest list."""
+        """Number of steps of the longest list."""
         return self.counts[1] if self.counts is not None else self.away_blocks
 
 
 def _listed(states: States, numpy: ModuleType) -> States:
-    """[E, home, away] of states as [E, home, 2 + away] of (full, all, the blocks: full, partial, dead ones)."""
+    """Turns states [E, home, away] into lists [E, home, 2 + away] of (full, all, the full, partial and dead blocks)."""
     rank = numpy.where(states == FULL, 0, numpy.where(states == DEAD, 2, 1))
     order = numpy.argsort(rank, axis=-1, **({"stable": True} if numpy is jnp else {"kind": "stable"}))
     counts = numpy.stack([(states == FULL).sum(-1), (states != DEAD).sum(-1)], axis=-1)
@@ -175,7 +192,7 @@ def _listed(states: States, numpy: ModuleType) -> States:
 
 
 class Place(NamedTuple):
-    """Where a tile is: batch entry, heads, its first row and first column; which axis of the tile counts the rows."""
+    """Position of a tile: batch entry, heads, first row and first column; and which axis of the tile are the rows."""
 
     batch: Number
     head: Number
@@ -198,7 +215,7 @@ class Place(NamedTuple):
         return b, k, g
 
     def positions(self) -> dict[str, Value]:
-        """The query and the key position of each element."""
+        """Returns the query and the key position of each element."""
         plgpu = mosaic()
 
         def counted(kind: Literal["along_0", "along_1"], size: int, start: Number) -> Value:
@@ -210,21 +227,21 @@ class Place(NamedTuple):
 
 
 def vector(ref: Ref, index: tuple[object, ...], kind: Literal["along_0", "along_1"]) -> Value:
-    """A number for each row or column of a tile, from main memory."""
+    """Reads a number for each row or column of a tile from main memory."""
     plgpu = mosaic()
     layout = plgpu.Layout.WGMMA.reduce(1 if kind == "along_0" else 0)
     return Value(kind, plgpu.load(ref.at[index], layout=layout, optimized=False))
 
 
 def stored(side: SideSpec) -> Dtype:
-    """The dtype of a side input in main memory."""
+    """Returns the dtype of a side input in main memory."""
     if side.varies[3] and side.varies[4]:
         return np.dtype(np.int8) if side.dtype == np.bool_ else side.dtype
     return np.dtype(np.float32) if side.differentiable else np.dtype(np.int32)
 
 
 def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped: bool) -> Array:
-    """A side input [B|1, K|1, G|1, T|1, S|1] as :func:`side_values` reads it, padded to whole blocks."""
+    """Lays out a side input [B|1, K|1, G|1, T|1, S|1] for :func:`side_values`, padded to whole blocks."""
     _, _, _, t, s = side.varies
     array = padded(array.astype(stored(side)), rows if t else 1, columns if s else 1)
     if t and s:
@@ -234,7 +251,7 @@ def side_operand(side: SideSpec, array: Array, rows: int, columns: int, flipped:
 
 
 def side_values(spec: AttentionSpec, refs: Sequence[Ref], place: Place) -> dict[str, Value]:
-    """The parts of the side inputs that belong to a tile."""
+    """Reads the parts of the side inputs that belong to a tile."""
     return {
         f"side{n}": _side_value(side, ref, place) for n, (side, ref) in enumerate(zip(spec.sides, refs, strict=True))
     }
@@ -262,6 +279,6 @@ def _side_value(side: SideSpec, ref: Ref, place: Place) -> Value:
 
 
 def exists(place: Place, spec: AttentionSpec) -> Array:
-    """Which elements of a tile are not beyond the end of the axis that is streamed, and so summed over."""
+    """Returns which elements of a tile are not beyond the end of the streamed axis, over which sums run."""
     name, length = ("query", spec.query_length) if place.flipped else ("key", spec.key_length)
     return Value("along_1", place.positions()[name].array < length).widened("tile", place.shape)

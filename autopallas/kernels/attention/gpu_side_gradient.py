@@ -1,18 +1,20 @@
-"""The gradient of a bias that fills tiles, on an H100: each tile is summed over heads and examples that share it."""
+"""Computes the gradient of a bias that fills tiles, on an H100: sums over the heads and examples that share a tile."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from autopallas.kernels import gpu
-from autopallas.kernels.attention.gpu_elements import Value, backward_elements
+from autopallas.kernels.attention.gpu_elements import Elements, Value, backward_elements
 from autopallas.kernels.attention.gpu_grid import (
     WARPGROUP_ROWS,
     Place,
@@ -22,6 +24,7 @@ from autopallas.kernels.attention.gpu_grid import (
     side_values,
     vector,
 )
+from autopallas.kernels.attention.operands import Operands, ScaledRows
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.attention.tiles import increasing
@@ -35,85 +38,102 @@ F32 = np.dtype(np.float32)
 BLOCK = WARPGROUP_ROWS
 
 
-def tile_gradient(
-    spec: AttentionSpec,
-    number: int,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    dout: Array,
-    shift: Array,
-    delta: Array,
-) -> Array:
-    """[B|1, K|1, G|1, T, S] of the side input ``number``, in its dtype; with queries of float16 in float32."""
-    from jax.experimental import pallas as pl
+class _Plan(NamedTuple):
+    """The kernel of one gradient: each block of threads sums one tile over the heads and examples that share it.
 
-    plgpu = mosaic()
-    side = spec.sides[number]
-    rows, columns = rounded(spec.query_length, BLOCK), rounded(spec.key_length, BLOCK)
-    d, dv = head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
-    extents = (spec.batch, spec.key_heads, spec.groups)
-    outer = tuple(n if v else 1 for n, v in zip(extents, side.varies, strict=False))
-    inner = tuple(1 if v else n for n, v in zip(extents, side.varies, strict=False))
-    inputs = [padded(query, rows, d), padded(dout, rows, dv), padded(key, columns, d), padded(value, columns, dv)]
-    inputs += [padded(jnp.broadcast_to(x, (*extents, spec.query_length)), rows) for x in (shift, delta)]
-    inputs += [side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True)]
-    kept = F32 if query.dtype == np.float16 else side.dtype
-    result = jax.ShapeDtypeStruct((*outer, rows, columns), kept)
-    programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
-    floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
-    dtype, shape = query.dtype, (BLOCK, BLOCK)
+    Attributes:
+      spec: the attention.
+      number: the side input.
+      outer: [B|1, K|1, G|1], the axes of the gradient.
+      inner: the axes that it is summed over.
+      head_size, value_head_size: those with which the kernel computes.
+    """
 
-    def body(*refs: Ref) -> None:
-        given = list(refs)
-        operands, shift_ref, delta_ref = given[:4], given[4], given[5]
-        side_refs = given[6 : 6 + len(spec.sides)]
-        written, *rest = given[6 + len(spec.sides) :]
-        shared, ready = rest[:4], rest[4]
-        head = lax.axis_index("head")
-        row, column = lax.axis_index("rows") * BLOCK, lax.axis_index("columns") * BLOCK
-        owned = _unravelled(head, outer)
+    spec: AttentionSpec
+    number: int
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+    head_size: int
+    value_head_size: int
 
-        def step(n: Array, total: Array) -> Array:
-            summed = _unravelled(n, inner)
-            b, k, g = (o if v else s for o, s, v in zip(owned, summed, side.varies, strict=False))
-            windows = [(b, k, g, pl.ds(row, BLOCK))] * 2 + [(b, k, pl.ds(column, BLOCK))] * 2
-            for i, (ref, window) in enumerate(zip(operands, windows, strict=True)):
-                plgpu.copy_gmem_to_smem(ref.at[window], shared[i], ready.at[i])
-            place = Place(b, k, g, row, column, shape)
-            known = place.positions() | side_values(spec, side_refs, place)
-            known |= {
-                "shift": vector(shift_ref, windows[0], "along_0"),
-                "delta": vector(delta_ref, windows[0], "along_0"),
-            }
-            for i in range(4):
-                plgpu.barrier_wait(ready.at[i])
-            q, do, k_tile, v_tile = shared
+    @staticmethod
+    def of(spec: AttentionSpec, number: int) -> _Plan:
+        varies, extents = spec.sides[number].varies, (spec.batch, spec.key_heads, spec.groups)
+        outer = tuple(n if v else 1 for n, v in zip(extents, varies, strict=False))
+        inner = tuple(1 if v else n for n, v in zip(extents, varies, strict=False))
+        return _Plan(
+            spec, number, outer, inner, head_size_of(spec.head_size) or 0, head_size_of(spec.value_head_size) or 0
+        )
 
-            def multiply(score: Ref, dp: Ref) -> tuple[Array, Array]:
-                plgpu.wgmma(score, q, k_tile.transpose((1, 0)))
-                plgpu.wgmma(dp, do, v_tile.transpose((1, 0)))
-                return score[...], dp[...]
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Rows and columns of all tiles."""
+        return rounded(self.spec.query_length, BLOCK), rounded(self.spec.key_length, BLOCK)
 
-            score, dp = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
-            known |= {"score": Value("tile", score.astype(spec.score_dtype)), "dp": Value("tile", dp)}
-            _, _, dsides = backward_elements(spec, programs).on(shape, known).result()
-            gradient: Array = dsides[floating.index(number)].widened("tile", shape)
-            return total + gradient.astype(F32)
+    @property
+    def elements(self) -> Elements:
+        spec = self.spec
+        programs = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
+        return backward_elements(spec, programs)
 
-        total = plgpu.layout_cast(jnp.zeros(shape, F32), plgpu.Layout.WGMMA)
-        total = lax.fori_loop(0, math.prod(inner), step, total)
-        written.at[*owned, pl.ds(row, BLOCK), pl.ds(column, BLOCK)][...] = total.astype(kept)
+    def inputs(self, operands: Operands, scaled: ScaledRows) -> list[Array]:
+        """Returns the arrays in main memory, padded to whole tiles."""
+        spec, (rows, columns), d, dv = self.spec, self.lengths, self.head_size, self.value_head_size
+        query, key, value, sides, _ = operands
+        found = [
+            padded(query, rows, d),
+            padded(scaled.dout, rows, dv),
+            padded(key, columns, d),
+            padded(value, columns, dv),
+        ]
+        shape = spec.batch, spec.key_heads, spec.groups, spec.query_length
+        found += [padded(jnp.broadcast_to(x, shape), rows) for x in (scaled.shift, scaled.delta)]
+        return [*found, *(side_operand(s, x, rows, columns, False) for s, x in zip(spec.sides, sides, strict=True))]
 
-    times = math.prod(extents) * rows * columns
+
+class _Memory(NamedTuple):
+    """References of the kernel.
+
+    Attributes:
+      tiles: queries, cotangents, keys and values in main memory.
+      shift, delta, sides: further operands.
+      result: the gradient.
+      shared: tiles of the first four in shared memory.
+      ready: their barriers.
+    """
+
+    tiles: Sequence[Ref]
+    shift: Ref
+    delta: Ref
+    sides: Sequence[Ref]
+    result: Ref
+    shared: Sequence[Ref]
+    ready: Ref
+
+    @staticmethod
+    def of(plan: _Plan, refs: Sequence[Ref]) -> _Memory:
+        end = 6 + len(plan.spec.sides)
+        return _Memory(refs[:4], refs[4], refs[5], refs[6:end], refs[end], refs[end + 1 : end + 5], refs[end + 5])
+
+
+def tile_gradient(spec: AttentionSpec, number: int, operands: Operands, rows: ScaledRows) -> Array:
+    """Computes the gradient of the side input ``number``, [B|1, K|1, G|1, T, S], in its dtype.
+
+    With queries of float16 the gradient is in float32.
+    """
+    plan, dtype = _Plan.of(spec, number), operands.query.dtype
+    inputs, lengths = plan.inputs(operands, rows), plan.lengths
+    kept = F32 if dtype == np.float16 else spec.sides[number].dtype
+    result = jax.ShapeDtypeStruct((*plan.outer, *lengths), kept)
+    d, dv = plan.head_size, plan.value_head_size
+    times = spec.batch * spec.key_heads * spec.groups * math.prod(lengths)
     scratch = [tile((BLOCK, size), dtype) for size in (d, dv, d, dv)]
     found: Array = gpu.call(
-        body,
+        partial(_kernel, plan),
         name=f"autopallas_attention_gpu_backward_side{number}",
-        grid={"head": math.prod(outer), "rows": rows // BLOCK, "columns": columns // BLOCK},
+        grid={"head": math.prod(plan.outer), "rows": lengths[0] // BLOCK, "columns": lengths[1] // BLOCK},
         out_type=result,
-        scratch=[*scratch, plgpu.Barrier(num_barriers=4)],
+        scratch=[*scratch, mosaic().Barrier(num_barriers=4)],
         warpgroups=1,
         flops=2 * times * (d + dv),
         transcendentals=times,
@@ -124,8 +144,55 @@ def tile_gradient(
     return found[..., : spec.query_length, : spec.key_length]
 
 
+def _kernel(plan: _Plan, *refs: Ref) -> None:
+    """Computes one tile of the gradient."""
+    plgpu, memory = mosaic(), _Memory.of(plan, refs)
+    head = lax.axis_index("head")
+    row, column = lax.axis_index("rows") * BLOCK, lax.axis_index("columns") * BLOCK
+    owned = _unravelled(head, plan.outer)
+    total = plgpu.layout_cast(jnp.zeros((BLOCK, BLOCK), F32), plgpu.Layout.WGMMA)
+    step = partial(_add_head, plan, memory, owned, (row, column))
+    total = lax.fori_loop(0, math.prod(plan.inner), step, total)
+    at = memory.result.at[*owned, pl.ds(row, BLOCK), pl.ds(column, BLOCK)]
+    at[...] = total.astype(memory.result.dtype)
+
+
+def _add_head(
+    plan: _Plan, memory: _Memory, owned: tuple[Number, ...], start: tuple[Array, Array], n: Array, total: Array
+) -> Array:
+    """Adds one of the heads and examples that share the tile."""
+    plgpu, spec, shape, (row, column) = mosaic(), plan.spec, (BLOCK, BLOCK), start
+    summed = _unravelled(n, plan.inner)
+    varies = spec.sides[plan.number].varies
+    b, k, g = (o if v else s for o, s, v in zip(owned, summed, varies, strict=False))
+    windows = [(b, k, g, pl.ds(row, BLOCK))] * 2 + [(b, k, pl.ds(column, BLOCK))] * 2
+    for i, (ref, window) in enumerate(zip(memory.tiles, windows, strict=True)):
+        plgpu.copy_gmem_to_smem(ref.at[window], memory.shared[i], memory.ready.at[i])
+    place = Place(b, k, g, row, column, shape)
+    known = place.positions() | side_values(spec, memory.sides, place)
+    known |= {
+        "shift": vector(memory.shift, windows[0], "along_0"),
+        "delta": vector(memory.delta, windows[0], "along_0"),
+    }
+    for i in range(4):
+        plgpu.barrier_wait(memory.ready.at[i])
+    q, do, k_tile, v_tile = memory.shared
+
+    def multiply(score: Ref, dp: Ref) -> tuple[Array, Array]:
+        plgpu.wgmma(score, q, k_tile.transpose((1, 0)))
+        plgpu.wgmma(dp, do, v_tile.transpose((1, 0)))
+        return score[...], dp[...]
+
+    score, dp = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+    known |= {"score": Value("tile", score.astype(spec.score_dtype)), "dp": Value("tile", dp)}
+    _, _, dsides = plan.elements.on(shape, known).result()
+    floating = [i for i, s in enumerate(spec.sides) if s.differentiable]
+    gradient: Array = dsides[floating.index(plan.number)].widened("tile", shape)
+    return total + gradient.astype(F32)
+
+
 def _unravelled(n: Array, extents: tuple[int, ...]) -> tuple[Number, ...]:
-    """The index of element n of an array, in row-major order."""
+    """Returns the index of element n of an array, in row-major order."""
     found: list[Number] = []
     for extent in reversed(extents):
         found.append(lax.rem(n, jnp.int32(extent)) if extent > 1 else 0)

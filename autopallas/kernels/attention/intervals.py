@@ -1,8 +1,8 @@
-"""Interval arithmetic over programs: what a program of positions must be, or cannot be, on a whole range of positions.
+"""Bounds programs of positions by interval arithmetic: the values that they can have on a whole range of positions.
 
 Everything here is plain numpy, because it runs while JAX is tracing.  A value is a pair of float64 arrays (low, high),
-one entry per range.  NaN stands for "nothing is known"; numpy propagates it through arithmetic and answers False to
-every comparison with it, so that the unknown stays unknown.  A boolean is a pair of 0 / 1, and (0, 1) is undecided.
+one entry per range.  NaN stands for "unknown"; numpy propagates it through arithmetic, and comparisons with it are
+False, so that what is unknown stays unknown.  A boolean is a pair of 0 / 1, and (0, 1) is undecided.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Interval:
 
     @property
     def always(self) -> Array:
-        """Where a boolean is certainly True."""
+        """Ranges on which a boolean is certainly True."""
         return self.low > 0
 
     @property
     def never(self) -> Array:
-        """Where a boolean is certainly False."""
+        """Ranges on which a boolean is certainly False."""
         return self.high < 1
 
 
@@ -63,15 +63,15 @@ class Ranges:
 
 
 def evaluate(program: ElementwiseProgram, ranges: Ranges, magnitude: float | None = None) -> Interval:
-    """Bounds on the program's result over each rectangle.
+    """Bounds the program's result on each rectangle.
 
-    Scores and floating side inputs are within ``magnitude`` of 0, or unknown without it; others are unknown.
+    Scores and floating side inputs are within ``magnitude`` of 0, or unknown without it; other inputs are unknown.
     """
     return registers(program, ranges, magnitude)[program.result]
 
 
 def registers(program: ElementwiseProgram, ranges: Ranges, magnitude: float | None = None) -> list[Interval]:
-    """Bounds on every register of the program: inputs first, then instructions."""
+    """Bounds every register of the program: inputs first, then instructions."""
     found: list[Interval] = []
 
     def load(i: Input) -> Interval:
@@ -118,17 +118,17 @@ _LARGEST = {name: float(jnp.finfo(name).max) for name in _DIGITS}
 
 
 def _settle(low: Array, high: Array, dtype: np.dtype, rounded: bool = True) -> Interval:
-    """The interval as a value of ``dtype``: integers that may wrap are unknown, floats are widened by rounding, and
+    """Converts an interval to ``dtype``: integers that may wrap are unknown, and floats are widened by rounding, and
     infinite beyond the dtype's range."""
     if dtype == np.bool_:
         return Interval(low, high, dtype)
     if np.issubdtype(dtype, np.integer):
         limits = np.iinfo(dtype)
-        exact = 2.0**53  # beyond it float64 no longer tells neighbouring integers apart
+        exact = 2.0**53  # beyond it float64 cannot represent every integer
         inside = (low >= max(limits.min, -exact)) & (high <= min(limits.max, exact))
         return Interval(np.where(inside, low, np.nan), np.where(inside, high, np.nan), dtype)
     if rounded:
-        # A product and a sum may be contracted into one rounding or not: only integers small enough are known exactly.
+        # A product and a sum may be contracted to one rounding or not: only small enough integers are known exactly.
         digits = _DIGITS.get(dtype.name, 1)
         margin = 2.0 ** (1 - digits)
 
@@ -146,9 +146,9 @@ def _settle(low: Array, high: Array, dtype: np.dtype, rounded: bool = True) -> I
 
 
 def _arithmetic(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """The hull of ``function`` over the corners: right for functions that are monotone in each argument separately.
+    """Returns the hull of ``function`` at the corners, for functions that are monotone in each argument separately.
 
-    No interval holds a NaN.  One that infinities may give is found in a corner, but for 0 * inf between corners.
+    No interval holds a NaN.  A NaN that infinities may cause is found at a corner, except for 0 * inf between corners.
     """
 
     def bounds(*arguments: Interval) -> tuple[Array, Array]:
@@ -176,7 +176,7 @@ def _corners(arguments: tuple[Interval, ...]) -> list[tuple[Array, ...]]:
 
 
 def _modulo(low: Array, high: Array, divisor: Array) -> tuple[Array, Array]:
-    """The remainder with the sign of the dividend, by a positive divisor."""
+    """Bounds the remainder by a positive divisor, with the sign of the dividend."""
     same = np.trunc(low / divisor) == np.trunc(high / divisor)
     same &= (low >= 0) | (high <= 0)
     spread_low, spread_high = np.maximum(np.minimum(low, 0), 1 - divisor), np.minimum(np.maximum(high, 0), divisor - 1)
@@ -229,7 +229,7 @@ def _not(x: Interval) -> tuple[Array, Array]:
 def _bits(
     on_booleans: Callable[[Interval, Interval], tuple[Array, Array]], on_integers: Callable[[Array, Array], Array]
 ) -> Callable[[Interval, Interval], tuple[Array, Array]]:
-    """A bitwise operation: on booleans by its truth table, on integers only where both are single known values."""
+    """Returns a bitwise operation: on booleans by its truth table, on integers only if both are single known values."""
 
     def bounds(x: Interval, y: Interval) -> tuple[Array, Array]:
         if x.dtype == np.bool_:
@@ -266,7 +266,7 @@ def _convert(x: Interval, dtype: Dtype) -> tuple[Array, Array]:
 
 
 def _each(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
-    """An operation that maps lower bounds to the lower bound and upper to upper, infinities included."""
+    """Returns an operation that maps lower bounds to the lower and upper bounds to the upper, including infinities."""
     return lambda *a: (function(*(x.low for x in a)), function(*(x.high for x in a)))
 
 
@@ -305,7 +305,7 @@ _RULES: dict[str, Callable[..., tuple[Array, Array]]] = {
     "stop_gradient": _each(np.positive),
 }
 
-_EXACT = frozenset(  # these return one of their arguments or a boolean: nothing is rounded
+_EXACT = frozenset(  # these return an argument or a boolean: nothing is rounded
     "neg abs sign floor ceil min max clamp lt le gt ge eq ne not and or xor select_n copy stop_gradient".split()
 )
 

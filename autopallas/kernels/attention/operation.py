@@ -8,6 +8,6 @@ __all__ = ["OPERATION"]
 
 OPERATION = Operation(
     "attention",
-    order={"cpu": ("xla",), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
+    order={"cpu": ("xla", "xla_heads"), "gpu": ("pallas_gpu", "cudnn", "xla"), "tpu": ("pallas_tpu", "xla")},
     priority=30,
 )

@@ -1,4 +1,4 @@
-"""Attention in Pallas for Mosaic GPU, on an H100: no T x S array in main memory, in either direction.
+"""Computes attention in Pallas for Mosaic GPU, on an H100: no T x S array is in main memory, in either direction.
 
 The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Keys and values are never repeated for
 the query heads that share them, the score program is evaluated on the accumulator of wgmma, and tiles that positions
@@ -7,14 +7,11 @@ or, at run time, side inputs prove dead are not visited.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
-
-import jax
 import numpy as np
 
 from autopallas.kernels.attention import gpu_block_sizes
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.gpu import PROGRAM_PRIMITIVES, reason_against
 from autopallas.sites.device import Device
@@ -22,16 +19,14 @@ from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 
-Array: TypeAlias = jax.Array
-
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """Operands of 16 bits on an H100, programs of primitives that Mosaic GPU has; elsewhere only when interpreted."""
+    """Supports 16-bit operands on an H100, if Mosaic GPU has the programs' primitives; elsewhere only interpreted."""
     from autopallas.kernels.attention.gpu_elements import primitives
     from autopallas.kernels.attention.gpu_grid import head_size_of
 
     if spec.statistics is not None:
-        return Unsupported("it has a row program, and the statistics that this reads are not computed yet")
+        return Unsupported("it has a row program, whose statistics this implementation does not compute yet")
     programs = [spec.score, *(w.program for w in spec.inner_weights + spec.weights)]
     held = [spec.score_dtype, spec.result_dtype, *(side.dtype for side in spec.sides)]
     operands = [spec.query_dtype, spec.key_dtype, spec.value_dtype]
@@ -44,7 +39,7 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
         return Unsupported("there is nothing to compute")
     multiplied = any(w.kind == "multiply" for w in spec.inner_weights + spec.weights)
     if multiplied and spec.value_dtype == np.float16:
-        return Unsupported("weights that are multiplied may leave the range of float16")
+        return Unsupported("probabilities times weights may leave the range of float16")
     if missing := sorted(primitives(spec) - PROGRAM_PRIMITIVES):
         return Unsupported(f"Mosaic GPU has no {', '.join(missing)}")
     if any(s.differentiable and s.varies[2] and s.varies[4] and not s.varies[3] for s in spec.sides):
@@ -53,43 +48,26 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """What a search should try."""
+    """Returns block sizes to try, best guess first."""
     return gpu_block_sizes.candidates(spec)
 
 
 def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
-    """What is ``known`` of other heads, as far as these allow it, else the first candidate."""
+    """Returns ``known``, from other heads, as far as these heads allow it, else the first candidate."""
     return gpu_block_sizes.default(spec, known).fitted(spec)
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array] = (),
-    sink: Array | None = None,
-) -> tuple[Array, Array]:
-    """Arguments and results as in ``xla.forward``."""
+def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Runs one kernel."""
     from autopallas.kernels.attention import gpu_forward
 
-    return gpu_forward.forward(spec, block_sizes, query, key, value, sides, sink)
+    return gpu_forward.forward(spec, block_sizes, operands)
 
 
 def backward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Arguments and results as in ``xla.backward``."""
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Runs a kernel for each set of gradients that sum over the same tiles."""
     from autopallas.kernels.attention import gpu_backward
 
-    return gpu_backward.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)
+    return gpu_backward.backward(spec, block_sizes, operands, residuals, cotangents)

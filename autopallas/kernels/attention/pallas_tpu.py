@@ -1,19 +1,15 @@
-"""Attention in Pallas for Mosaic TPU: no T x S array in main memory, in either direction.
+"""Computes attention in Pallas for Mosaic TPU: no T x S array is in main memory, in either direction.
 
 The algorithm is FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).  Keys and values are never repeated for
-the query heads that share them, the score program is evaluated tile by tile, and tiles that positions alone prove dead
-are not visited.
+the query heads that share them, the score program is evaluated tile by tile, and tiles that positions or, at run time,
+side inputs prove dead are not visited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
-
-import jax
-
 from autopallas.kernels.attention import tpu_backward, tpu_block_sizes, tpu_forward
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec
 from autopallas.kernels.tpu import MIB, generation, reason_against
 from autopallas.sites.device import Device
@@ -21,13 +17,11 @@ from autopallas.sites.operation import Supported, Unsupported
 
 __all__ = ["backward", "candidates", "forward", "supports"]
 
-Array: TypeAlias = jax.Array
-
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """What Mosaic has the primitives and the dtypes for; on other devices only when interpreted."""
+    """Supports what Mosaic has the primitives and dtypes for; on other devices than TPUs only if interpreted."""
     if spec.statistics is not None:
-        return Unsupported("it has a row program, and the statistics that this reads are not computed yet")
+        return Unsupported("it has a row program, whose statistics this implementation does not compute yet")
     programs = [spec.score, *(w.program for w in spec.inner_weights + spec.weights)]
     dtypes = [spec.query_dtype, spec.key_dtype, spec.value_dtype, spec.score_dtype, spec.result_dtype]
     dtypes += [side.dtype for side in spec.sides]
@@ -40,45 +34,27 @@ def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
 
 
 def candidates(spec: AttentionSpec, device: Device) -> tuple[BlockSizes, ...]:
-    """Block sizes worth trying, best guess first, each within the vector memory of the device."""
+    """Returns block sizes to try, best guess first, each within the vector memory of the device."""
     return tpu_block_sizes.candidates(spec, generation(device))
 
 
 def default_block_sizes(spec: AttentionSpec, device: Device, known: BlockSizes | None) -> BlockSizes:
-    """What is ``known`` of other heads, or the first candidate, that certainly fits into vector memory."""
+    """Returns ``known``, from other heads, or the first candidate, whichever certainly fits into vector memory."""
     return tpu_block_sizes.default(spec, generation(device), known)
 
 
 def _fitted(spec: AttentionSpec, block_sizes: BlockSizes) -> BlockSizes:
-    """What was asked for, within the vector memory of the device that is compiled for."""
+    """Fits block sizes into the vector memory of the device that is compiled for."""
     return tpu_block_sizes.fitting(spec, block_sizes, generation(Device.current())) or block_sizes
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array] = (),
-    sink: Array | None = None,
-) -> tuple[Array, Array]:
-    """Arguments and results as in ``xla.forward``."""
-    return tpu_forward.forward(spec, _fitted(spec, block_sizes), query, key, value, sides, sink)
+def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Runs one kernel, and a second one on blocks of rows whose hidden tiles count."""
+    return tpu_forward.forward(spec, _fitted(spec, block_sizes), operands)
 
 
 def backward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Arguments and results as in ``xla.backward``."""
-    block_sizes = _fitted(spec, block_sizes)
-    return tpu_backward.backward(spec, block_sizes, query, key, value, sides, sink, out, logsumexp, dout)
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Runs a kernel for each set of gradients that sum over the same tiles."""
+    return tpu_backward.backward(spec, _fitted(spec, block_sizes), operands, residuals, cotangents)

@@ -1,4 +1,4 @@
-"""Programs of attention, for the public function and for tests."""
+"""Provides programs of attention for the public function and for tests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ __all__ = ["causal", "traced"]
 
 @cache
 def causal() -> ElementwiseProgram:
-    """``query >= key``: position t sees the keys 0 .. t."""
+    """Returns the program ``query >= key``: position t sees the keys 0 .. t."""
     int32 = np.dtype(np.int32)
     return traced(lambda query, key: query >= key, Index("query", int32), Index("key", int32))

@@ -1,4 +1,4 @@
-"""Attention as it is written down: the oracle of the tests, and an implementation for whoever wants to read along.
+"""Computes attention by its formula: the oracle of the tests, and the implementation to read first.
 
 It has the T x S arrays that the others avoid.
 """
@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
 from autopallas.kernels.attention.tile_values import Tile, exponentials, heights, weighted
 from autopallas.sites.device import Device
@@ -25,20 +26,13 @@ Array: TypeAlias = jax.Array
 
 
 def supports(spec: AttentionSpec, device: Device) -> Supported | Unsupported:
-    """Everything, everywhere."""
+    """Supports every specification on every platform."""
     return Supported()
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes | None,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array] = (),
-    sink: Array | None = None,
-) -> tuple[Array, ...]:
-    """The formula of :class:`AttentionSpec`, line by line.  Arguments and results as in ``xla.forward``."""
+def forward(spec: AttentionSpec, block_sizes: BlockSizes | None, operands: Operands) -> Results:
+    """Computes the formula of :class:`AttentionSpec`, line by line."""
+    query, key, value, sides, sink = operands
     dtype = spec.accumulation_dtype
     t = jnp.arange(spec.query_length, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
     s = jnp.arange(spec.key_length, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
@@ -59,7 +53,7 @@ def forward(
     p = weighted(spec.weights, e / total if spec.statistics is None else e, here)
     out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
     if spec.statistics is None:
-        return out, jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))[..., 0]
+        return Results(out, (jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))[..., 0],))
     further = (
         jnp.sum(weighted(y, e, here), -1)
         if isinstance(y, tuple)
@@ -68,7 +62,7 @@ def forward(
     )
     kept = (jnp.any(weighted(masks, jnp.ones_like(e), here) != 0, -1),) if (masks := _masks(spec)) else ()
     statistics = (total[..., 0], highest[..., 0], *further, *kept)
-    return out, *(statistic.astype(dtype) for statistic in statistics)
+    return Results(out, tuple(statistic.astype(dtype) for statistic in statistics))
 
 
 def _masks(spec: AttentionSpec) -> list[Weight]:
@@ -78,17 +72,12 @@ def _masks(spec: AttentionSpec) -> list[Weight]:
 def backward(
     spec: AttentionSpec,
     block_sizes: BlockSizes | None,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    out: Array,
-    logsumexp: Array,
-    dout: Array,
-    dsums: Sequence[Array] | None = None,
-) -> tuple[Array, Array, Array, tuple[Array | None, ...], Array | None]:
-    """Gradients by ``jax.vjp`` of :func:`forward`.  Arguments and results as in ``xla.backward``."""
+    operands: Operands,
+    residuals: Residuals,
+    cotangents: Cotangents,
+) -> Gradients:
+    """Differentiates :func:`forward` by ``jax.vjp``."""
+    query, key, value, sides, sink = operands
     differentiable = [n for n, side in enumerate(spec.sides) if side.differentiable]
 
     def results(
@@ -97,18 +86,19 @@ def backward(
         merged = list(sides)
         for n, side in zip(differentiable, floating, strict=True):
             merged[n] = side
-        out, *rows = forward(spec, block_sizes, query, key, value, merged, sink)
+        out, rows = forward(spec, block_sizes, Operands(query, key, value, tuple(merged), sink))
         if spec.statistics is None:
             return out
         further = zip(spec.statistics, rows[2:], strict=False)
         return out, [rows[0], *(row for statistic, row in further if isinstance(statistic, tuple))]
 
     _, vjp = jax.vjp(results, query, key, value, [sides[n] for n in differentiable], sink)
-    dquery, dkey, dvalue, dfloating, dsink = vjp(dout if dsums is None else (dout, list(dsums)))
+    given = cotangents.out if spec.statistics is None else (cotangents.out, list(cotangents.sums))
+    dquery, dkey, dvalue, dfloating, dsink = vjp(given)
     dsides: list[Array | None] = [None] * len(sides)
     for n, gradient in zip(differentiable, dfloating, strict=True):
         dsides[n] = gradient
-    return dquery, dkey, dvalue, tuple(dsides), dsink
+    return Gradients(dquery, dkey, dvalue, tuple(dsides), dsink)
 
 
 def _einsum(equation: str, a: Array, b: Array, dtype: DTypeLike, precision: str | None) -> Array:

@@ -1,4 +1,4 @@
-"""What the streaming attention visits: windows of the operands, and the order of the tiles."""
+"""Plans what the streaming attention visits: windows of the operands, and the order of the tiles."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 Carry = TypeVar("Carry")
 Start: TypeAlias = int | jax.Array
 Window: TypeAlias = Sequence[tuple[Start, int] | None]
-"""Per dimension (start, size), or None for all of it."""
+"""For each dimension (start, size), or None for all of it."""
 
 
 def cut(array: jax.Array, window: Window) -> jax.Array:
-    """The part of ``array`` in ``window``."""
+    """Returns the part of ``array`` in ``window``."""
     starts, sizes = _resolved(array, window)
     return array if sizes == array.shape else lax.dynamic_slice(array, starts, sizes)
 
 
 def accumulate(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
-    """``array`` with ``update`` added in ``window``."""
+    """Returns ``array`` with ``update`` added in ``window``."""
     starts, sizes = _resolved(array, window)
     if sizes == array.shape:
         return array + update
@@ -53,7 +53,7 @@ def accumulate(array: jax.Array, window: Window, update: jax.Array) -> jax.Array
 
 
 def store(array: jax.Array, window: Window, update: jax.Array) -> jax.Array:
-    """``array`` with ``update`` written in ``window``."""
+    """Returns ``array`` with ``update`` written in ``window``."""
     starts, sizes = _resolved(array, window)
     update = update.astype(array.dtype)
     return update if sizes == array.shape else lax.dynamic_update_slice(array, update, starts)
@@ -65,7 +65,7 @@ def _resolved(array: jax.Array, window: Window) -> tuple[list[jax.Array], tuple[
 
 
 def loop(count: int | jax.Array, body: Callable[[Start, Carry], Carry], carry: Carry) -> Carry:
-    """``carry`` after ``body(0, .) .. body(count - 1, .)``; a count known to be 0 or 1 makes no loop."""
+    """Returns ``carry`` after ``body(0, .) .. body(count - 1, .)``; a count known to be 0 or 1 makes no loop."""
     if isinstance(count, int) and count <= 1:
         return body(0, carry) if count else carry
     result: Carry = lax.fori_loop(0, count, body, carry)
@@ -74,13 +74,13 @@ def loop(count: int | jax.Array, body: Callable[[Start, Carry], Carry], carry: C
 
 @dataclass(frozen=True, slots=True)
 class TilePrograms:
-    """The programs of a spec, as they are to be evaluated on one class of tiles."""
+    """The programs of a spec, simplified for one class of tiles."""
 
     score: ElementwiseProgram
     inner_weights: tuple[Weight, ...]
     weights: tuple[Weight, ...]
     increasing: bool
-    """Whether the score program is a non-decreasing function of the score and of nothing else."""
+    """Whether the score program is a non-decreasing function of the score alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +92,9 @@ class Schedule:
     batch_step: int
     head_step: int
     states: np.ndarray
-    """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN; a last, shorter block is one of them."""
+    """[row blocks, column blocks] of DEAD, PARTIAL, FULL, HIDDEN, including a shorter last block."""
     least: float
-    """The maximum beside which keys in hidden tiles have no weight."""
+    """If a row's maximum is this great, keys in hidden tiles have no weight."""
     full: TilePrograms
     partial: TilePrograms
     query_length: int
@@ -120,8 +120,10 @@ class Schedule:
         carry: Carry,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """``carry`` after ``tile(key_start, key_size, programs, .)`` for each live tile of a block of rows, and then
-        for its hidden ones if ``reveals(carry)``, a boolean scalar; without ``reveals`` for these in any case."""
+        """Returns ``carry`` after ``tile(key_start, key_size, programs, .)`` for each tile of a block of rows.
+
+        Live tiles come first.  Hidden tiles follow if ``reveals(carry)``, a boolean scalar, or without ``reveals``.
+        """
         whole = self.whole_column_blocks
         static = isinstance(row_block, int)
         chosen = self.states[row_block : row_block + 1] if static else self.states[: self.whole_row_blocks]
@@ -137,7 +139,7 @@ class Schedule:
         if live_tail and np.any(hidden):
             carry = last(0, carry)
         carry = self._over(row_block, partial | hidden, self.partial, tile, carry, partial, reveals)
-        if live_tail:  # computing a dead tile is a waste, never wrong
+        if live_tail:  # computing a dead tile costs time, but changes nothing
             return carry if np.any(hidden) else last(0, carry)
         if not np.any(tail == HIDDEN):
             return carry
@@ -153,12 +155,14 @@ class Schedule:
         first: np.ndarray | None = None,
         reveals: Callable[[Carry], jax.Array] | None = None,
     ) -> Carry:
-        """``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows: those that are
-        ``first`` before the others, and these only while ``reveals(carry)``."""
+        """Returns ``carry`` after the tiles ``hits`` [rows or 1, whole column blocks] of a block of rows.
+
+        Tiles that are ``first`` come before the others, which are visited only while ``reveals(carry)``.
+        """
         counts = hits.sum(axis=1)
         if not counts.max(initial=0):
             return carry
-        # Columns in ascending order first; what follows the count is never read.
+        # Columns are in ascending order; what follows the count is never read.
         rank = ~hits if first is None else 2 - hits.astype(int) - first
         order = np.argsort(rank, axis=1, kind="stable")[:, : counts.max()].astype(np.int32)
         row = 0 if isinstance(row_block, int) else row_block
@@ -191,14 +195,14 @@ class Schedule:
 
 
 def edges(length: int, block: int) -> Edges:
-    """(start, stop) of each block of an axis."""
+    """Returns (start, stop) of each block of an axis."""
     return tuple((start, min(start + block, length)) for start in range(0, length, block))
 
 
 def tile_programs(
     spec: AttentionSpec, rows: Edges, columns: Edges, states: np.ndarray
 ) -> tuple[TilePrograms, TilePrograms]:
-    """The programs of any tile, and those of the full ones among the tiles ``rows[i] x columns[j]``."""
+    """Returns the programs for any tile, and those for the full ones among the tiles ``rows[i] x columns[j]``."""
     general = TilePrograms(spec.score, spec.inner_weights, spec.weights, increasing(spec.score))
     full = general
     where = np.argwhere(states == FULL)
@@ -215,7 +219,7 @@ def tile_programs(
 
 @lru_cache(maxsize=256)
 def schedule(spec: AttentionSpec, block_sizes: BlockSizes) -> Schedule:
-    """The schedule of an attention; computed once, from positions alone."""
+    """Returns the schedule of an attention, computed once, from positions alone."""
     blocks = block_sizes.fitted(spec)
     rows, columns = edges(spec.query_length, blocks.query_block), edges(spec.key_length, blocks.key_block)
     states, least = tile_states(spec, rows, columns)

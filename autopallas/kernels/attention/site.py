@@ -1,6 +1,6 @@
-"""An attention as it stands in a program: index notation for its operands, around the canonical kernel.
+"""Describes an attention at its place in a program, by index notation, around the canonical kernel.
 
-This is the thin boundary at which the program's layouts become the kernels' canonical shapes and back.
+Here the program's layouts become the kernels' canonical shapes, and canonical results the program's.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopallas.compat import Dtype
+from autopallas.kernels.attention.operands import Cotangents, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
@@ -24,8 +25,7 @@ from autopallas.sites.index_notation import Label, Operand, Positions, View, rea
 from autopallas.sites.operation import Kernel, Operation
 from autopallas.sites.spec import BlockSizes
 
-Canonical: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]
-"""(q, k, v, sides, sink)"""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class RowTerm:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTerm:
-    """A product of further queries and keys, with a head axis of their own, that is added to the scores.
+    """A product of further queries and keys, with its own head axis, that is added to the scores.
 
-    Kernels are given the concatenation of all head axes.  The queries are multiplied by ``scale``, a power of two or
-    the negative of one, which rounds nothing.
+    Kernels take the concatenation of all head axes.  The queries are multiplied by ``scale``, a power of two or its
+    negative, so that nothing is rounded.
     """
 
     query: Operand
@@ -62,7 +62,7 @@ class ScoreTerm:
 
 @dataclass(frozen=True, slots=True)
 class KeyBlock:
-    """Keys and values that stand behind one another along the key axis, with labels of their own for their part."""
+    """Keys and values of one part of the key axis, with the labels of this part; the parts are concatenated."""
 
     key: Operand
     value: Operand
@@ -74,7 +74,7 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A side input that varies over the keys, of which each block of keys has a part; None where one reads nothing."""
+    """A side input that varies along the keys, one part for each block of keys; None for a part that is not read."""
 
     parts: tuple[Operand | Positions | None, ...]
 
@@ -93,10 +93,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class RowStatistic:
-    """What the kernel finds out about each row, as an input of a row program.
+    """A number that the kernel computes for each row, as an input of a row program.
 
-    ``sum``: of the exponentials.  ``shift``: the maximum, which was subtracted in them.  ``further``: the spec's
-    statistic ``position``.
+    ``sum``: the sum of the exponentials.  ``shift``: the maximum, which is subtracted in them.  ``further``: the spec's
+    statistic number ``position``.
     """
 
     kind: Literal["sum", "shift", "further"]
@@ -104,19 +104,19 @@ class RowStatistic:
 
     @property
     def place(self) -> int:
-        """Which of the kernel's further results it is."""
+        """Its position among the kernel's numbers for each row."""
         return {"sum": 0, "shift": 1, "further": 2 + self.position}[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class RowProgram:
-    """A factor of each row, computed outside the kernel: side input n of the program is input n here.
+    """A factor of each row, computed outside the kernel; side input n of the program is number n of ``inputs``.
 
     Attributes:
-      program: gives the factor.
-      inputs: what it reads.
-      statistics: what else the kernel is to find out about each row.
-      follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not follow.
+      program: computes the factor.
+      inputs: what the program reads.
+      statistics: further statistics that the kernel computes for each row.
+      follows_maximum: whether the factor's derivative runs through a maximum, which kernels do not differentiate.
     """
 
     program: ElementwiseProgram
@@ -130,7 +130,7 @@ class RowProgram:
 
     @property
     def sums(self) -> list[int]:
-        """The places, among the kernel's further results, of the statistics that are sums."""
+        """Positions, among the kernel's numbers for each row, of the statistics that are sums."""
         return [2 + i for i, statistic in enumerate(self.statistics) if isinstance(statistic, tuple)]
 
     def batched(self, axes: Sequence[int | None], label: tuple[Label, ...]) -> RowProgram:
@@ -146,19 +146,19 @@ class AttentionSite:
     Attributes:
       sizes: size of each label.
       query, key, value: how q, k and v are read from the operands.
-      query_labels: the labels of the query axis T; the positions that ``Index("query")`` counts.
+      query_labels: the labels of the query axis T, whose positions ``Index("query")`` counts.
       key_labels, head_labels, value_labels: those of S, D and Dv.  Every other label is a batch label (if k or v has
         it, or neither q nor k nor v) or a group label (if of the three only q has it).
       terms: further products that are added to the scores.
-      blocks: further keys and values; the first block are ``key`` and ``value``.
+      blocks: further keys and values; ``key`` and ``value`` are the first block.
       sides: the side inputs of the programs, in order.
-      sinks: further terms of the normaliser, each the logarithm of a term, as a sum of row terms.
-      factors: the result is multiplied by ``exp`` of the sum of these row terms.
-      row_program: the result is multiplied by this, if by anything that depends on the scores of the row.
+      sinks: further terms of the normaliser; each is given by its logarithm, a sum of row terms.
+      factors: row terms; the result is multiplied by ``exp`` of their sum.
+      row_program: a factor of the result that depends on the scores of the row, or None.
       result: the view of the result.
-      rows: the view of an array with one value per row, as the residuals are.
+      rows: the view of an array with one number for each row, such as a residual.
       types: dtypes of all operands.
-      weights_dtype: of the probabilities where they meet the values; None for that of the exponentials.
+      weights_dtype: dtype of the probabilities in the product with the values; None for that of the exponentials.
     """
 
     sizes: tuple[int, ...]
@@ -199,17 +199,17 @@ class AttentionSite:
 
     @property
     def finishes(self) -> bool:
-        """Whether the kernel's result is multiplied by something to give the program's."""
+        """Whether the program's result is the kernel's times further factors."""
         return bool(self.factors) or self.row_program is not None
 
     @property
     def products(self) -> tuple[ScoreTerm, ...]:
-        """The products whose sum the scores are."""
+        """The products whose sum are the scores."""
         return (ScoreTerm(self.query, self.key, self.head_labels), *self.terms)
 
     @property
     def key_blocks(self) -> tuple[KeyBlock, ...]:
-        """All keys and values, in order."""
+        """All blocks of keys and values, in order."""
         return (KeyBlock(self.key, self.value, self.key_labels), *self.blocks)
 
     # ------------------------------------------------------------------ canonical axes
@@ -226,8 +226,8 @@ class AttentionSite:
         queries = {label for product in self.products for label in product.query.labels}
         group = tuple(a for a in outer if a in queries and a not in shared)
         batch = [a for a in outer if a not in group]
-        # Two axes for the batch labels, such that side inputs vary over whole axes if they can: labels that the same
-        # side inputs have belong together.  Where that does not decide, the last label counts the heads.
+        # The batch labels make up two axes, such that side inputs vary along whole axes if possible: labels of the same
+        # side inputs belong together.  If that does not decide, the last label is the axis of heads.
         readers = [*self.sides, *(t.source for s in (*self.sinks, self.factors) for t in s if t.source is not None)]
         readers += [] if self.row_program is None else self.row_program.sources
         kinds: dict[tuple[bool, ...], list[Label]] = {}
@@ -237,7 +237,7 @@ class AttentionSite:
             first, second = kinds.values()
         else:
             first, second = batch[:-1], batch[-1:]
-            # Groups of heads that keys or values lack stay with the heads that they are groups of.
+            # Groups of heads that keys or values lack stay with their heads.
             both = set(self.key.labels) & set(self.value.labels)
             for _, labels in self.result:
                 while first and second[0] not in both and {first[-1], second[0]} <= set(labels):
@@ -250,7 +250,7 @@ class AttentionSite:
 
     @cached_property
     def spec(self) -> AttentionSpec:
-        """The canonical description, which kernels and tables know."""
+        """Canonical description, which kernels and tables know."""
 
         def extent(labels: Iterable[Label]) -> int:
             return math.prod(self.sizes[a] for a in labels)
@@ -296,10 +296,10 @@ class AttentionSite:
             assume_finite=self.assume_finite,
         )
 
-    # ------------------------------------------------------------------ to canonical arrays and back
+    # ------------------------------------------------------------------ canonical arrays
 
-    def _canonical(self, operands: Sequence[jax.Array]) -> Canonical:
-        """(q, k, v, sides, sink) in the shapes of :class:`AttentionSpec`."""
+    def _canonical(self, operands: Sequence[jax.Array]) -> Operands:
+        """Reads the kernel's operands from those of the program."""
         b, k_, g, t, s = self.axes
         spec = self.spec
 
@@ -338,10 +338,10 @@ class AttentionSite:
             sink = self._rows(self.sinks[0], operands)
             for terms in self.sinks[1:]:
                 sink = jnp.logaddexp(sink, self._rows(terms, operands))
-        return q, k, v, sides, sink
+        return Operands(q, k, v, sides, sink)
 
     def _side(self, side: Operand | Positions | Joined, operands: Sequence[jax.Array]) -> jax.Array:
-        """A side input, [B|1, K|1, G|1, T|1, S|1]."""
+        """Reads a side input, [B|1, K|1, G|1, T|1, S|1]."""
         if not isinstance(side, Joined):
             return read(side, operands, self.sizes, self.axes)
         parts: list[jax.Array | None] = []
@@ -359,7 +359,7 @@ class AttentionSite:
         return jnp.concatenate(full, -1)
 
     def _rows(self, terms: Sequence[RowTerm], operands: Sequence[jax.Array]) -> jax.Array:
-        """A sum of row terms, [B|1, K|1, G|1, T|1, 1]."""
+        """Computes a sum of row terms, [B|1, K|1, G|1, T|1, 1]."""
         dtype = self.spec.accumulation_dtype
         total = jnp.zeros((1,) * 5, dtype)
         for term in terms:
@@ -371,7 +371,7 @@ class AttentionSite:
         return total
 
     def _factor(self, operands: Sequence[jax.Array]) -> jax.Array:
-        """The product that multiplies the result, [B|1, K|1, G|1, T|1, 1]; exact for negative factors too."""
+        """Computes the product of the factors, [B|1, K|1, G|1, T|1, 1]; it is exact for negative factors too."""
         dtype = self.spec.accumulation_dtype
         product = jnp.exp(self._rows([t for t in self.factors if t.kind != "log"], operands))
         for term in self.factors:
@@ -382,7 +382,7 @@ class AttentionSite:
         return product
 
     def _row_factor(self, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
-        """What the row program gives, [B|1, K|1, G|1, T|1, 1]."""
+        """Evaluates the row program, [B|1, K|1, G|1, T|1, 1]."""
         assert self.row_program is not None
         inputs = [
             statistics[source.place][..., None]
@@ -391,29 +391,31 @@ class AttentionSite:
             for source in self.row_program.inputs
         ]
         factor = self.row_program.program.evaluate(None, None, None, inputs)
-        if self.spec.keeps:  # without any key kept, nothing was multiplied, whatever the factor
+        if self.spec.keeps:  # a row that keeps no key is 0, whatever the factor
             factor = jnp.where(statistics[-1][..., None] != 0, factor, 0)
         return factor.astype(self.spec.accumulation_dtype)
 
     def _finish(self, out: jax.Array, statistics: Sequence[jax.Array], operands: Sequence[jax.Array]) -> jax.Array:
-        """From the kernel's result [B, K, G, T, Dv] to the program's."""
+        """Computes the program's result from the kernel's, [B, K, G, T, Dv]."""
         if self.factors:
             out = out * self._factor(operands)
         if self.row_program is not None:
             factor = self._row_factor(statistics, operands)
-            out = jnp.where(factor == 0, 0, out * factor)  # what is replaced by 0 may be no number
+            out = jnp.where(factor == 0, 0, out * factor)  # what 0 replaces may be NaN
         b, k, g, t, _ = self.axes
         return write(out.astype(self.result_dtype), self.result, self.sizes, (b, k, g, t, self.value_labels))
 
-    # ------------------------------------------------------------------ what the site primitive runs
+    # ------------------------------------------------------------------ functions that the site primitive runs
 
     def forward(
         self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-        """(results, residuals): the program's result; and the logsumexp of each row, or statistics for a row program,
-        with the kernel's own result where that cannot be read off the program's."""
-        q, k, v, sides, sink = self._canonical(operands)
-        out, *rows = kernel.forward(self.spec, block_sizes, q, k, v, sides, sink)
+        """Returns (results, residuals).
+
+        The result is the program's.  The residuals are the kernel's numbers for each row, and the kernel's own result,
+        if it cannot be computed from the program's.
+        """
+        out, rows = kernel.forward(self.spec, block_sizes, self._canonical(operands))
         residuals = tuple(write(x, self.rows, self.sizes, self.axes[:4]) for x in rows)
         if self.finishes:
             residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
@@ -421,11 +423,11 @@ class AttentionSite:
 
     @property
     def _inner_result(self) -> View:
-        """The view under which the kernel's own result is kept where factors follow it."""
+        """View under which the kernel's own result is saved if factors follow it."""
         return (*self.rows, (0, self.value_labels))
 
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the residuals."""
+        """Returns shapes and dtypes of the residuals."""
         rows = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.rows)
         found = (jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype),) * self.spec.row_results
         if not self.finishes:
@@ -442,7 +444,7 @@ class AttentionSite:
         cotangents: Sequence[jax.Array],
         active: Sequence[int],
     ) -> tuple[jax.Array, ...]:
-        """Cotangents of the operands at the positions ``active``."""
+        """Returns the cotangents of the operands at the positions ``active``."""
 
         def rebuild(chosen: Sequence[jax.Array]) -> list[jax.Array]:
             filled = list(operands)
@@ -450,44 +452,44 @@ class AttentionSite:
                 filled[position] = array
             return filled
 
-        def prepare(*chosen: jax.Array) -> tuple[Canonical, Canonical]:
-            """What depends differentiably on the active operands; the rest is handed through beside it."""
-            q, k, v, sides, sink = self._canonical(rebuild(chosen))
-            floating = tuple(s for s, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
-            return (q, k, v, floating, sink), (q, k, v, sides, sink)
+        def prepare(*chosen: jax.Array) -> tuple[Operands, Operands]:
+            """Returns the kernel's operands without side inputs that are not differentiable, and all of them."""
+            given = self._canonical(rebuild(chosen))
+            return given._replace(sides=self._differentiable(given.sides)), given
 
-        _, pull, (q, k, v, sides, sink) = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
+        _, pull, given = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
         axes = (*self.axes[:4], self.value_labels)
         count = self.spec.row_results
         rows = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
-        logsumexp, further = rows[0], []
+        outside: list[jax.Array] = []
+        dsums: list[jax.Array] = []
         if self.finishes:
             out = read(Operand(0, self._inner_result), (residuals[count],), self.sizes, axes)
-
             sums = [] if self.row_program is None else [0, *self.row_program.sums]
 
             def finish(out: jax.Array, moved: Sequence[jax.Array], *chosen: jax.Array) -> jax.Array:
-                given = dict(zip(sums, moved, strict=True))
-                return self._finish(out, [given.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
+                known = dict(zip(sums, moved, strict=True))
+                return self._finish(out, [known.get(i, row) for i, row in enumerate(rows)], rebuild(chosen))
 
             _, pull_finish = jax.vjp(finish, out, [rows[i] for i in sums], *(operands[i] for i in active))
             dout, dsums, *outside = pull_finish(cotangents[0])
-            if sums:
-                logsumexp, further = rows[1], [dsums]
         else:
             out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
-            outside = []
+        saved = Results(out, tuple(rows)).residuals
         dq, dk, dv, dsides, dsink = kernel.backward(
-            self.spec, block_sizes, q, k, v, sides, sink, out, logsumexp, dout, *further
+            self.spec, block_sizes, given, saved, Cotangents(dout, tuple(dsums))
         )
-        floating = tuple(d for d, spec in zip(dsides, self.spec.sides, strict=True) if spec.differentiable)
-        inside = pull((dq, dk, dv, floating, dsink))
+        inside = pull(Operands(dq, dk, dv, self._differentiable(dsides), dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
+
+    def _differentiable(self, sides: Sequence[T]) -> tuple[T, ...]:
+        """Selects what belongs to differentiable side inputs."""
+        return tuple(x for x, spec in zip(sides, self.spec.sides, strict=True) if spec.differentiable)
 
     # ------------------------------------------------------------------ on several devices
 
     def shardable_axes(self) -> ShardableAxes:
-        """Batches, heads and queries may be divided; each device then needs all keys of its own rows."""
+        """Returns batches, heads and queries: these may be divided, and each device then needs all keys of its rows."""
         terms = (x for term in self.terms for x in (term.query, term.key))
         sides = (x for side in self.sides for x in (side.parts if isinstance(side, Joined) else (side,)))
         further = (x for block in self.blocks for x in (block.key, block.value))
@@ -500,7 +502,7 @@ class AttentionSite:
         return ShardableAxes(uses, (self.result,), residuals, labels, (frozenset(),))
 
     def per_device(self, division: Division) -> tuple[AttentionSite, tuple[PositionOperand, ...]]:
-        """What each device computes."""
+        """Returns what each device computes, and the positions that it reads from further operands."""
         extras = PositionOperands(len(self.types))
 
         def placed_side(side: Operand | Positions | Joined) -> Operand | Positions | Joined:
@@ -512,7 +514,7 @@ class AttentionSite:
         rows = division.divides(self.query_labels)
 
         def placed(i: Input) -> Input:
-            """A row's position is read from an operand where rows are divided."""
+            """Reads a row's position from an operand if rows are divided."""
             if not (rows and isinstance(i, Index) and i.axis == "query"):
                 return i
             operand = extras.operand(PositionOperand(self.query_labels, i.dtype, i.offset, i.stride, i.extent))
@@ -555,13 +557,13 @@ class AttentionSite:
         return site, tuple(extras.counted)
 
     def standalone(self, division: Division) -> AttentionSite:
-        """No device needs another."""
+        """Returns what each device computes; none needs another."""
         return self.per_device(division)[0]
 
     # ------------------------------------------------------------------ transformations
 
     def batched(self, axes: Sequence[int | None], size: int) -> AttentionSite:
-        """The site under vmap: operands with an axis have it in front, and so has the result."""
+        """Returns the site under vmap: operands with a mapped axis have it in front, and so has the result."""
         label: tuple[Label, ...] = (len(self.sizes),) if size != 1 else ()
         query = self.query.batched(axes, label)
         key, value = self.key.batched(axes, label), self.value.batched(axes, label)

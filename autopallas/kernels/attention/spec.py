@@ -1,4 +1,4 @@
-"""What one attention is: the description that patterns produce and kernels consume.
+"""Describes one attention: patterns produce the description, and kernels consume it.
 
 Letters, in this package: B batch, K key heads, G query heads per key head (N = K * G query heads), T query length,
 S key length, D head size of queries and keys, Dv head size of values.
@@ -24,7 +24,7 @@ __all__ = ["AttentionSpec", "SideSpec", "Weight"]
 
 @dataclass(frozen=True, slots=True)
 class SideSpec:
-    """A side input: its dtype, and which of (B, K, G, T, S) it varies over; it has size 1 along the others."""
+    """A side input: its dtype, and along which of (B, K, G, T, S) it varies; along the others it has size 1."""
 
     dtype: Dtype
     varies: tuple[bool, bool, bool, bool, bool]
@@ -36,10 +36,10 @@ class SideSpec:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A factor on the probabilities, evaluated on the tile from positions and side inputs.
+    """A factor of the probabilities, evaluated on a tile from positions and side inputs.
 
-    ``where``: the program gives a boolean; where it is False the probability is exactly 0, even if it was NaN.
-    ``multiply``: the program gives a number; the probability is multiplied by it.
+    ``where``: the program computes a boolean; where it is False the probability is exactly 0, even if it was NaN.
+    ``multiply``: the program computes a number, which multiplies the probability.
     """
 
     kind: Literal["where", "multiply"]
@@ -58,18 +58,17 @@ class AttentionSpec:
         logsumexp = max + log(sum)                [B, K, G, T] float32 (float64)
 
     ``max`` is the greatest of x + log |inner_weights|, and of the sink: keys whose weight is 0 do not count.  The
-    logarithms are bounded; see ``contents.heights``.
+    logarithms are bounded; see ``tile_values.heights``.
 
-    A row whose every x is -inf has the result NaN, as ``0 / 0`` in the original, except where a ``where`` weight has
-    turned each of its probabilities into 0.
+    If every x of a row is -inf, its result is NaN, as ``0 / 0`` in the original, unless a ``where`` weight sets each of
+    its probabilities to 0.
 
-    With ``statistics`` nothing is divided by the sum, and where the maximum is -inf 0 is subtracted, so that rows
-    without any key give 0.  Instead of the logsumexp the results are, each [B, K, G, T] in its dtype: the sum; the
-    maximum; of each statistic, the greatest value of a program like ``score``, or the sum of e with further weights;
+    With ``statistics`` nothing is divided by the sum, and 0 is subtracted instead of a maximum of -inf, so that the
+    result of a row without any key is 0.  The numbers for each row are then, instead of the logsumexp: the sum; the
+    maximum; for each statistic, the greatest value of a program like ``score``, or the sum of e with further weights;
     and, if there is a ``where`` weight, whether it keeps any key (1 or 0).
 
-    Operands: q [B, K, G, T, D], k [B, K, S, D], v [B, K, S, Dv]; side inputs [B|1, K|1, G|1, T|1, S|1]; the sink, a
-    logit without a value, [B|1, K|1, G|1, T|1, 1].
+    Module :mod:`operands` defines operands and results.
     """
 
     batch: int
@@ -89,95 +88,95 @@ class AttentionSpec:
     inner_weights: tuple[Weight, ...] = ()
     weights: tuple[Weight, ...] = ()
     sink: tuple[bool, bool, bool, bool, bool] | None = None
-    """None, or which of (B, K, G, T, S) the sink logit varies over (never S)."""
+    """Along which of (B, K, G, T, S) the sink, a logit without a value, varies (never S); None without a sink."""
     live: ElementwiseProgram | None = None
-    """A boolean program over positions and sides; where it is False the weight is exactly 0 in the original's own
-    precision, provided that the row has a live key at all.  None: every key may have weight."""
+    """A boolean program of positions and side inputs: where it is False, the weight is exactly 0 in the original's
+    precision, if the row has a live key at all.  None: every key may have weight."""
     statistics: tuple[ElementwiseProgram | tuple[Weight, ...], ...] | None = None
-    """Not None: numerator, sum and these are wanted apart.  Where keys that are not ``live`` count in one of them,
-    ``live`` is None."""
+    """If not None, numerator and sum are separate results, and so are these.  If keys that are not ``live`` count in
+    one of these, ``live`` is None."""
     score_precision: str | None = None
     """``lax.Precision`` of the original's first dot: None (default), "HIGH" or "HIGHEST"."""
     value_precision: str | None = None
-    """The same for the second dot."""
+    """``lax.Precision`` of the original's second dot."""
     weights_dtype: Dtype | None = None
-    """In which dtype the probabilities enter the original's product with the values, or None for that of x: kernels
-    may round them to it, and to no other.  In the backward, those that the values' gradient is made of, likewise."""
+    """Dtype in which the probabilities enter the original's product with the values, and in its backward the product
+    that gives the values' gradient; None for that of x.  Kernels may round them to this dtype, and to no other."""
     score_gradient_dtype: Dtype | None = None
-    """In which dtype the gradient of s enters the products that give those of q and k; None for that of s."""
+    """Dtype in which the gradient of s enters the products that give those of q and k; None for that of s."""
     assume_finite: bool = True
-    """Whether dead tiles may be skipped although an inf or NaN in a dead key's value would have reached the result."""
+    """Whether dead tiles may be skipped, although infinities and NaNs in a dead key's value would reach the result."""
 
     @property
     def accumulation_dtype(self) -> Dtype:
-        """float32, or float64 where the scores are float64."""
+        """float32, or float64 if the scores are float64."""
         return np.dtype(np.float64 if self.score_dtype == np.float64 else np.float32)
 
     @property
     def reads_weights(self) -> Dtype:
-        """The dtype to which probabilities may be rounded."""
+        """Dtype to which probabilities may be rounded."""
         return self.accumulation_dtype if self.weights_dtype is None else self.weights_dtype
 
     @property
     def reads_score_gradients(self) -> Dtype:
-        """The dtype to which gradients of scores may be rounded."""
+        """Dtype to which gradients of scores may be rounded."""
         return self.score_dtype if self.score_gradient_dtype is None else self.score_gradient_dtype
 
     @property
     def widest_dtype(self) -> Dtype:
-        """The dtype under which tables file this attention."""
+        """Dtype under which tables file this attention."""
         return max((self.query_dtype, self.key_dtype, self.value_dtype), key=lambda d: d.itemsize)
 
     @property
     def keeps(self) -> bool:
-        """Whether some weight may turn all probabilities of a row into 0."""
+        """Whether some weight may set all probabilities of a row to 0."""
         return any(weight.kind == "where" for weight in self.weights)
 
     @property
     def row_results(self) -> int:
-        """How many results there are with a number per row: the logsumexp, or the statistics."""
+        """Number of results with one number for each row: the logsumexp, or the statistics."""
         return 1 if self.statistics is None else 2 + len(self.statistics) + self.keeps
 
     @property
     def sums(self) -> tuple[tuple[Weight, ...], ...]:
-        """The weights of the statistics that are sums."""
+        """Weights of the statistics that are sums."""
         return tuple(statistic for statistic in self.statistics or () if isinstance(statistic, tuple))
 
     @property
     def sums_over_keys(self) -> bool:
-        """Whether a gradient sums over the keys of a row, where those of the logits cancel: sinks, and side inputs
-        that are the same for all keys.  What delta was rounded by may be much of what remains."""
+        """Whether a gradient sums over the keys of a row: that of a sink, or of a side input that is the same for all
+        keys.  The gradients of the logits cancel in such a sum, so that delta's rounding may be much of the result."""
         return self.sink is not None or any(s.differentiable and not s.varies[4] for s in self.sides)
 
     @property
     def rounding_adds_up(self) -> bool:
-        """The same, where the result that delta could be computed from is narrow."""
+        """Whether there is such a gradient, and the result, from which delta is computed, is rounded."""
         return self.sums_over_keys and self.result_dtype != self.accumulation_dtype
 
     @cached_property
     def mask_class(self) -> str:
-        """Either "full", "causal", "static" (another mask of positions alone) or "dynamic" (it reads side inputs).
+        """The class of the mask: "full", "causal", "static" (another one of positions) or "dynamic" (of side inputs).
 
-        Keys are hidden by a low score, or dead."""
+        Masked keys are dead, or hidden by a low score."""
         from autopallas.kernels.attention.fills import mask_class
 
         return mask_class(self)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What has to hold for the result to be the original's, in words."""
+        """Returns in words what has to hold for the result to be the original's."""
         if self.assume_finite and self.live is not None and self.mask_class in ("causal", "static"):
             return ("values at keys without any weight are finite (assume_finite)",)
         return ()
 
     @property
     def fill(self) -> Fill | None:
-        """What is known of the low score that hides keys, a :class:`fills.Fill`, or None."""
+        """The low score that hides keys, a :class:`fills.Fill`, or None."""
         from autopallas.kernels.attention.fills import fill_of
 
         return fill_of(self)
 
     def checks(self, implementation: str | None) -> tuple[str, ...]:
-        """What an implementation finds out when it runs, in words."""
+        """Returns in words what an implementation checks at run time."""
         from autopallas.kernels.attention.fills import IMPLEMENTATIONS
 
         if self.fill is None or implementation not in IMPLEMENTATIONS:
@@ -189,13 +188,13 @@ class AttentionSpec:
         return (f"{mask}, {self.fill}: its tiles are skipped where {proof} them zero (checked at run time)",)
 
     def tiles(self, block_sizes: BlockSizes, implementation: str | None = None) -> dict[str, object]:
-        """Which tiles of the scores are computed, for a picture; see :func:`fills.picture`."""
+        """Returns which tiles of the scores are computed, for a picture; see :func:`fills.picture`."""
         from autopallas.kernels.attention.fills import picture
 
         return picture(self, block_sizes.query_block, block_sizes.key_block, implementation=implementation)
 
     def programs(self) -> str:
-        """The program that kernels evaluate on a tile of scores."""
+        """Returns the program that kernels evaluate on a tile of scores, as text."""
         return str(self.score)
 
     def __str__(self) -> str:
@@ -212,7 +211,7 @@ class AttentionSpec:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The fields as plain data: numbers and strings."""
+        """Returns the fields as plain data: numbers, strings and lists."""
 
         def plain(x: object) -> object:
             if isinstance(x, (bool, int, float, str, type(None))):

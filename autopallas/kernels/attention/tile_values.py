@@ -1,7 +1,7 @@
-"""The contents of a tile: what the programs of a specification give on it, and their derivatives.
+"""Evaluates the programs of a specification and their derivatives on a tile.
 
-Everything here is a function of arrays that broadcast against the tile [..., t, s], so that it can be called in a loop
-of XLA's as well as inside a Pallas kernel.
+All functions take arrays that broadcast against the tile [..., t, s], and can be called in a loop of XLA as well as
+inside a Pallas kernel.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Tile(NamedTuple):
 
 
 def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile) -> Array:
-    """What is exponentiated, but for the shift.
+    """Returns what is exponentiated, without the shift.
 
-    A compiler may leave a product unrounded where the shift is taken from it in the same instruction, but not where the
-    shift is found.  Of scores as large as a mask's fill nothing but that rounding would be left.
+    A compiler may leave a product unrounded where it subtracts the shift in the same instruction, but not where the
+    shift is computed.  For scores as large as a mask's fill, the difference would be that rounding alone.
     """
     x = programs.score.evaluate(score, here.query, here.key, here.sides)
     x = jnp.broadcast_to(x, score.shape).astype(spec.accumulation_dtype)
@@ -66,8 +66,10 @@ def logits(spec: AttentionSpec, programs: TilePrograms, score: Array, here: Tile
 
 
 def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Array, here: Tile) -> Array:
-    """max over the keys of :func:`heights`.  An increasing function of the score alone is applied to the highest score
-    instead."""
+    """Returns the maximum of :func:`heights` over the keys.
+
+    If the score program is an increasing function of the score alone, it is applied to the highest score instead.
+    """
     if programs.inner_weights:
         return jnp.max(heights(spec, programs.inner_weights, x, here), axis=-1, keepdims=True)
     if not programs.increasing:
@@ -77,16 +79,16 @@ def row_maximum(spec: AttentionSpec, programs: TilePrograms, score: Array, x: Ar
 
 
 def greatest(spec: AttentionSpec, program: ElementwiseProgram, score: Array, here: Tile) -> Array:
-    """max over the keys of a program like the score's."""
+    """Returns the maximum over the keys of a program like the score's."""
     y = program.evaluate(score, here.query, here.key, here.sides)
     return jnp.max(jnp.broadcast_to(y, score.shape).astype(spec.accumulation_dtype), axis=-1, keepdims=True)
 
 
 def heights(spec: AttentionSpec, weights: Sequence[Weight], x: Array, here: Tile) -> Array:
-    """The logarithm of the size of exp(x) times weights, of which the greatest is subtracted: -inf for a key whose
-    weight is 0, so that such a key, however great its x, takes nothing from the others.
+    """Returns log |exp(x) weights|, whose maximum is the shift of the exponentials.
 
-    Of weights beyond exp(-83) and exp(83) in float32 the bound counts: what is left in the exponentials is in range.
+    It is -inf for a key of weight 0, so that such a key, however great its x, does not make the others underflow.
+    Weights are bounded by exp(-83) and exp(83) in float32; the exponentials then stay in range.
     """
     if not weights:
         return x
@@ -105,26 +107,26 @@ def heights(spec: AttentionSpec, weights: Sequence[Weight], x: Array, here: Tile
 
 
 def halves(x: Array, shift: Array) -> Array:
-    """exp((x - shift) / 2), two of which, with a weight between them, make an exponential.
+    """Computes exp((x - shift) / 2), two of which, with a weight between them, make an exponential.
 
-    A key of weight 0 may have an x so far above the shift that its exponential is beyond the dtype.  Times the weight
-    that is 0, and what the weight's derivative multiplies it with may be small enough to bring it back.
+    A key of weight 0 may have an x so far above the shift that its exponential is out of the dtype's range.  This half
+    times the weight is 0, and the gradient of the weight, which may be small enough, is still in range.
     """
     half = (x - shift) * 0.5
-    # An infinite x stays that: the original's exponential times 0 is NaN too.
+    # An infinite x stays infinite: the original's exponential times 0 is NaN too.
     return jnp.exp(jnp.where(half < jnp.inf, jnp.minimum(half, _greatest_exponent(x.dtype)), half))
 
 
 def _greatest_exponent(dtype: DTypeLike) -> float:
-    """What the exponential of a dtype is finite of, rounded down."""
+    """Returns the greatest number whose exponential is finite in a dtype, rounded down."""
     return float(np.floor(np.log(float(jnp.finfo(dtype).max))))
 
 
 def exponentials(weights: Sequence[Weight], x: Array, shift: Array, here: Tile) -> Array:
-    """exp(x - shift) times weights.
+    """Computes exp(x - shift) times weights.
 
-    Without weights the shift is the greatest x, or more.  What a compiler leaves unrounded in one of them and not in
-    the other may make huge numbers differ the wrong way round.
+    Without weights the shift is at least the greatest x.  A compiler may leave one of the two unrounded, which may give
+    their difference the wrong sign if the numbers are huge.
     """
     if not weights:
         exponent = x - shift
@@ -136,7 +138,7 @@ def exponentials(weights: Sequence[Weight], x: Array, shift: Array, here: Tile) 
 def exponentials_vjp(
     spec: AttentionSpec, weights: Sequence[Weight], x: Array, shift: Array, here: Tile
 ) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
-    """:func:`exponentials`, and the map from their cotangent to those of x and of the side inputs of the weights."""
+    """Computes :func:`exponentials`, and the map from their cotangent to those of x and of the weights' side inputs."""
     if not weights:
         e = exponentials(weights, x, shift, here)
         return e, lambda cotangent: (e * cotangent, ())
@@ -151,15 +153,16 @@ def exponentials_vjp(
 
 
 def reciprocal(total: Array) -> Array:
-    """The factor of a row by its sum of exponentials.
+    """Returns the factor of a row's probabilities from its sum of exponentials.
 
-    A row without any key has the sum 0.  Its probabilities are 0 by a mask, or no numbers; an infinite factor would
-    turn the former into the latter, for every key that the row's cotangent reaches.
+    A row without any key has the sum 0.  Its probabilities are 0 by a mask, or NaN; an infinite factor would turn zeros
+    into NaNs, in the gradient of every key of the row.
     """
     return jnp.where(total == 0, 1, 1 / total)
 
 
 def weighted(weights: Sequence[Weight], p: Array, here: Tile) -> Array:
+    """Applies weights to ``p``."""
     for weight in weights:
         w = weight.program.evaluate(None, here.query, here.key, here.sides)
         p = jnp.where(w, p, 0) if weight.kind == "where" else p * w.astype(p.dtype)
@@ -169,7 +172,7 @@ def weighted(weights: Sequence[Weight], p: Array, here: Tile) -> Array:
 def weighted_vjp(
     spec: AttentionSpec, weights: Sequence[Weight], p: Array, here: Tile
 ) -> tuple[Array, Callable[[Array], tuple[Array, tuple[Array, ...]]]]:
-    """``p`` with its weights, and the map from that result's cotangent to those of ``p`` and the side inputs."""
+    """Returns ``p`` with its weights, and the map from its cotangent to those of ``p`` and the side inputs."""
     if not weights:
         return p, lambda cotangent: (cotangent, ())
 
@@ -181,6 +184,7 @@ def weighted_vjp(
 
 
 def any_kept(weights: Sequence[Weight], here: Tile, shape: tuple[int, ...]) -> Array:
+    """Returns for each row whether the ``where`` weights keep any key."""
     kept = jnp.ones((1,) * len(shape), bool)
     for weight in weights:
         if weight.kind == "where":
@@ -189,10 +193,10 @@ def any_kept(weights: Sequence[Weight], here: Tile, shape: tuple[int, ...]) -> A
 
 
 def narrow(tile: Array, read: Dtype | None, operand: Array, bounded: bool) -> Array:
-    """The tile as its dot with an operand takes it: in the operand's dtype where the original's product reads it in
-    that dtype, ``read``, too; else as it is.
+    """Rounds a tile to the dtype of the operand that it is multiplied with, if the original's product does so.
 
-    Rounding to bfloat16 keeps the range; float16 holds only what is below 1.
+    The original's product reads the tile in the dtype ``read``.  bfloat16 keeps the range of float32; to float16 only
+    ``bounded`` tiles are rounded, whose elements are at most 1.
     """
     if read == operand.dtype and (operand.dtype == jnp.bfloat16 or (bounded and operand.dtype == jnp.float16)):
         return tile.astype(operand.dtype)

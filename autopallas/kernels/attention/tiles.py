@@ -1,8 +1,8 @@
-"""Which tiles of the score matrix have to be computed: decided from positions alone, while JAX is tracing.
+"""Decides which tiles of the score matrix have to be computed, from positions alone, while JAX is tracing.
 
-A tile is *dead* where ``spec.live`` is False throughout, *full* where it is True throughout, else *partial*.  Nothing
-is ever computed differently because of this: a dead tile may be skipped where the rule in :func:`tile_map` allows it,
-and in full tiles comparisons whose outcome is known are not evaluated again.
+A tile is *dead* if ``spec.live`` is False throughout, *full* if it is True throughout, else *partial*.  Results do not
+depend on this: a dead tile may be skipped if the rule in :func:`tile_map` allows it, and in full tiles comparisons with
+a known outcome are not evaluated.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ Array: TypeAlias = np.ndarray
 MaskClass: TypeAlias = Literal["full", "causal", "static", "dynamic"]
 
 DEAD, PARTIAL, FULL, HIDDEN = 0, 1, 2, 3
-"""The states of a tile; only :mod:`fills` speaks of HIDDEN."""
+"""States of a tile; only :mod:`fills` finds HIDDEN ones."""
 
-_BUDGET = 2**20  # rectangles looked at before giving up on an irregular mask
+_BUDGET = 2**20  # rectangles to evaluate before giving up on an irregular mask
 
 
 @lru_cache(maxsize=1024)
 def classify(spec: AttentionSpec) -> MaskClass:
-    """What is known about which keys are live.
+    """Classifies the mask by the keys that are live.
 
     "full": every key.  "causal": exactly the keys 0 .. t for row t.  "static": another mask of positions alone.
-    "dynamic": it depends on side inputs.
+    "dynamic": a mask that depends on side inputs.
     """
     live = spec.live
     if live is None:
@@ -64,7 +64,7 @@ def classify(spec: AttentionSpec) -> MaskClass:
 def of_positions(
     decide: Callable[[Ranges], Interval], query_length: int, key_length: int, budget: int = _BUDGET
 ) -> Literal["full", "causal", "static"]:
-    """The class of a mask that positions alone decide."""
+    """Classifies a mask that positions alone decide."""
     whole = rectangles([(0, query_length)], [(0, key_length)])
 
     def agrees(ranges: Ranges) -> Interval:
@@ -83,11 +83,11 @@ Edges: TypeAlias = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=256)
 def tile_map(spec: AttentionSpec, rows: Edges, columns: Edges) -> Array:
-    """The state of each tile ``rows[i] x columns[j]``, given as (start, stop): DEAD, PARTIAL or FULL.
+    """Returns the state of each tile ``rows[i] x columns[j]``, given as (start, stop): DEAD, PARTIAL or FULL.
 
-    A tile is DEAD, that is, may be skipped, only if (1) finite values may be assumed (a NaN in a masked value row would
-    have reached the result), and (2) each of its rows has a live key elsewhere: the weight of a masked key is exactly
-    zero only relative to a live one, and a row without any has the mean of the values, or NaN, as its result.
+    A tile is DEAD, and may be skipped, only if (1) values may be assumed to be finite (a NaN in a masked row of values
+    would reach the original's result), and (2) each of its rows has a live key elsewhere: the weight of a masked key is
+    exactly zero only beside a live one, and the result of a row without any is the mean of the values, or NaN.
     """
     shape = (len(rows), len(columns))
     live = spec.live
@@ -116,7 +116,7 @@ def rectangles(rows: Sequence[tuple[int, int]], columns: Sequence[tuple[int, int
 
 
 def decided(decide: Callable[[Ranges], Interval], ranges: Ranges, budget: int = _BUDGET) -> Array:
-    """DEAD, FULL or PARTIAL for each rectangle.  Undecided ones are cut in four until both outcomes have been seen."""
+    """Returns DEAD, FULL or PARTIAL for each rectangle; cuts undecided ones in four until both outcomes are seen."""
     seen_true = np.zeros(len(ranges), bool)
     seen_false = np.zeros(len(ranges), bool)
     undecided = np.zeros(len(ranges), bool)
@@ -154,7 +154,7 @@ def _quarters(ranges: Ranges, owner: Array) -> tuple[Ranges, Array]:
 
 
 def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int, key_length: int) -> bool:
-    """Whether each row in [start, stop) provably has a live key."""
+    """Returns whether each row in [start, stop) provably has a live key."""
     count = stop - start
     ranges = rectangles([(r, r + 1) for r in range(start, stop)], [(0, key_length)])
     owner = np.arange(count)
@@ -173,8 +173,11 @@ def _every_row_live(decide: Callable[[Ranges], Interval], start: int, stop: int,
 
 
 def simplified(program: ElementwiseProgram, ranges: Ranges) -> ElementwiseProgram:
-    """An equal program on the given rectangles: selections whose predicate is known there are resolved, numbers that
-    are one number there, such as what a mask adds, are constants, and what these leave as it is goes."""
+    """Simplifies a program to one that is equal on the given rectangles.
+
+    Selections whose predicate is known there are resolved, values that are one number there, such as what a mask adds,
+    become constants, and operations with these that change nothing are removed.
+    """
     bounds = intervals.registers(program, ranges)
 
     def known(register: int) -> bool | None:
@@ -185,7 +188,7 @@ def simplified(program: ElementwiseProgram, ranges: Ranges) -> ElementwiseProgra
 
     first = len(program.inputs)
     constants = _known_numbers(program, bounds)
-    if constants:  # as inputs, after the others
+    if constants:  # they become inputs, after the others
         added = tuple(constants.values())
         shift = len(added)
 
@@ -197,7 +200,7 @@ def simplified(program: ElementwiseProgram, ranges: Ranges) -> ElementwiseProgra
         )
         program = ElementwiseProgram((*program.inputs, *added), instructions, moved(program.result))
         bounds = [*bounds[:first], *(bounds[r] for r in constants), *bounds[first:]]
-        same = {register + shift: first + n for n, register in enumerate(constants)}  # registers that equal an earlier
+        same = {register + shift: first + n for n, register in enumerate(constants)}  # those equal to an earlier one
         first += shift
     else:
         same = {}
@@ -216,7 +219,7 @@ def simplified(program: ElementwiseProgram, ranges: Ranges) -> ElementwiseProgra
 
 
 def _known_numbers(program: ElementwiseProgram, bounds: Sequence[Interval]) -> dict[int, Constant]:
-    """The instructions whose result is one number on all rectangles."""
+    """Returns the instructions whose result is one number on all rectangles, with that number."""
     found: dict[int, Constant] = {}
     for register, b in enumerate(bounds[len(program.inputs) :], len(program.inputs)):
         if b.dtype != np.bool_ and len(b.low) and np.all(b.low == b.low[0]) and np.all(b.high == b.low[0]):
@@ -227,7 +230,7 @@ def _known_numbers(program: ElementwiseProgram, bounds: Sequence[Interval]) -> d
 
 
 def _ignores_the_sign_of_zeros(program: ElementwiseProgram) -> bool:
-    """Whether another sign of a zero on the way changes nothing but that of a zero."""
+    """Returns whether the sign of an intermediate zero affects at most the sign of zeros in the result."""
     for instruction in program.instructions:
         name, divisor = instruction.primitive.name, instruction.arguments[-1]
         constant = divisor < len(program.inputs) and isinstance(program.inputs[divisor], Constant)
@@ -237,7 +240,7 @@ def _ignores_the_sign_of_zeros(program: ElementwiseProgram) -> bool:
 
 
 def _unchanged(name: str, arguments: Sequence[Interval]) -> int | None:
-    """Which argument an instruction gives as it is, but for the sign of a zero."""
+    """Returns which argument an instruction returns unchanged, except for the sign of zeros, or None."""
     if len(arguments) != 2 or name not in ("add", "sub", "mul", "div"):
         return None
     neutral = 0.0 if name in ("add", "sub") else 1.0
@@ -268,9 +271,10 @@ def _without_dead_code(program: ElementwiseProgram, root: Callable[[int], int]) 
 
 
 def increasing(program: ElementwiseProgram) -> bool:
-    """Whether the program is a non-decreasing function of the score and of nothing else.
+    """Returns whether the program is a non-decreasing function of the score alone.
 
-    Rounding keeps the order, so the program of a row's largest score is the row's largest result, to the last bit.
+    Rounding keeps the order, so that the program's value at a row's largest score is the row's largest value, bit for
+    bit.
     """
     if not program.depends_on_score or not all(isinstance(i, (Score, Constant)) for i in program.inputs):
         return False
@@ -298,7 +302,7 @@ def increasing(program: ElementwiseProgram) -> bool:
 
 
 def scale_of(program: ElementwiseProgram) -> float | None:
-    """c > 0 where the program is the score times c, in float32, but for rounding; else None."""
+    """Returns c > 0 if the program is the score times c, in float32, except for rounding; else None."""
     first, scale = len(program.inputs), 1.0
     register = next((n for n, i in enumerate(program.inputs) if isinstance(i, Score)), None)
     constants = {n: i.value for n, i in enumerate(program.inputs) if isinstance(i, Constant)}

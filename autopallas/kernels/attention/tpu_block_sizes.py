@@ -1,4 +1,4 @@
-"""Block sizes of the TPU kernels: what they take in vector memory, and which to begin with."""
+"""Chooses block sizes of the TPU kernels, by an estimate of vector memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ F32 = np.dtype(np.float32)
 
 
 class _Kept(NamedTuple):
-    """What the compiler keeps in vector memory beside blocks and accumulators, fitted to its account.
+    """What the compiler keeps in vector memory besides blocks and accumulators, fitted to its reports.
 
     Attributes:
-      numbers: numbers of each query, each of them across all lanes.
-      tiles: tiles of float32, without the part that is in registers.
-      registers: bytes of a tile that are.
+      numbers: numbers for each query, each across all lanes.
+      tiles: tiles of float32, without the part in registers.
+      registers: bytes of a tile in registers.
     """
 
     numbers: float
@@ -37,20 +37,20 @@ _KEPT = {
     "query": {"v4": _Kept(3.5, 0.95, 0), "later": _Kept(2.25, 0.55), "v7x": _Kept(1.0, 0.5)},
     "key_value": {"v4": _Kept(0.0, 1.15, 0), "later": _Kept(0.0, 0.75)},
 }
-"""By kernel and generation, of head size 128 and tiles of 512 x 512, 1024 x 1024 and 512 x 2048."""
+"""By kernel and generation, fitted with head size 128 and tiles of 512 x 512, 1024 x 1024 and 512 x 2048."""
 
 _UNCERTAINTY = 1.25
-"""How far the compiler's account may be from the estimate; nothing that may fit is left out."""
+"""Largest ratio of estimate and budget with which sizes are tried: nothing that may fit is left out."""
 _CERTAINTY = 1.5
-"""Where a generation gives 16 MiB: how far below that an estimate is which certainly fits, also with side inputs."""
+"""If a generation offers 16 MiB: ratio of budget and estimate with which sizes certainly fit, also with side inputs."""
 
 _PREFERRED = ((1024, 1024), (512, 2048), (1024, 2048), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128))
 
 
 def vmem_bytes(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> dict[str, int]:
-    """An estimate of the vector memory of each kernel: "forward", "query", "key_value".
+    """Estimates the vector memory of each kernel: "forward", "query", "key_value".
 
-    Blocks of inputs and outputs are there twice, accumulators once; the rest is fitted to the compiler's account.
+    Blocks of inputs and outputs count twice, accumulators once; the rest is fitted to the compiler's reports.
     """
     shape = geometry(spec, block_sizes)
     tile = block_bytes((shape.query_block, shape.key_block), F32)
@@ -84,15 +84,17 @@ def _twice(blocks: Sequence[Block]) -> int:
 
 
 def _fits(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation, certain: bool = False) -> bool:
-    """Whether the blocks may fit into vector memory; if certain, whether they do by the estimate, which where memory
-    is small must not be near the limit."""
+    """Returns whether the blocks may fit into vector memory, or, if ``certain``, whether they do by the estimate.
+
+    A certain fit into a small memory needs an estimate well below the limit.
+    """
     estimate = max(vmem_bytes(spec, block_sizes, generation).values())
     small = generation.limit is None
     return estimate <= generation.budget * ((1 / _CERTAINTY if small else 1) if certain else _UNCERTAINTY)
 
 
 def fitting(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation) -> BlockSizes | None:
-    """The same, halved along the longer side of the tile until it fits into vector memory; None where nothing does."""
+    """Halves the longer side of the tile until it fits into vector memory; returns None if nothing fits."""
     query, key = block_sizes.query_block, block_sizes.key_block
     while not _fits(spec, BlockSizes(query, key), generation):
         if query <= 16 and key <= LANES:
@@ -102,14 +104,16 @@ def fitting(spec: AttentionSpec, block_sizes: BlockSizes, generation: Generation
 
 
 def candidates(spec: AttentionSpec, generation: Generation) -> tuple[BlockSizes, ...]:
-    """What a search should try, best guess first, each within vector memory and none twice."""
+    """Returns different block sizes to try, best guess first, each within vector memory."""
     sizes = [BlockSizes(*pair).fitted(spec) for pair in _PREFERRED]
     return tuple(dict.fromkeys(s for s in sizes if _fits(spec, s, generation)))
 
 
 def default(spec: AttentionSpec, generation: Generation, known: BlockSizes | None = None) -> BlockSizes:
-    """What is known of such an attention, else the first candidate, that certainly fits; large blocks, for each step of
-    the grid costs time of its own."""
+    """Returns ``known``, from such an attention, or the first candidate, whichever certainly fits.
+
+    Candidates begin with large blocks, because each step of the grid takes additional time.
+    """
     sizes = (*(() if known is None else (known.fitted(spec),)), *candidates(spec, generation))
     return (
         next((s for s in sizes if _fits(spec, s, generation, certain=True)), None)

@@ -1,4 +1,4 @@
-"""The forward of attention on a TPU: a running maximum and sum per row, over the columns of a block of rows.
+"""Computes the forward of attention on a TPU: for each block of rows, a running maximum and sum over its columns.
 
 FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691).
 """
@@ -20,6 +20,7 @@ from autopallas.compat import Dtype
 from autopallas.kernels import tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import usual
+from autopallas.kernels.attention.operands import Operands, Results
 from autopallas.kernels.attention.schedule import TilePrograms
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec
 from autopallas.kernels.attention.tile_values import Tile, halves, heights, logits, narrow, row_maximum, weighted
@@ -74,70 +75,45 @@ F32 = np.dtype(np.float32)
 
 
 class _Running(NamedTuple):
-    """What a block of rows knows after some of its tiles.
+    """The state of a block of rows after some of its tiles.
 
-    A number per row is in every lane of [bq, 128]: Mosaic moves nothing to combine it with a tile.
+    A number for each row is in every lane of [bq, 128]: Mosaic then combines it with a tile without moving data.
     """
 
     maximum: Array
     total: Array
     accumulator: Array | None  # [bq, Dv]
-    kept: Array | None  # 1 where a `where` weight is True anywhere
+    kept: Array | None  # 1 if the `where` weights keep any key
 
 
-def forward(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-) -> tuple[Array, Array]:
-    """(result [B, K, G, T, Dv], logsumexp [B, K, G, T]); see ``pallas_tpu.forward``."""
+def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) -> Results:
+    """Computes result and logsumexp; see ``pallas_tpu.forward``."""
     shape = geometry(spec, block_sizes)
-    blocks = [rows_block(shape, spec.value_head_size, spec.result_dtype), number_block(shape, F32)]
-
-    def finish(running: _Running, out: Ref, logsumexp: Ref) -> None:
-        assert running.accumulator is not None
-        result = running.accumulator / widened(running.total, spec.value_head_size)
-        if running.kept is not None:
-            result = jnp.where(widened(running.kept, spec.value_head_size) > 0, result, 0.0)
-        out[...] = result.astype(out.dtype)
-        logsumexp[...] = as_row(running.maximum + jnp.log(running.total), shape.row_lanes)
-
-    bounded = usual(spec, query, key, value, sides) if shape.hides else None
+    blocks = rows_block(shape, spec.value_head_size, spec.result_dtype), number_block(shape, F32)
+    bounded = usual(spec, operands) if shape.hides else None
 
     def call(shape: Geometry, states: Array | None) -> tuple[Array, ...]:
-        operands = query, key, value, sides, sink
-        out, logsumexp = _call(shape, "autopallas_attention_tpu", blocks, finish, states, *operands)
+        kernel = _Kernel.of(shape, states, operands, "autopallas_attention_tpu", blocks, values=True)
+        out, logsumexp = _call(kernel, operands)
         return out, from_rows(shape, logsumexp)
 
     out, logsumexp = _complete(shape, call, 1, bounded)
-    return without_rows(shape, out), without_rows(shape, logsumexp)
+    return Results(without_rows(shape, out), (without_rows(shape, logsumexp),))
 
 
 def statistics(
-    spec: AttentionSpec,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    sides: Sequence[Array],
-    sink: Array | None,
-    bounded: Array | None,
+    spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands, bounded: Array | None
 ) -> tuple[Array, Array]:
-    """(maximum, sum of exponentials) of each row, [B, K, G, T]; ``bounded`` is :func:`fills.usual`."""
+    """Returns the maximum and the sum of exponentials of each row, [B, K, G, T]; values are not read.
+
+    ``bounded`` is the result of :func:`fills.usual`; None if there are no hidden tiles.
+    """
     shape = geometry(spec, block_sizes)
-
-    def finish(running: _Running, maximum: Ref, total: Ref) -> None:
-        maximum[...] = as_row(running.maximum, shape.row_lanes)
-        total[...] = as_row(running.total, shape.row_lanes)
-
-    blocks = [number_block(shape, F32)] * 2
+    blocks = (number_block(shape, F32),) * 2
 
     def call(shape: Geometry, states: Array | None) -> tuple[Array, ...]:
-        name, operands = "autopallas_attention_tpu_statistics", (query, key, None, sides, sink)
-        return tuple(from_rows(shape, x) for x in _call(shape, name, blocks, finish, states, *operands))
+        kernel = _Kernel.of(shape, states, operands, "autopallas_attention_tpu_statistics", blocks, values=False)
+        return tuple(from_rows(shape, x) for x in _call(kernel, operands))
 
     maximum, total = (without_rows(shape, x) for x in _complete(shape, call, 0, bounded))
     return maximum, total
@@ -149,10 +125,10 @@ def _complete(
     decisive: int,
     bounded: Array | None,
 ) -> tuple[Array, ...]:
-    """What a call gives for each row, [B, K, G, rows, ..], hidden tiles included where they count.
+    """Returns the results of ``call`` for each row, [B, K, G, rows, ..], with hidden tiles where they count.
 
-    Live tiles are visited first.  Blocks of rows whose greatest scores, or what ``decisive`` of the results bounds them
-    by, do not show that hidden tiles weigh nothing are computed once more, from all tiles.
+    First only live tiles are visited.  A block of rows is computed again from all tiles, unless its greatest scores
+    show that hidden tiles have no weight.  The result number ``decisive`` bounds these scores, or is their maximum.
     """
     found = call(shape, None)
     if not shape.hides:
@@ -176,8 +152,11 @@ def _complete(
 
 
 def doubtful(shape: Geometry, maximum: Array, bounded: Array) -> Array:
-    """Of which blocks of rows hidden tiles count, [B, row blocks], by a number for each row [B, K, G, rows] that its
-    greatest score is above, but for some logarithm of the number of keys."""
+    """Returns for which blocks of rows hidden tiles count, [B, row blocks].
+
+    ``maximum`` is a number for each row, [B, K, G, rows], that exceeds the row's greatest score at most by some
+    logarithm of the number of keys.
+    """
     great = maximum >= shape.least
     missing = shape.row_blocks * shape.query_block - shape.rows
     great = jnp.pad(great, [(0, 0)] * 3 + [(0, missing)], constant_values=True)
@@ -185,128 +164,235 @@ def doubtful(shape: Geometry, maximum: Array, bounded: Array) -> Array:
     return ~(bounded & jnp.all(great, axis=(1, 2, 4)))
 
 
-def _call(
-    shape: Geometry,
-    name: str,
-    outputs: Sequence[Block],
-    finish: Callable[..., None],
-    states: Array | None,
-    query: Array,
-    key: Array,
-    value: Array | None,
-    sides: Sequence[Array],
-    sink: Array | None,
-) -> Sequence[Array]:
-    spec = shape.spec
-    states = states_at_run_time(shape, sides) if states is None else states
-    grid = Grid.of(shape, ("B", "K", "G"), "row", states)
-    inputs = [
-        (rows_block(shape, spec.head_size, query.dtype), with_rows(shape, query, (True,) * 5)),
-        (columns_block(shape, spec.head_size, key.dtype), key),
-    ]
-    if value is not None:
-        inputs.append((columns_block(shape, spec.value_head_size, value.dtype), value))
-    inputs += [
-        (side_block(shape, s, stored(s)), side_operand(shape, s, x)) for s, x in zip(spec.sides, sides, strict=True)
-    ]
-    sink_side = None if spec.sink is None else SideSpec(F32, spec.sink)
-    if sink_side is not None and sink is not None:
-        inputs.append((side_block(shape, sink_side, F32), side_operand(shape, sink_side, sink)))
-    keeps = value is not None and any(w.kind == "where" for w in spec.weights)
-    scratch = [pltpu.VMEM((shape.query_block, tpu.LANES), F32) for _ in range(3 if keeps else 2)]
-    if value is not None:
-        scratch.append(pltpu.VMEM((shape.query_block, spec.value_head_size), F32))
+# ---------------------------------------------------------------------- the kernel
 
-    def kernel(*refs: Ref) -> None:
-        tables, refs = refs[: 3 * (grid.tables is not None)], refs[3 * (grid.tables is not None) :]
-        place = grid.place([pl.program_id(n) for n in range(len(grid.dimensions))], tables)
-        given, refs = refs[: len(inputs)], refs[len(inputs) :]
-        results, (maximum_ref, total_ref, *rest) = refs[: len(outputs)], refs[len(outputs) :]
-        kept_ref = rest.pop(0) if keeps else None
-        accumulator_ref = rest.pop(0) if rest else None
-        q_ref, k_ref, *left = given
-        v_ref = left.pop(0) if value is not None else None
-        side_refs, sink_ref = left[: len(spec.sides)], left[len(spec.sides) :]
 
-        def load() -> _Running:
-            return _Running(
-                maximum_ref[...],
-                total_ref[...],
-                None if accumulator_ref is None else accumulator_ref[...],
-                None if kept_ref is None else kept_ref[...],
-            )
+class _Kernel(NamedTuple):
+    """A kernel over the columns of each block of rows.
 
-        def store(running: _Running) -> None:
-            for ref, x in ((maximum_ref, running.maximum), (total_ref, running.total), (kept_ref, running.kept)):
-                if ref is not None and x is not None:
-                    ref[...] = x
-            if accumulator_ref is not None and running.accumulator is not None:
-                accumulator_ref[...] = running.accumulator
+    Attributes:
+      name: of the call.
+      grid: its steps.
+      inputs: the blocks of queries, keys, values, side inputs and sink, each if it is read.
+      outputs: the blocks of result and logsumexp; without values, of maximum and sum.
+      values: whether the result is computed, not only the numbers for each row.
+    """
 
-        @when(place.first)
-        def _() -> None:
-            if sink_side is None:
-                maximum_ref[...] = jnp.full(maximum_ref.shape, -jnp.inf, F32)
-                total_ref[...] = jnp.zeros(total_ref.shape, F32)
-            else:
-                start = jnp.broadcast_to(loaded(shape, sink_side, sink_ref[0][...]), maximum_ref.shape)
-                maximum_ref[...] = start
-                total_ref[...] = jnp.where(start == -jnp.inf, 0.0, 1.0)
-            for ref in (kept_ref, accumulator_ref):
-                if ref is not None:
-                    ref[...] = jnp.zeros(ref.shape, F32)
+    name: str
+    grid: Grid
+    inputs: tuple[Block, ...]
+    outputs: tuple[Block, ...]
+    values: bool
 
-        def tile(programs: TilePrograms, general: bool) -> None:
-            valid = valid_columns(shape, place, 1) if general else None
-            here = sides_at(shape, place, [r[...] for r in side_refs])
-            q, k = q_ref[...], k_ref[...]
-            v = None if v_ref is None else v_ref[...]
-            if general and shape.ragged_columns:
-                exists = valid_columns(shape, place, 0)
-                k = kept_rows(exists, k)
-                v = None if v is None else kept_rows(exists, v)
-            store(_step(spec, programs, here, q, k, v, valid, load()))
+    @staticmethod
+    def of(
+        shape: Geometry,
+        states: Array | None,
+        operands: Operands,
+        name: str,
+        outputs: tuple[Block, ...],
+        values: bool,
+    ) -> _Kernel:
+        """Plans a kernel; ``states`` of the tiles are found from the side inputs by default."""
+        spec = shape.spec
+        states = states_at_run_time(shape, operands.sides) if states is None else states
+        grid = Grid.of(shape, ("B", "K", "G"), "row", states)
+        inputs = [
+            rows_block(shape, spec.head_size, operands.query.dtype),
+            columns_block(shape, spec.head_size, operands.key.dtype),
+        ]
+        if values:
+            inputs.append(columns_block(shape, spec.value_head_size, operands.value.dtype))
+        inputs += [side_block(shape, s, stored(s)) for s in spec.sides]
+        if spec.sink is not None:
+            inputs.append(side_block(shape, SideSpec(F32, spec.sink), F32))
+        return _Kernel(name, grid, tuple(inputs), outputs, values)
 
-        visit(shape, place, tile)
+    @property
+    def shape(self) -> Geometry:
+        return self.grid.geometry
 
-        @when(place.last)
-        def _() -> None:
-            finish(load(), *results)
+    @property
+    def sink(self) -> SideSpec | None:
+        """The sink, as a side input."""
+        return None if self.shape.spec.sink is None else SideSpec(F32, self.shape.spec.sink)
 
-    types = [jax.ShapeDtypeStruct(b.tile, b.dtype) for b, _ in inputs[: 2 + (value is not None)]]
-    price = tpu.cost_of(
-        lambda q, k, v=None: _priced(shape, q, k, v),
-        *types,
-        times=_tiles(shape),
-        arrays=[*(b.type for b, _ in inputs), *(b.type for b in outputs)],
-    )
+    @property
+    def keeps(self) -> bool:
+        """Whether it records that `where` weights keep a key."""
+        return self.values and self.shape.spec.keeps
+
+    @property
+    def scratch(self) -> list[Ref]:
+        """Vector memory for the state of a block of rows, in the order of :class:`_Memory`."""
+        rows = self.shape.query_block
+        numbers = [pltpu.VMEM((rows, tpu.LANES), F32) for _ in range(3 if self.keeps else 2)]
+        return [*numbers, pltpu.VMEM((rows, self.shape.spec.value_head_size), F32)] if self.values else numbers
+
+    @property
+    def cost(self) -> pl.CostEstimate:
+        types = [jax.ShapeDtypeStruct(b.tile, b.dtype) for b in self.inputs[: 2 + self.values]]
+        return tpu.cost_of(
+            _priced, *types, times=_tiles(self.shape), arrays=[b.type for b in (*self.inputs, *self.outputs)]
+        )
+
+
+class _Memory(NamedTuple):
+    """References of a kernel, without those of its tables; None for what it lacks."""
+
+    query: Ref
+    key: Ref
+    value: Ref | None
+    sides: tuple[Ref, ...]
+    sink: Ref | None
+    results: tuple[Ref, ...]
+    maximum: Ref
+    total: Ref
+    kept: Ref | None
+    accumulator: Ref | None
+
+    @staticmethod
+    def of(own: _Kernel, refs: Sequence[Ref]) -> _Memory:
+        left = iter(refs)
+        return _Memory(
+            query=next(left),
+            key=next(left),
+            value=next(left) if own.values else None,
+            sides=tuple(next(left) for _ in own.shape.spec.sides),
+            sink=next(left) if own.sink is not None else None,
+            results=tuple(next(left) for _ in own.outputs),
+            maximum=next(left),
+            total=next(left),
+            kept=next(left) if own.keeps else None,
+            accumulator=next(left) if own.values else None,
+        )
+
+    def load(self) -> _Running:
+        return _Running(
+            self.maximum[...],
+            self.total[...],
+            None if self.accumulator is None else self.accumulator[...],
+            None if self.kept is None else self.kept[...],
+        )
+
+    def store(self, running: _Running) -> None:
+        pairs = (
+            (self.maximum, running.maximum),
+            (self.total, running.total),
+            (self.kept, running.kept),
+            (self.accumulator, running.accumulator),
+        )
+        for ref, x in pairs:
+            if ref is not None and x is not None:
+                ref[...] = x
+
+
+def _call(own: _Kernel, operands: Operands) -> Sequence[Array]:
+    """Runs a kernel on the operands in the layout of main memory."""
+    shape, grid = own.shape, own.grid
+    arrays = [with_rows(shape, operands.query, (True,) * 5), operands.key]
+    if own.values:
+        arrays.append(operands.value)
+    arrays += [side_operand(shape, s, x) for s, x in zip(shape.spec.sides, operands.sides, strict=True)]
+    if own.sink is not None and operands.sink is not None:
+        arrays.append(side_operand(shape, own.sink, operands.sink))
     found: Sequence[Array] = tpu.call(
-        kernel,
-        name=name,
+        partial(_kernel, own),
+        name=own.name,
         grid=[extent for _, extent, _ in grid.dimensions],
         semantics=[order for _, _, order in grid.dimensions],
-        in_specs=[b.spec(grid) for b, _ in inputs],
-        out_specs=[b.spec(grid) for b in outputs],
-        out_shape=[b.type for b in outputs],
-        scratch_shapes=scratch,
-        cost=price,
+        in_specs=[b.spec(grid) for b in own.inputs],
+        out_specs=[b.spec(grid) for b in own.outputs],
+        out_shape=[b.type for b in own.outputs],
+        scratch_shapes=own.scratch,
+        cost=own.cost,
         alike=grid.alike,
-        prefetched=0 if grid.tables is None else 3,
-    )(*as_operands(grid.tables), *(x for _, x in inputs))
+        prefetched=grid.prefetched,
+    )(*as_operands(grid.tables), *arrays)
     return found
 
 
-def _step(
-    spec: AttentionSpec,
-    programs: TilePrograms,
-    here: Tile,
-    q: Array,
-    k: Array,
-    v: Array | None,
-    valid: Array | None,
-    carry: _Running,
-) -> _Running:
-    """What is known after one more tile; ``valid`` says which of its columns exist, if not all."""
+def _kernel(own: _Kernel, *refs: Ref) -> None:
+    """Visits one tile: the first one of a block of rows starts its state, the last one writes its results."""
+    shape, (place, rest) = own.shape, own.grid.here(refs)
+    memory = _Memory.of(own, rest)
+
+    @when(place.first)
+    def _() -> None:
+        _start(own, memory)
+
+    def tile(programs: TilePrograms, general: bool) -> None:
+        read = _TileOperands.of(shape, place, memory, general)
+        memory.store(_advanced(shape.spec, programs, read, memory.load()))
+
+    visit(shape, place, tile)
+
+    @when(place.last)
+    def _() -> None:
+        _finish(own, memory)
+
+
+def _start(own: _Kernel, memory: _Memory) -> None:
+    """Writes the state before the first tile; a sink is already in its maximum and sum."""
+    if own.sink is None or memory.sink is None:
+        memory.maximum[...] = jnp.full(memory.maximum.shape, -jnp.inf, F32)
+        memory.total[...] = jnp.zeros(memory.total.shape, F32)
+    else:
+        start = jnp.broadcast_to(loaded(own.shape, own.sink, memory.sink[...]), memory.maximum.shape)
+        memory.maximum[...] = start
+        memory.total[...] = jnp.where(start == -jnp.inf, 0.0, 1.0)
+    for ref in (memory.kept, memory.accumulator):
+        if ref is not None:
+            ref[...] = jnp.zeros(ref.shape, F32)
+
+
+def _finish(own: _Kernel, memory: _Memory) -> None:
+    """Writes result and logsumexp; without values, maximum and sum."""
+    shape, running, (first, second) = own.shape, memory.load(), memory.results
+    if running.accumulator is None:
+        first[...] = as_row(running.maximum, shape.row_lanes)
+        second[...] = as_row(running.total, shape.row_lanes)
+        return
+    size = shape.spec.value_head_size
+    result = running.accumulator / widened(running.total, size)
+    if running.kept is not None:
+        result = jnp.where(widened(running.kept, size) > 0, result, 0.0)
+    first[...] = result.astype(first.dtype)
+    second[...] = as_row(running.maximum + jnp.log(running.total), shape.row_lanes)
+
+
+class _TileOperands(NamedTuple):
+    """Values that one tile is computed from.
+
+    Attributes:
+      here: positions and side inputs.
+      query, key, value: [bq, D], [bk, D] and [bk, Dv]; ``value`` is None if it is not read.
+      valid: which of the columns exist, [1, bk]; None for all.
+    """
+
+    here: Tile
+    query: Array
+    key: Array
+    value: Array | None
+    valid: Array | None
+
+    @staticmethod
+    def of(shape: Geometry, place: Place, memory: _Memory, general: bool) -> _TileOperands:
+        """Reads a tile; if it is ``general``, some of its columns may not exist."""
+        valid = valid_columns(shape, place, 1) if general else None
+        here = sides_at(shape, place, [r[...] for r in memory.sides])
+        q, k = memory.query[...], memory.key[...]
+        v = None if memory.value is None else memory.value[...]
+        if general and shape.ragged_columns:
+            exists = valid_columns(shape, place, 0)
+            k = kept_rows(exists, k)
+            v = None if v is None else kept_rows(exists, v)
+        return _TileOperands(here, q, k, v, valid)
+
+
+def _advanced(spec: AttentionSpec, programs: TilePrograms, read: _TileOperands, carry: _Running) -> _Running:
+    """Returns the state after one more tile."""
+    here, q, k, v, valid = read
     score = contract(q, k, (1, 1), spec.score_precision).astype(spec.score_dtype)
     x = logits(spec, programs, score, here)
     if valid is not None:
@@ -316,7 +402,7 @@ def _step(
     else:
         highest = row_maximum(spec, programs, score, x, here)
     maximum = jnp.maximum(carry.maximum, highest)
-    # A row with nothing but -inf so far must stay at sum 0, where -inf - -inf would be NaN.
+    # A row that has seen only -inf keeps the sum 0; without the zero, -inf - -inf would be NaN.
     finite_maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     shrink = jnp.exp(carry.maximum - finite_maximum)
     scale = plain_scale(spec, programs) if valid is None else None
@@ -343,7 +429,7 @@ def _step(
 
 
 def _any(programs: TilePrograms, here: Tile, shape: tuple[int, ...], valid: Array | None) -> Array:
-    """1 for each row with a key that no `where` weight hides, else 0."""
+    """Returns 1 for each row with a key that no `where` weight hides, else 0."""
     kept = jnp.ones((1, 1), bool)
     for weight in programs.weights:
         if weight.kind == "where":
@@ -352,14 +438,15 @@ def _any(programs: TilePrograms, here: Tile, shape: tuple[int, ...], valid: Arra
     return jnp.max(jnp.where(jnp.broadcast_to(kept, shape), 1.0, 0.0), axis=-1, keepdims=True)
 
 
-def _priced(shape: Geometry, q: Array, k: Array, v: Array | None) -> Array:
-    """What :func:`_step` costs, the programs aside."""
+def _priced(q: Array, k: Array, v: Array | None = None) -> Array:
+    """Computes what :func:`_advanced` does, the programs aside, from which the cost is estimated."""
     x = contract(q, k, (1, 1), None)
     p = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
     return jnp.sum(p, axis=-1) if v is None else contract(p.astype(v.dtype), v, (1, 0), None)
 
 
 def _tiles(shape: Geometry) -> int:
+    """Counts the tiles to visit."""
     live = int((shape.states > 0).sum())
     return live * shape.spec.batch * shape.spec.key_heads * shape.groups
 
@@ -368,7 +455,7 @@ def _tiles(shape: Geometry) -> int:
 
 
 def when(condition: Number) -> Callable[[Callable[[], None]], None]:
-    """``pl.when`` that knows True."""
+    """Does what ``pl.when`` does, without a branch if the condition is known to be True."""
 
     def run(body: Callable[[], None]) -> None:
         if condition is True:
@@ -380,9 +467,9 @@ def when(condition: Number) -> Callable[[Callable[[], None]], None]:
 
 
 def plain_scale(spec: AttentionSpec, programs: TilePrograms) -> float | None:
-    """What scores in float32 are multiplied with, if that is all that is done to them.
+    """Returns the factor of scores in float32, if the program only multiplies by it.
 
-    None where it is not, or where operands are so precise that the scores' size times float32's rounding would show.
+    Returns None otherwise, or if operands are so precise that the scores' size times float32's rounding would show.
     """
     precise = max(spec.query_dtype.itemsize, spec.key_dtype.itemsize) > 2
     return None if precise or spec.score_dtype != F32 else scale_of(programs.score)
@@ -395,7 +482,7 @@ def exponentials(
     scale: float | None,
     spread: Callable[[Array], Array] = lambda shift: shift,
 ) -> Array:
-    """exp(x - spread(shift)) on a tile; with ``scale``, of :func:`plain_scale`, by one multiplication less."""
+    """Computes exp(x - spread(shift)) on a tile; a ``scale``, of :func:`plain_scale`, saves one multiplication."""
     if scale is None:
         return jnp.exp(x - spread(shift))
     base = np.log2(np.e)
@@ -403,7 +490,7 @@ def exponentials(
 
 
 def visit(shape: Geometry, place: Place, tile: Callable[[TilePrograms, bool], None]) -> None:
-    """``tile`` with the programs of a full tile, or with the general ones and True, as the tile is."""
+    """Calls ``tile`` with the programs of full tiles and False, or with the general ones and True, by its state."""
     for state, programs, general in ((FULL, shape.full, False), (PARTIAL, shape.general, True)):
         if isinstance(place.state, int):
             if place.state == state:
@@ -413,29 +500,29 @@ def visit(shape: Geometry, place: Place, tile: Callable[[TilePrograms, bool], No
 
 
 def sides_at(shape: Geometry, place: Place, blocks: Sequence[Array], flipped: bool = False) -> Tile:
-    """What the programs read on a tile, with the tile's axes, rows first unless flipped."""
+    """Returns what the programs read on a tile, with the tile's axes, rows first unless flipped."""
     query, key = positions(shape, place.row, place.column, flipped)
     values = (loaded(shape, s, x, flipped) for s, x in zip(shape.spec.sides, blocks, strict=True))
     return Tile(query, key, tuple(values))
 
 
 def valid_columns(shape: Geometry, place: Place, axis: int) -> Array | None:
-    """Which columns of a tile exist, along an axis; None where all do."""
+    """Returns which columns of a tile exist, along an axis; None if all columns of every tile do."""
     if not shape.ragged_columns:
         return None
     return within(place.column * shape.key_block, shape.key_block, shape.spec.key_length, axis)
 
 
 def kept_rows(exists: Array | None, x: Array) -> Array:
-    """``x`` with zeros in the rows that do not exist: what is read beyond an array's end may be anything."""
+    """Sets the rows that do not exist to zero: what is read beyond the end of an array is undefined."""
     return x if exists is None else jnp.where(exists, x.astype(F32), 0.0).astype(x.dtype)
 
 
 def narrowed(tile: Array, read: Dtype | None, operand: Array, precision: str | None, bounded: bool = False) -> Array:
-    """The tile as its product with an operand takes it: see ``contents.narrow``.
+    """Rounds a tile as its product with an operand reads it: see ``tile_values.narrow``.
 
-    A TPU's matrix unit takes bfloat16 unless a higher precision is asked for, and so rounds the tile for the original's
-    product too, whatever its dtype.  Rounded before, the tile is half as large.
+    A TPU's matrix unit takes bfloat16 unless a higher precision is asked for, and so rounds the tile in the original's
+    product too, whatever its dtype.  Rounded earlier, the tile is half as large.
     """
     if operand.dtype == jnp.bfloat16 and precision is None and not interpretation():
         read = operand.dtype
@@ -443,9 +530,9 @@ def narrowed(tile: Array, read: Dtype | None, operand: Array, precision: str | N
 
 
 def contract(a: Array, b: Array, axes: tuple[int, int], precision: str | None) -> Array:
-    """The product of two matrices over one axis of each, accumulated in float32."""
+    """Multiplies two matrices over one axis of each; sums are in float32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
-    # Mosaic knows one pass of bfloat16, and float32.
+    # Mosaic has one pass of bfloat16, and float32.
     wanted = None if precision is None else lax.Precision.HIGHEST
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(

@@ -1,10 +1,10 @@
-"""The grid of the TPU kernels: blocks, the order in which tiles are visited, and what is known about each.
+"""Defines the grid of the TPU kernels: the blocks, the order in which tiles are visited, and the state of each tile.
 
-A tile belongs to a block of rows and a block of columns.  Where a key has several query heads and there are few
+A tile belongs to a block of rows and a block of columns.  If a key head has several query heads and there are few
 queries, as in decoding, the heads are further rows: row ``r`` is then query ``r % T`` of head ``r // T``.
 
-The grid visits live tiles only.  Where all are live it has a dimension for the rows and one for the columns; else one
-dimension runs through a list of tiles, which is prefetched as scalars.
+The grid visits only live tiles.  If all tiles are live, it has a dimension for the rows and one for the columns; else
+one dimension runs through a list of tiles, which is prefetched as scalars.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.dynamic_tiles import compacted, run_time_states
@@ -34,10 +35,10 @@ __all__ += ["states_at_run_time"]
 Array: TypeAlias = jax.Array
 Axis: TypeAlias = Literal["B", "K", "G"]
 Group: TypeAlias = Literal["row", "column", "tile", "all"]
-"""What the tiles that one output block sums over have in common: the rows, the columns, both, or nothing."""
+"""What tiles have in common over which an output block sums: the rows, the columns, both, or nothing."""
 
 _ROW_MULTIPLE = 16
-"""Rows of a tile of 16-bit elements; a multiple of those of 32 bits."""
+"""Rows of a memory tile of 16-bit elements, a multiple of those of 32-bit elements."""
 _FEW_QUERIES = 64
 _MOST_SCALARS = 2**18
 """Bytes of scalar memory that lists may take."""
@@ -47,19 +48,19 @@ _FIRST, _LAST = 4, 8
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Blocks of one attention, and what is known of its tiles.
+    """Blocks of one attention, and the states of its tiles.
 
     Attributes:
       spec: the attention.
       merged: whether the query heads of a key head are further rows.
-      groups: query heads per key head that are a dimension of the grid: 1 where they are rows.
-      rows: T, or G T where the heads are rows.
+      groups: query heads per key head that are a dimension of the grid: 1 if they are rows.
+      rows: T, or G T if the heads are rows.
       query_block, key_block: sizes of a tile.
       states: [row blocks, column blocks] of DEAD, PARTIAL, FULL.
-      general, full: the programs of any tile, and of full ones.
-      hidden: which of the tiles that are no steps of the grid are hidden, not dead.  Those of a block of rows count
-        unless each of its rows has a maximum of ``least`` (:mod:`fills`).
-      least: that number.
+      general, full: the programs for any tile, and for full ones.
+      hidden: which of the tiles outside the grid are hidden, not dead.  Those of a block of rows count unless the
+        maximum of each of its rows is at least ``least``; see :mod:`fills`.
+      least: that bound.
     """
 
     spec: AttentionSpec
@@ -80,7 +81,7 @@ class Geometry:
 
     @property
     def whole(self) -> Geometry:
-        """The same where hidden tiles are steps of the grid."""
+        """Geometry with the hidden tiles in the grid."""
         states = np.where(self.hidden, PARTIAL, self.states).astype(self.states.dtype)
         return replace(self, states=states, hidden=np.zeros_like(self.hidden))
 
@@ -99,7 +100,7 @@ class Geometry:
 
     @property
     def ragged_rows(self) -> bool:
-        """Whether the last block of rows is not whole."""
+        """Whether the last block of rows reaches beyond the rows."""
         return self.rows % self.query_block != 0
 
     @property
@@ -112,7 +113,7 @@ class Geometry:
 
 @lru_cache(maxsize=256)
 def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
-    """The blocks of an attention: those asked for, made valid for Mosaic; longer than an axis rather than not whole."""
+    """Returns the geometry with these block sizes, made valid for Mosaic; a block may be longer than its axis."""
     merged = spec.groups > 1 and spec.query_length < _FEW_QUERIES
     rows = spec.query_length * (spec.groups if merged else 1)
     query_block = min(rounded(block_sizes.query_block, _ROW_MULTIPLE), rounded(rows, _ROW_MULTIPLE))
@@ -123,7 +124,7 @@ def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
     general, full = tile_programs(spec, of_queries, columns, found)
     states = np.repeat(found, len(edges(rows, query_block)), axis=0) if merged else found.copy()
     if (spec.live is not None and spec.live.sides) or 3 * 4 * states.size > _MOST_SCALARS:
-        states[states == HIDDEN] = PARTIAL  # what is skipped is listed by the side inputs, or too long for a list
+        states[states == HIDDEN] = PARTIAL  # the side inputs decide about the list, or it would be too long
     hidden = states == HIDDEN
     states[hidden] = DEAD
     ragged = np.zeros(states.shape, bool)
@@ -136,7 +137,7 @@ def geometry(spec: AttentionSpec, block_sizes: BlockSizes) -> Geometry:
 
 
 class Place(NamedTuple):
-    """Where one step of a grid is."""
+    """Position of one step of a grid."""
 
     batch: Number
     head: Number
@@ -144,7 +145,7 @@ class Place(NamedTuple):
     row: Number
     column: Number
     state: Number
-    """DEAD, PARTIAL or FULL, known or not."""
+    """DEAD, PARTIAL or FULL; traced or known."""
     first: Number
     """Whether the step is the first one, and the last one, of its output block."""
     last: Number
@@ -157,16 +158,16 @@ Tables: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray, Array | np.nda
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The steps of one kernel: axes whose output blocks differ, the tiles, axes that are summed over.
+    """The steps of one kernel: axes along which output blocks differ, then tiles, then axes that are summed over.
 
     Attributes:
       geometry: the blocks.
-      outer: axes of the output.
+      outer: those of B, K, G along which the output varies.
       inner: those of B, K, G that it is summed over.
       group: what tiles of one output block have in common.
-      tables: the list of tiles, or None where the grid runs through all.
-      listed: how many there are to visit; known only at run time where that depends on side inputs.
-      stride: 0, or how long the list of each batch entry is.
+      tables: the list of tiles; None if the grid visits all.
+      listed: length of the list; an array if it depends on side inputs.
+      stride: length of the list of each batch entry; 0 if all have the same list.
     """
 
     geometry: Geometry
@@ -179,12 +180,12 @@ class Grid:
 
     @staticmethod
     def of(geometry: Geometry, outer: Sequence[Axis], group: Group, states: Array | None = None) -> Grid:
-        """The grid of an output that varies over ``outer``, with one block per row, column, tile, or one in all.
+        """Returns the grid of an output that varies along ``outer``, with a block for each ``group`` of tiles.
 
         Args:
           geometry: the blocks.
           outer, group: the output.
-          states: what only the run time knows of the tiles, of :func:`states_at_run_time`.
+          states: states of the tiles that are known only at run time, from :func:`states_at_run_time`.
         """
         axes: tuple[Axis, ...] = ("B", "K", "G")
         inner = tuple(a for a in axes if a not in outer)
@@ -192,14 +193,14 @@ class Grid:
         if not is_listed(geometry):
             return plain
         if states is not None:
-            # Where batch entries are summed over, they have to visit the same tiles.
+            # An output that sums over batch entries visits the same tiles for each of them.
             states = states if "B" in outer else jnp.max(states, axis=0, keepdims=True)
             lists, most = compacted(states, group, _FIRST, _LAST)
             return replace(plain, tables=lists, listed=most, stride=geometry.states.size if len(states) > 1 else 0)
         tables = _listed(geometry.states, group)
         return replace(plain, tables=tables, listed=len(tables[0]))
 
-    # ------------------------------------------------------------------ as pallas_call wants it
+    # ------------------------------------------------------------------ arguments of pallas_call
 
     @property
     def _tiles(self) -> tuple[Dimension, ...]:
@@ -221,12 +222,12 @@ class Grid:
 
     @property
     def alike(self) -> int:
-        """How many of the first dimensions have steps that all take as long: also the first one of tiles that are not
-        listed."""
+        """How many of the first dimensions have steps of equal duration: ``outer``, and the first one of the tiles if
+        these are not listed."""
         return len(self.outer) + (self.tables is None)
 
     def _at(self, ids: Sequence[Number], tables: Sequence[Ref]) -> dict[str, Number]:
-        """What the program ids and the list say of each axis, rows and columns included."""
+        """Returns the position on each axis, including rows and columns, by the program ids and the list."""
         at = {name: i for (name, _, _), i in zip(self.dimensions, ids, strict=True)}
         if self.tables is not None:
             if self.stride:
@@ -235,7 +236,7 @@ class Grid:
         return at
 
     def place(self, ids: Sequence[Number], tables: Sequence[Ref]) -> Place:
-        """Where the step with these program ids is; ``tables`` are the prefetched references."""
+        """Returns the position of the step with these program ids; ``tables`` are the prefetched references."""
         at = self._at(ids, tables)
         if self.tables is not None:
             flags = tables[2][at["tile"]]
@@ -249,8 +250,18 @@ class Grid:
             first, last = _ends(first, last, at[axis], self.geometry.extent(axis))
         return Place(at["B"], at["K"], at["G"], at["row"], at["column"], state, first, last)
 
+    @property
+    def prefetched(self) -> int:
+        """How many of a kernel's references are those of the tables."""
+        return 0 if self.tables is None else 3
+
+    def here(self, refs: Sequence[Ref]) -> tuple[Place, Sequence[Ref]]:
+        """Returns, in a kernel, the place of its step, and its references without those of the tables."""
+        ids = [pl.program_id(n) for n in range(len(self.dimensions))]
+        return self.place(ids, refs[: self.prefetched]), refs[self.prefetched :]
+
     def index_map(self, index: Callable[[dict[str, Number]], tuple[Number, ...]]) -> IndexMap:
-        """The index map of a block: ``index`` tells it from the positions on the axes B, K, G, row and column."""
+        """Returns the index map of a block; ``index`` computes it from the positions on B, K, G, row and column."""
         count = len(self.dimensions)
 
         def of(*arguments: Ref) -> tuple[Number, ...]:
@@ -260,7 +271,7 @@ class Grid:
 
 
 def _ends(first: Number, last: Number, position: Number, extent: int) -> tuple[Number, Number]:
-    """Whether a step is the first, and the last, also along one more axis."""
+    """Returns whether a step is the first, and the last, also along one more axis."""
     if extent == 1:
         return first, last
     here = position == 0, position == extent - 1
@@ -269,13 +280,13 @@ def _ends(first: Number, last: Number, position: Number, extent: int) -> tuple[N
 
 
 def is_listed(geometry: Geometry) -> bool:
-    """Whether tiles are listed: they are not all alike, or the only one is dead."""
+    """Returns whether tiles are listed: they are not all full, or a single one is dead."""
     states = geometry.states
     return not (np.all(states == FULL) or (states.size == 1 and states[0, 0] != DEAD))
 
 
 def _listed(states: np.ndarray, group: Group) -> Tables:
-    """The tiles to visit: the live ones, and a dead one for each output block that has no other, to be written."""
+    """Lists the tiles to visit: the live ones, and a dead one for each output block without any, to be written."""
     wanted = (states != DEAD) | (group == "tile")
     if group == "column":
         wanted[0] |= ~wanted.any(axis=0)
@@ -296,7 +307,7 @@ def _listed(states: np.ndarray, group: Group) -> Tables:
 
 
 def states_at_run_time(shape: Geometry, sides: Sequence[Array]) -> Array | None:
-    """What side inputs say of the tiles, [B|1, row blocks, column blocks]; None where they say nothing."""
+    """Returns the states that side inputs decide, [B|1, row blocks, column blocks]; None if they decide nothing."""
     if shape.states.size == 1:
         return None
     spec = shape.spec
@@ -309,8 +320,10 @@ def states_at_run_time(shape: Geometry, sides: Sequence[Array]) -> Array | None:
 
 
 def revealed(shape: Geometry, blocks: Array, others: bool = True) -> Array:
-    """The states of the tiles, [B|1, row blocks, column blocks], where some ``blocks`` of rows, [B, row blocks], need
-    hidden ones too; ``others``: whether the live tiles of other blocks are wanted as well."""
+    """Returns the states of the tiles, [B|1, row blocks, column blocks], with the hidden ones of some blocks of rows.
+
+    ``blocks`` [B, row blocks] tells which; ``others`` tells whether live tiles of other blocks are visited too.
+    """
     if 3 * 4 * shape.spec.batch * shape.states.size > _MOST_SCALARS:
         blocks = jnp.any(blocks, axis=0, keepdims=True)
     every = jnp.asarray(np.where(shape.hidden, PARTIAL, shape.states), jnp.int32)
@@ -318,6 +331,6 @@ def revealed(shape: Geometry, blocks: Array, others: bool = True) -> Array:
 
 
 def as_operands(tables: Tables | None) -> tuple[Array, ...]:
-    """The list of tiles as operands of the call."""
+    """Returns the list of tiles as operands of the call."""
     with concrete():
         return () if tables is None else tuple(jnp.asarray(t, jnp.int32) for t in tables)

@@ -1,7 +1,7 @@
-"""What the TPU kernels read and write: arrays in the layout of main memory, their blocks, and how a tile is read.
+"""Lays out what the TPU kernels read and write: arrays in main memory, their blocks, and how a tile is read.
 
-Numbers per row, such as the logsumexp, are [B, K, G, blocks, 1, lanes]: along the lanes, each block on its own, so that
-they take no more memory than they have numbers.  A tile wants them along the sublanes; a transposition does that.
+Numbers of the rows, such as the logsumexp, are [B, K, G, blocks, 1, lanes]: each block lies along the lanes, so that
+hardly any memory is padding.  A tile needs them along the sublanes, by a transposition.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Array: TypeAlias = jax.Array
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """How an array in main memory is cut.
+    """The division of an array in main memory into blocks.
 
     Attributes:
       shape: of the array.
       dtype: of the array.
-      tile: the last dimensions of a block; it has size 1, and is squeezed, along the ones before.
-      axes: for each dimension, the axis whose position selects the block, or None for the only one.
+      tile: the last dimensions of a block; the others have size 1, and are squeezed.
+      axes: for each dimension, the axis whose position selects the block, or None for a single block.
     """
 
     shape: tuple[int, ...]
@@ -67,26 +67,26 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Vector memory of one buffer."""
+        """Bytes of vector memory of one buffer."""
         return block_bytes(self.tile, self.dtype)
 
 
 def rows_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
-    """Of queries, results and their cotangents: [B, K, G, T, size]."""
+    """Returns the block of queries, results or their cotangents, [B, K, G, T, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, geometry.groups, geometry.rows, size)
     return Block(shape, np.dtype(dtype), (geometry.query_block, size), ("B", "K", "G", "row", None))
 
 
 def columns_block(geometry: Geometry, size: int, dtype: DTypeLike) -> Block:
-    """Of keys and values: [B, K, S, size]."""
+    """Returns the block of keys or values, [B, K, S, size]."""
     spec = geometry.spec
     shape = (spec.batch, spec.key_heads, spec.key_length, size)
     return Block(shape, np.dtype(dtype), (geometry.key_block, size), ("B", "K", "column", None))
 
 
 def number_block(geometry: Geometry, dtype: DTypeLike, varies: Sequence[bool] = (True,) * 4) -> Block:
-    """Of numbers per row that vary over some of (B, K, G, T), the last one among them."""
+    """Returns the block of numbers of the rows that vary along some of (B, K, G, T), including T."""
     extents = [geometry.extent(a) for a in ("B", "K", "G")]
     shape = tuple(n if v else 1 for n, v in zip(extents, varies, strict=False))
     axes = tuple(a if v else None for a, v in zip("BKG", varies, strict=False))
@@ -95,7 +95,7 @@ def number_block(geometry: Geometry, dtype: DTypeLike, varies: Sequence[bool] = 
 
 
 def side_block(geometry: Geometry, side: SideSpec, dtype: DTypeLike) -> Block:
-    """Of a side input; see :func:`side_operand` for what becomes of the array."""
+    """Returns the block of a side input, which :func:`side_operand` lays out."""
     b, k, g, t, s = merged(geometry, side.varies)
     if t and not s:
         return number_block(geometry, dtype, (b, k, g, t))
@@ -108,17 +108,17 @@ def side_block(geometry: Geometry, side: SideSpec, dtype: DTypeLike) -> Block:
     return Block((*shape, rows, columns), np.dtype(dtype), (row_tile, column_tile), (*axes, *tile_axes))
 
 
-# ---------------------------------------------------------------------- to main memory and back
+# ---------------------------------------------------------------------- layout in main memory
 
 
 def merged(geometry: Geometry, varies: Sequence[bool]) -> tuple[bool, bool, bool, bool, bool]:
-    """Over which of (B, K, G, T, S) an array varies for the grid: heads that are rows are no axis of it."""
+    """Returns along which of (B, K, G, T, S) an array varies in the grid, which has no axis G if the heads are rows."""
     b, k, g, t, s = varies
     return (b, k, False, g or t, s) if geometry.merged else (b, k, g, t, s)
 
 
 def with_rows(geometry: Geometry, array: Array, varies: Sequence[bool]) -> Array:
-    """[B|1, K|1, G|1, T|1, ...] with the heads as rows where they are that; ``varies`` says where it is not size 1."""
+    """Merges the heads of [B|1, K|1, G|1, T|1, ...] into the rows, if the grid does; ``varies`` tells its axes."""
     if not geometry.merged:
         return array
     spec = geometry.spec
@@ -129,7 +129,7 @@ def with_rows(geometry: Geometry, array: Array, varies: Sequence[bool]) -> Array
 
 
 def without_rows(geometry: Geometry, array: Array, varies: Sequence[bool] = (True,) * 5) -> Array:
-    """The inverse; what the array does not vary over is summed."""
+    """Inverts :func:`with_rows`; sums over the axes along which the array does not vary."""
     if not geometry.merged or not (varies[2] or varies[3]):
         return array
     spec = geometry.spec
@@ -140,7 +140,7 @@ def without_rows(geometry: Geometry, array: Array, varies: Sequence[bool] = (Tru
 
 
 def per_row(geometry: Geometry, array: Array) -> Array:
-    """[B|1, K|1, G|1, T] as numbers per row."""
+    """Lays out [B|1, K|1, G|1, T] as numbers of the rows."""
     *outer, rows = array.shape
     blocks, size, lanes = geometry.row_blocks, geometry.query_block, geometry.row_lanes
     array = jnp.pad(array, [(0, 0)] * len(outer) + [(0, blocks * size - rows)])
@@ -149,20 +149,20 @@ def per_row(geometry: Geometry, array: Array) -> Array:
 
 
 def from_rows(geometry: Geometry, array: Array) -> Array:
-    """The inverse."""
+    """Inverts :func:`per_row`."""
     *outer, _, _, _ = array.shape
     return array[..., : geometry.query_block].reshape(*outer, -1)[..., : geometry.rows]
 
 
 def side_operand(geometry: Geometry, side: SideSpec, array: Array) -> Array:
-    """A side input [B|1, K|1, G|1, T|1, S|1] as :func:`side_block` cuts it, in a dtype that is read well."""
+    """Lays out a side input [B|1, K|1, G|1, T|1, S|1] for :func:`side_block`, in a dtype that is read efficiently."""
     array = with_rows(geometry, array, side.varies).astype(stored(side))
     _, _, _, t, s = merged(geometry, side.varies)
     return per_row(geometry, array[..., 0]) if t and not s else array
 
 
 def stored(side: SideSpec) -> Dtype:
-    """The dtype of a side input in main memory: booleans are bytes, what is small anyway has 32 bits."""
+    """Returns the dtype of a side input in main memory: booleans are bytes; what does not fill tiles has 32 bits."""
     fills_tiles = side.varies[3] and side.varies[4]
     if fills_tiles:
         return np.dtype(np.int8) if side.dtype == np.bool_ else side.dtype
@@ -170,7 +170,7 @@ def stored(side: SideSpec) -> Dtype:
 
 
 def loaded(geometry: Geometry, side: SideSpec, value: Array, flipped: bool = False) -> Array:
-    """The block of a side input as the programs want it: [bq|1, bk|1], or [bk|1, bq|1] if flipped, in its own dtype."""
+    """Returns a side input's block as programs read it: [bq|1, bk|1], or [bk|1, bq|1] if flipped, in its own dtype."""
     _, _, _, t, s = merged(geometry, side.varies)
     if value.dtype.itemsize < 4:
         value = value.astype(jnp.float32 if side.differentiable else jnp.int32)
@@ -187,10 +187,10 @@ def loaded(geometry: Geometry, side: SideSpec, value: Array, flipped: bool = Fal
 
 
 def as_column(row: Array, size: int) -> Array:
-    """[1, lanes] as [size, 128], each number in every lane."""
+    """Turns [1, lanes] into [size, 128], with each number in every lane."""
     if not jnp.issubdtype(row.dtype, jnp.floating):
         return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:size]
-    # Sums with one term each: as exact as a transposition, and cheaper.
+    # Sums with one nonzero term each are as exact as a transposition, and cheaper.
     parts = [row[:, start : start + LANES] for start in range(0, row.shape[1], LANES)]
     sums = [jnp.sum(jnp.where(_diagonal(), part, 0.0), axis=1, keepdims=True) for part in parts]
     column = sums[0] if len(sums) == 1 else jnp.concatenate(sums)
@@ -198,7 +198,7 @@ def as_column(row: Array, size: int) -> Array:
 
 
 def as_row(column: Array, lanes: int) -> Array:
-    """[size, 128] of floats, the same in every lane, as [1, lanes]; what is beyond the size is 0."""
+    """Turns [size, 128] of floats, the same in every lane, into [1, lanes], with zeros beyond the size."""
     size = column.shape[0]
     if size < lanes:
         column = jnp.concatenate([column, jnp.zeros((lanes - size, LANES), column.dtype)])
@@ -212,14 +212,14 @@ def _diagonal() -> Array:
 
 
 def widened(column: Array, width: int) -> Array:
-    """[size, 128], the same in every lane, as [size, width]: whole registers side by side, and nothing moves."""
+    """Widens [size, 128], the same in every lane, to [size, width]: repeats whole registers, without moving data."""
     copies = -(-width // LANES)
     column = jnp.concatenate([column] * copies, axis=1) if copies > 1 else column
     return column if column.shape[1] == width else column[:, :width]
 
 
 def positions(geometry: Geometry, row: Number, column: Number, flipped: bool = False) -> tuple[Array, Array]:
-    """The query position of each row [bq, 1], and the key position of each column [1, bk]; flipped [1, bq], [bk, 1]."""
+    """Returns the query positions of rows [bq, 1], and key positions of columns [1, bk]; flipped [1, bq], [bk, 1]."""
     rows = row * geometry.query_block + _counted(geometry.query_block, int(flipped))
     columns = column * geometry.key_block + _counted(geometry.key_block, int(not flipped))
     if geometry.merged:
@@ -229,11 +229,11 @@ def positions(geometry: Geometry, row: Number, column: Number, flipped: bool = F
 
 
 def within(start: Number, size: int, extent: int, axis: int) -> Array:
-    """Whether the positions ``start ..`` exist: [size, 1] for axis 0, [1, size] for axis 1."""
+    """Returns whether the positions ``start ..`` exist, [size, 1] for axis 0, [1, size] for axis 1."""
     found: Array = start + _counted(size, axis) < extent
     return found
 
 
 def _counted(size: int, axis: int) -> Array:
-    """0, 1, .. along an axis of a matrix of one column or one row."""
+    """Returns 0, 1, .. along an axis of a matrix of one column or one row."""
     return lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)

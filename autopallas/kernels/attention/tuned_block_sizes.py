@@ -1,18 +1,18 @@
-"""Tuned block sizes of the attention implementations, and the times and bytes that justify using them.
+"""Holds tuned block sizes of the attention implementations, and the times and bytes that justify them.
 
 The rows are data: ``autopallas/tuning/data/<device>/attention.csv``.
 
 Every row was measured as its ``evidence`` says, by ``python -m benchmarks table attention``: medians of interleaved
-runs in one process against the naive spelling (einsum, where, softmax, einsum).  Other work on the machine disturbs
-times more than ratios, which are those of paired runs: compare within a row only.
+runs in one process against the naive spelling (einsum, where, softmax, einsum).  Other load on the machine disturbs
+times more than ratios of paired runs, so that numbers should be compared only within a row.
 
 Rows of TPUs were simulated, with scores in float32, by ``autopallas tune attention --target tpu-v6e --table``.  The
-original's time is a bound there, where that is enough: the traffic with main memory of its T x S numbers.
+original's time there is a lower bound, if that suffices: the main-memory traffic of its T x S numbers.
 
 Rows of the H100 that are "estimated" were written by ``python -m benchmarks gpu --op attention --estimate`` on a
-machine without one: bytes by the compiler's account, times from the matrix products at 800 TFLOP/s and the memory at 3
-TB/s, whichever takes longer.  Of a causal mask the original multiplies both halves; of its T x S numbers in memory
-nothing is counted.  They replace nothing; they start a measurement.
+machine without one: bytes as the compiler reports them, times from the matrix products at 800 TFLOP/s or the memory at
+3 TB/s, whichever is longer.  With a causal mask the original multiplies both halves; the memory traffic of its T x S
+numbers is not counted.  These rows replace nothing; they are starting points for a measurement.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ BUCKETS: tuple[Bucket, ...] = (
 
 
 def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
-    """The invariant is the mask class, and whether a T x S side input is read."""
-    # A bias or mask that fills the tile has to be read: what was measured without one says nothing of it.
+    """Files a spec by direction, sizes, and as invariants the mask class and whether a T x S side input is read."""
+    # A bias or mask that fills tiles has to be read: measurements without one do not apply.
     reads_tiles = any(side.varies[3] and side.varies[4] for side in spec.sides)
     mask = mask_class(spec, implementation)
     invariants = f"{mask}, T x S input" if reads_tiles else mask
@@ -59,7 +59,7 @@ def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[st
 
 
 _CASES = "abcd,aecd->acbe; abcd,aceb->acde"
-"""The products of a case, as ``jnp.einsum`` has them: queries by keys, values by weights."""
+"""The products of a case as ``jnp.einsum`` emits them: queries by keys, values by weights."""
 
 
 _HOLDS_FROM = {
@@ -67,16 +67,16 @@ _HOLDS_FROM = {
     ("forward", "static"): 1.6,
     **{("forward+backward", mask): 1.2 for mask in ("full", "causal", "static", "dynamic")},
 }
-"""The gain from which a row holds for other batch sizes and spellings: those that were tried gained less by as much."""
+"""Smallest gain with which a row holds for other batch sizes and spellings: those tried gained less by this factor."""
 
 
 def conditions(match: Workload) -> Conditions:
-    """What an attention's original depends on, on a CPU.
+    """Returns the conditions on which the original's time depends on a CPU.
 
-    The cases are einsums over [B, T, N, D] with B = 1, and XLA computes each of their steps by itself, as it does for a
-    single head however that is spelled.  With B > 1, or of several heads spelled with matmul, the same attention is one
-    kernel without a T x S array, or faster otherwise.  Whole tiles that a causal or static mask leaves out outweigh
-    that where the row's gain is large.  With the gradients in the same program the original is faster too, by less.
+    The cases are einsums over [B, T, N, D] with B = 1, whose steps XLA computes separately, as it does for a single
+    head in any spelling.  With B > 1, or with several heads spelled with matmul, XLA fuses the same attention into one
+    kernel without a T x S array, or makes it faster otherwise.  If the row's gain is large, the tiles that a causal or
+    static mask leaves out outweigh that.  With the gradients in the same program the original is also faster, by less.
     """
     spec = match.spec
     assert isinstance(spec, AttentionSpec)

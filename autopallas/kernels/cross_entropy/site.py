@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas.compat import ArrayFunction, Dtype, PyTree
+from autopallas.compat import Dtype, PyTree
 from autopallas.kernels.cross_entropy.operands import Gradients, Operands, Residuals, Results
 from autopallas.kernels.cross_entropy.operation import OPERATION
 from autopallas.kernels.cross_entropy.spec import CrossEntropySpec, Head, Product, SideArray, SideSpec, Statistic
+from autopallas.sites.calls import mapped, replaced_at
 from autopallas.sites.division import Division, PositionOperand, PositionOperands, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram, Index
 from autopallas.sites.index_notation import Label, Operand, Positions, View, read, write
@@ -184,20 +185,6 @@ class CrossEntropySite:
             sides[position] = jnp.clip(labels, 0, min(self._greatest_label, int(jnp.iinfo(labels.dtype).max)))
         return Operands(x, w, tuple(sides))
 
-    def _mapped(self, function: ArrayFunction, *arguments: PyTree) -> PyTree:
-        """Runs a function of canonical arrays for each element of the batch; what lacks a batch axis is shared."""
-        leaves, structure = jax.tree.flatten(arguments)
-        if self._extent(self.batch_labels) == 1:
-            found = function(*jax.tree.unflatten(structure, [a[0] for a in leaves]))
-            return jax.tree.map(lambda a: a[None], found)
-        shared = [a.shape[0] == 1 for a in leaves]
-
-        def one(*given: jax.Array) -> PyTree:
-            return function(*jax.tree.unflatten(structure, given))
-
-        axes = tuple(None if alone else 0 for alone in shared)
-        return jax.vmap(one, in_axes=axes)(*(a[0] if alone else a for a, alone in zip(leaves, shared, strict=True)))
-
     def _finish(self, statistics: Sequence[jax.Array], sides: Sequence[SideArray]) -> tuple[jax.Array, ...]:
         """The results that are numbers per row, from statistics [B, N] and sides [B|1, N|1, V|1]."""
         # No program of these reads the logits of a further head.
@@ -231,7 +218,7 @@ class CrossEntropySite:
         canonical = self._canonical(operands)
         found = Results(())  # [B, N] each
         if self.statistics or self.products:
-            found = self._mapped(lambda one: kernel.forward(self.spec, block_sizes, one), canonical)
+            found = mapped(lambda one: kernel.forward(self.spec, block_sizes, one), 1)(canonical)
         rows = iter(self._finish(found.statistics, canonical.sides))
         results = []
         for result in self.results:
@@ -270,10 +257,7 @@ class CrossEntropySite:
 
         def prepare(*chosen: jax.Array) -> tuple[PyTree, tuple[SideArray, ...]]:
             """What depends differentiably on the active operands; the rest is handed through beside it."""
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            x, w, sides = self._canonical(filled)
+            x, w, sides = self._canonical(replaced_at(operands, active, chosen))
             return (x, w, self._floating(sides)), sides
 
         (x, w, floating), pull, sides = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
@@ -301,7 +285,7 @@ class CrossEntropySite:
                 gradients: Gradients = kernel.backward(self.spec, block_sizes, one, residuals, spread, wanted)
                 return gradients
 
-            found: Gradients = self._mapped(run, Operands(x, w, sides), Residuals(tuple(residuals)), spread)
+            found: Gradients = mapped(run, 1)(Operands(x, w, sides), Residuals(tuple(residuals)), spread)
             dx = dx if found.x is None else found.x
             dw = dw if found.w is None else _summed(found.w, w)
             dsides = tuple(

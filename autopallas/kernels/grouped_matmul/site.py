@@ -17,6 +17,7 @@ from autopallas.compat import Dtype
 from autopallas.kernels.grouped_matmul.operands import Operands
 from autopallas.kernels.grouped_matmul.operation import OPERATION
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec, Use
+from autopallas.sites.calls import replaced_at
 from autopallas.sites.division import Division, PositionOperand, ShardableAxes
 from autopallas.sites.elementwise import ElementwiseProgram
 from autopallas.sites.index_notation import Label, Operand, View, read, write
@@ -153,10 +154,7 @@ class GroupedMatmulSite:
         spec = self.spec
 
         def prepare(*chosen: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            first, second, sizes = self._canonical(filled)
+            first, second, sizes = self._canonical(replaced_at(operands, active, chosen))
             # An operand that all examples share has the sum of their gradients: the derivative of a broadcast.
             first, second = (jnp.broadcast_to(x, (spec.batch, *x.shape[1:])) for x in (first, second))
             return (first, second), sizes

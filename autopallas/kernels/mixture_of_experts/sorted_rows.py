@@ -23,6 +23,7 @@ from autopallas.kernels.grouped_matmul.operation import OPERATION as GROUPED_MAT
 from autopallas.kernels.grouped_matmul.spec import GroupedMatmulSpec
 from autopallas.kernels.mixture_of_experts.spec import ExpertsSpec
 from autopallas.kernels.mixture_of_experts.steps import Gathered, Labels, Pointwise, Product, Step
+from autopallas.sites.calls import replaced_at
 from autopallas.sites.device import Device
 from autopallas.sites.elementwise import Constant
 from autopallas.sites.index_notation import Operand, read, write
@@ -79,10 +80,7 @@ class SortedRows:
         """Returns the cotangents of the operands at the positions ``active``."""
 
         def function(*chosen: Array) -> Array:
-            filled = list(operands)
-            for position, array in zip(active, chosen, strict=True):
-                filled[position] = array
-            return self.forward(site, block_sizes, filled)
+            return self.forward(site, block_sizes, replaced_at(operands, active, chosen))
 
         _, pull = jax.vjp(function, *(operands[i] for i in active))
         return tuple(pull(cotangent))

@@ -113,7 +113,7 @@ def _with_backward(
     if not searches:
         return
     given = {number for match in matches.values() for number in match.results}
-    complete = settle(graph, Lookup(graph), list(searches.values()), given)
+    complete = settle(graph, Lookup.of(graph), list(searches.values()), given)
     for score, search in searches.items():
         miss = misses[score]
         if search in complete:

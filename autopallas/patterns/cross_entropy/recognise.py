@@ -13,7 +13,7 @@ and ends in products. So it is found whether automatic differentiation or a user
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +27,7 @@ from autopallas.graph.edit import surviving
 from autopallas.graph.keys import enters_mesh
 from autopallas.graph.labels import is_product
 from autopallas.graph.row_selections import PROMISED
-from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED
+from autopallas.patterns.advice import ASSUME_FINITE, LOGITS_APART, LOGITS_RETURNED, ROWS_BEFORE
 from autopallas.patterns.backward import LAYOUT
 from autopallas.patterns.cross_entropy.flows import Flows
 from autopallas.patterns.cross_entropy.passes import passes
@@ -42,6 +42,8 @@ _LAYOUT = frozenset(
     "sharding_constraint optimization_barrier pvary pcast layout_constraint reshard".split()
 )
 
+_REARRANGES = frozenset({"dynamic_slice", "dynamic_update_slice", "gather", "pad", "rev", "sort"})
+"""Primitives that pick rows of an array, or put them in another order or place."""
 _RESTATED = LAYOUT | {"copy", "convert_element_type"}
 _FURTHEST = 8
 """Most equations that only restate a value through which the value is followed."""
@@ -110,6 +112,9 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                     where = jaxprs.location(node.equation)
                     misses.append(NearMiss("cross_entropy", where, mismatch.reason, node.outputs[0], mismatch.advice))
     _part(graph, matches, matched, assume_finite)
+    with contained():
+        apart = [one for one in candidates if not any(one.dot.outputs[0] in region.every for region in regions)]
+        misses += [*_rearranged(graph, exponents, alive), *_in_parts(graph, apart)]
     return matches, misses
 
 
@@ -126,6 +131,55 @@ def _part(graph: Graph, matches: list[Match], regions: Sequence[Region], assume_
         others = frozenset(number for match in around if match is not matches[position] for number in match.replaced)
         with contained(regions[position].dot), suppress(Mismatch), bounded(graph):
             matches[position] = _match(graph, regions[position], assume_finite, before, others)
+
+
+def _rearranged(graph: Graph, exponents: Set[int], alive: Set[int]) -> Iterator[NearMiss]:
+    """Yields a near miss for logits whose rows are rearranged before the loss, in a way that does not move before the
+    product."""
+    left = _READINGS * len(graph.avals)
+    for node in graph.nodes:
+        if node.name not in _REARRANGES or node.outputs[0] not in exponents or left < 0:
+            continue
+        dot = _product_behind(graph, node.inputs[0])
+        if dot is None or not _may_give_logits(graph, dot):
+            continue
+        inside, ends = _flow(graph, node.outputs, alive)
+        left -= len(inside)
+        if any(graph.name(number) in ("exp", "exp2") for number in inside) and any(map(_picks, ends.values())):
+            reason = f"the loss reads the logits after {node.name} at {jaxprs.location(node.equation)}"
+            yield NearMiss("cross_entropy", jaxprs.location(dot.equation), reason, dot.outputs[0], ROWS_BEFORE)
+
+
+def _in_parts(graph: Graph, candidates: Sequence[_Candidate]) -> Iterator[NearMiss]:
+    """Yields a near miss for logits that are put together from parts before the loss."""
+    for candidate in candidates:
+        joined = next((n for number in candidate.inside if (n := _joined(graph, number)) is not None), None)
+        if joined is not None and any(map(_picks, candidate.ends.values())):
+            where = jaxprs.location(candidate.dot.equation)
+            reason = f"the loss reads logits that {joined.name} puts together at {jaxprs.location(joined.equation)}"
+            yield NearMiss("cross_entropy", where, reason, candidate.dot.outputs[0], ROWS_BEFORE)
+
+
+def _joined(graph: Graph, number: int) -> Node | None:
+    node = graph.definitions.get(number)
+    return node if node is not None and node.name in ("concatenate", "stack") else None
+
+
+def _product_behind(graph: Graph, number: int) -> Node | None:
+    """Returns the ``dot_general`` from which a value is computed by elementwise operations and layout."""
+    for _ in range(_FURTHEST):
+        node = graph.definitions.get(number)
+        if node is None or node.name == "dot_general":
+            return node
+        if not _flows(node):
+            return None
+        number = max(node.inputs, key=lambda n: math.prod(graph.shape(n)))
+    return None
+
+
+def _picks(node: Node) -> bool:
+    """Returns whether a node gathers one element of each row, as labels are picked."""
+    return node.name == "gather" and math.prod(node.params["slice_sizes"]) == 1
 
 
 def _region(graph: Graph, candidate: _Candidate, flows: Flows) -> Region | None:
@@ -389,7 +443,8 @@ def _passes(graph: Graph, region: Region, before: Set[int]) -> tuple[list[Match]
     found = passes(region, before)
     given = {number for part in found for number in part.results}
     given |= {number for number in before if not region.scope.depends(number)}
-    return found, (region.inside - region.shared) & surviving(graph, given)
+    asked = region.inside - region.shared
+    return found, asked & surviving(graph, given, least=min(asked, default=0))
 
 
 def _escape(graph: Graph, region: Region, left: Set[int]) -> str:

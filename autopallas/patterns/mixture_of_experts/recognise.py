@@ -216,7 +216,7 @@ def _with_backward(
     A program adds up the cotangents of a value that is read in several places. The sum is looked for first, then each
     cotangent by itself, in case something else is added in between.
     """
-    lookup = Lookup(graph) if drafts else None
+    lookup = Lookup.of(graph) if drafts else None
     for kind in _KINDS:
         waiting = {root: draft for root, draft in drafts.items() if root not in matches}
         searches: dict[int, _Search] = {}
@@ -249,7 +249,7 @@ def _with_loops_again(graph: Graph, drafts: dict[int, Draft], matches: dict[int,
     again = {root: draft for root, draft in drafts.items() if draft.loops and root in matches and not draft.escaped}
     if not again or not any(body.transposed or "checkpoint" in body.path for body in graph.numbers):
         return
-    lookup = Lookup(graph)
+    lookup = Lookup.of(graph)
     for kind in _KINDS:
         for root, draft in again.items():
             if matches[root].backwards:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopallas.kernels.attention import reference
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Results
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.spec import AttentionSpec, SideSpec, Weight
 from autopallas.sites.elementwise import Constant, ElementwiseProgram, Index, Instruction, Score, Side
@@ -281,15 +282,16 @@ def oracle(case: Case, dtype: Any) -> dict[str, np.ndarray]:
         spec = promoted_spec(case.spec(dtype))
 
         @jax.jit
-        def run(*operands: Any) -> Any:
-            out, logsumexp = reference.forward(spec, None, *operands)
-            return out, logsumexp, reference.backward(spec, None, *operands, out, logsumexp, dout)
+        def run(operands: Operands) -> Any:
+            found = reference.forward(spec, None, operands)
+            return found, reference.backward(spec, None, operands, found.residuals, Cotangents(dout))
 
-        return named(*run(query, key, value, sides, sink))
+        return named(*run(Operands(query, key, value, sides, sink)))
 
 
-def named(out: Any, logsumexp: Any, gradients: Any) -> dict[str, np.ndarray]:
+def named(results: Results, gradients: Gradients) -> dict[str, np.ndarray]:
     """Everything that an implementation returns, by name."""
+    out, (logsumexp,) = results
     dquery, dkey, dvalue, dsides, dsink = gradients
     found = {"out": out, "logsumexp": logsumexp, "dquery": dquery, "dkey": dkey, "dvalue": dvalue, "dsink": dsink}
     found |= {f"dside{n}": d for n, d in enumerate(dsides)}

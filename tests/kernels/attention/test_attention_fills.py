@@ -18,6 +18,7 @@ from autopallas.kernels.attention import fills, intervals, xla
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.fills import fill_of, mask_class, tile_states
 from autopallas.kernels.attention.intervals import Ranges
+from autopallas.kernels.attention.operands import Cotangents, Operands
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import causal, traced
 from autopallas.kernels.attention.schedule import schedule
@@ -195,9 +196,10 @@ def both(name: str, spec: AttentionSpec, sizes: BlockSizes) -> Any:
 
     @jax.jit
     def run(*given):
-        *read, dout = given
-        out, *rows = module.forward(spec, sizes, *read)
-        return out, rows, module.backward(spec, sizes, *read, out, rows[0], dout)
+        *arrays, dout = given
+        read = Operands(*arrays)
+        found = module.forward(spec, sizes, read)
+        return *found, module.backward(spec, sizes, read, found.residuals, Cotangents(dout))
 
     return run
 
@@ -289,13 +291,14 @@ def test_side_inputs(kind):
 def test_numerator_and_sum_apart():
     spec = replace(case_of("-1e9", query_length=37, key_length=37).spec(), statistics=())
     spec = replace(spec, statistics=(spec.score, (Weight("where", traced(lambda j: j % 2 == 0, KEY)),)))
-    *read, dout = operands(case_of("-1e9", query_length=37, key_length=37), "usual")
+    *arrays, dout = operands(case_of("-1e9", query_length=37, key_length=37), "usual")
+    read = Operands(*arrays)
     assert fill_of(spec) is not None
 
     def run(spec):
-        out, *rows = xla.forward(spec, BlockSizes(8, 8), *read)
-        dsums = [jnp.ones_like(rows[0])] * 2
-        return out, rows, xla.backward(spec, BlockSizes(8, 8), *read, out, rows[1], dout, dsums)
+        found = xla.forward(spec, BlockSizes(8, 8), read)
+        cotangents = Cotangents(dout, (jnp.ones_like(found.rows[0]),) * 2)
+        return found, xla.backward(spec, BlockSizes(8, 8), read, found.residuals, cotangents)
 
     found, wanted = (run(replace(spec, assume_finite=a)) for a in (True, False))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -315,11 +318,12 @@ def tiles_of(monkeypatch, case: Case, given: list[Any]) -> tuple[int, int]:
         return scores(*arguments)
 
     monkeypatch.setattr(xla, "_scores", counted)
-    *read, dout = given
-    out, logsumexp = xla.forward(case.spec(), BlockSizes(8, 8), *read)
+    *arrays, dout = given
+    read = Operands(*arrays)
+    found = xla.forward(case.spec(), BlockSizes(8, 8), read)
     jax.effects_barrier()
     forward, count[0] = count[0], 0
-    xla.backward(case.spec(), BlockSizes(8, 8), *read, out, logsumexp, dout)
+    xla.backward(case.spec(), BlockSizes(8, 8), read, found.residuals, Cotangents(dout))
     jax.effects_barrier()
     return forward, count[0]
 
@@ -373,10 +377,11 @@ def test_under_vmap():
     case = case_of("-1e9", batch=1, key_heads=1, query_length=37, key_length=37)
     several = [operands(case, kind) for kind in ("usual", "low scores", "a hidden value is NaN")]
     spec, sizes = case.spec(), BlockSizes(8, 8)
-    query, key, value = (jnp.stack([given[n] for given in several]) for n in range(3))
-    found = jax.vmap(partial(xla.forward, spec, sizes))(query, key, value)
+    stacked = Operands(*(jnp.stack([given[n] for given in several]) for n in range(3)))
+    found = jax.tree.leaves(jax.vmap(partial(xla.forward, spec, sizes))(stacked))
     for n, given in enumerate(several):
-        for a, b in zip(found, xla.forward(spec, sizes, *given[:3]), strict=True):
+        own = xla.forward(spec, sizes, Operands(*given[:3]))
+        for a, b in zip(found, jax.tree.leaves(own), strict=True):
             np.testing.assert_allclose(a[n], b, rtol=1e-5, atol=1e-5)
 
 

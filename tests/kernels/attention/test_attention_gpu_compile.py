@@ -15,6 +15,7 @@ from test_attention_implementations import BY_NAME
 from autopallas.compile.gpu import H100, Compiler, missing
 from autopallas.kernels.attention import gpu_block_sizes, gpu_forward, pallas_gpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Operands, Residuals
 from autopallas.kernels.attention.tuned_block_sizes import TABLE
 
 pytestmark = pytest.mark.skipif(
@@ -43,15 +44,16 @@ def sized(name: str, size: int, lengths: tuple[int, int] = WHOLE) -> Case:
 def check(compiler, case, dtype, sizes, backward):
     """The forward, or the backward alone, and what it takes of registers and memories."""
     spec = case.spec(dtype)
-    operands = jax.eval_shape(lambda: case.operands(dtype))
-    rows = jax.ShapeDtypeStruct(operands[0].shape[:-1], jnp.float32)
+    *types, out = jax.eval_shape(lambda: case.operands(dtype))
+    operands = Operands(*types)
+    logsumexp = jax.ShapeDtypeStruct(out.shape[:-1], jnp.float32)
 
-    def run(query, key, value, sides, sink, dout, logsumexp):
+    def run(operands, residuals, cotangents):
         if not backward:
-            return pallas_gpu.forward(spec, sizes, query, key, value, sides, sink)
-        return pallas_gpu.backward(spec, sizes, query, key, value, sides, sink, dout, logsumexp, dout)
+            return pallas_gpu.forward(spec, sizes, operands)
+        return pallas_gpu.backward(spec, sizes, operands, residuals, cotangents)
 
-    found = compiler.compile(run, (*operands, rows))
+    found = compiler.compile(run, (operands, Residuals(out, logsumexp), Cotangents(out)))
     print(f"\n{spec} {sizes}", *found.kernels, f"temporary memory {found.temporary_bytes}", sep="\n  ")
     assert found.faults() == ()
     for kernel in found.kernels:
@@ -66,7 +68,7 @@ def check(compiler, case, dtype, sizes, backward):
         estimate = gpu_block_sizes.shared_memory(spec, which, tiles)
         assert abs(estimate / kernel.shared_bytes - 1) <= 0.25, f"{which}: {estimate} of {kernel.shared_bytes}"
     # Copies of operands that are padded or turned; the scores, 2 heads of which would be more, are never there.
-    arrays = [*operands[:3], *operands[3], *((operands[0],) * 3 if backward else ())]
+    arrays = [*operands[:3], *operands.sides, *((operands.query,) * 3 if backward else ())]
     assert found.temporary_bytes <= 3 * sum(a.size * a.dtype.itemsize for a in arrays) + 2**20
     return found
 
@@ -121,9 +123,9 @@ def test_the_compiler_takes_every_entry_of_the_table(compiler, sizes, backward):
 
 def test_statistics_are_a_kernel_without_values(compiler):
     case = sized("causal", 128)
-    spec, operands = case.spec(BF16), jax.eval_shape(lambda: case.operands(BF16))
+    spec, (*types, _) = case.spec(BF16), jax.eval_shape(lambda: case.operands(BF16))
 
-    def run(query, key):
-        return gpu_forward.statistics(spec, BlockSizes(128, 128), query, key, (), None)
+    def run(operands):
+        return gpu_forward.statistics(spec, BlockSizes(128, 128), operands)
 
-    assert compiler.compile(run, operands[:2]).faults() == ()
+    assert compiler.compile(run, (Operands(*types),)).faults() == ()

@@ -14,6 +14,7 @@ from attention_cases import CASES, KEY, QUERY, SCORE, Case, errors, named, oracl
 
 from autopallas.kernels.attention import reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Results
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.spec import Weight
@@ -33,21 +34,29 @@ MIXED = (
 
 def computed(module: ModuleType, case: Case, dtype: Any, sizes: BlockSizes, **changes: Any) -> dict[str, np.ndarray]:
     spec = case.spec(dtype, **changes)
-    query, key, value, sides, sink, dout = case.operands(dtype)
+    *arrays, dout = case.operands(dtype)
+    operands = Operands(*arrays)
 
     @jax.jit
-    def run(*operands: Any) -> Any:
-        out, logsumexp = module.forward(spec, sizes, *operands)
-        return out, logsumexp, module.backward(spec, sizes, *operands, out, logsumexp, dout)
+    def run(operands: Operands) -> Any:
+        return both(module, spec, sizes, operands, Cotangents(dout))
 
-    out, logsumexp, gradients = run(query, key, value, sides, sink)
-    assert out.dtype == spec.result_dtype
-    assert logsumexp.dtype == spec.accumulation_dtype
-    for gradient, operand in zip(gradients[:3], (query, key, value), strict=True):
+    results, gradients = run(operands)
+    assert results.out.dtype == spec.result_dtype
+    assert [x.dtype for x in results.rows] == [spec.accumulation_dtype]
+    for gradient, operand in zip(gradients[:3], operands[:3], strict=True):
         assert gradient.dtype == operand.dtype
-    for gradient, operand, side in zip(gradients[3], sides, spec.sides, strict=True):
+    for gradient, operand, side in zip(gradients.sides, operands.sides, spec.sides, strict=True):
         assert gradient.dtype == operand.dtype if side.differentiable else gradient is None
-    return named(out, logsumexp, gradients)
+    return named(results, gradients)
+
+
+def both(
+    module: ModuleType, spec: Any, sizes: BlockSizes | None, operands: Operands, cotangents: Cotangents
+) -> tuple[Results, Gradients]:
+    """The forward's results, and the gradients that the backward makes of its residuals."""
+    results = module.forward(spec, sizes, operands)
+    return results, module.backward(spec, sizes, operands, results.residuals, cotangents)
 
 
 class AttentionImplementation:
@@ -124,7 +133,7 @@ class AttentionImplementation:
         self.require(module, spec)
         weights = jnp.abs(weights).at[:, :, :, 5].set(0).at[:, :, :, :, 0].add(1).at[:, :, :, 7:].multiply(1e-3)
         weights = weights.at[:, :, :, 5].set(0)
-        out, _ = module.forward(spec, self.sizes, query, key, value, (weights,))
+        out = module.forward(spec, self.sizes, Operands(query, key, value, (weights,))).out
         assert np.all(np.isnan(np.asarray(out, np.float32)[:, :, :, 5]))
         assert np.all(np.isfinite(np.asarray(out, np.float32)[:, :, :, 6:]))
 
@@ -140,17 +149,13 @@ class AttentionImplementation:
         operands = [x.astype(d) for x, d in zip((query, key + 64, value + 8), dtypes, strict=True)]
 
         @jax.jit
-        def run(query: Any, key: Any, value: Any) -> Any:
-            out, logsumexp = module.forward(spec, self.sizes, query, key, value)
-            gradients = module.backward(spec, self.sizes, query, key, value, (), None, out, logsumexp, dout)
-            return out, logsumexp, gradients
+        def run(*given: Any) -> Any:
+            return both(module, spec, self.sizes, Operands(*given), Cotangents(dout))
 
         with jax.enable_x64(True):
             wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (*operands, dout)]
-            double = promoted_spec(spec)
-            out, logsumexp = reference.forward(double, None, *wide[:3])
-            gradients = reference.backward(double, None, *wide[:3], (), None, out, logsumexp, wide[3])
-            wanted = named(out, logsumexp, gradients)
+            double, cotangents = promoted_spec(spec), Cotangents(wide[3])
+            wanted = named(*both(reference, double, None, Operands(*wide[:3]), cotangents))
         found = named(*run(*operands))
         result_dtypes = dict(zip(("dquery", "dkey", "dvalue"), dtypes, strict=True))
         for name, value in wanted.items():
@@ -173,7 +178,7 @@ class AttentionImplementation:
         query, key, value, *_ = case.operands()
         value = value.at[:, :, -1].set(jnp.nan)
         spec = case.spec(assume_finite=False)
-        out, _ = module.forward(spec, self.sizes, query, key, value)
+        out = module.forward(spec, self.sizes, Operands(query, key, value)).out
         assert jnp.all(jnp.isnan(out))
 
     @pytest.mark.parametrize(
@@ -199,24 +204,20 @@ class AttentionImplementation:
         answer = module.supports(spec, Device.current())
         if isinstance(answer, Unsupported):
             pytest.skip(f"{self.name}: {answer.reason}")
-        query, key, value, sides, sink, dout = case.operands()
+        *arrays, dout = case.operands()
 
-        def run(module, spec, sizes, dout, *operands):
-            out, *rows = module.forward(spec, sizes, *operands)
-            return (
-                out,
-                *rows,
-                *module.backward(spec, sizes, *operands, out, rows[1], dout, (jnp.sin(rows[0]), jnp.cos(rows[2]))),
-            )
+        def run(module, spec, sizes, operands, dout):
+            out, rows = results = module.forward(spec, sizes, operands)
+            cotangents = Cotangents(dout, (jnp.sin(rows[0]), jnp.cos(rows[2])))
+            return (out, *rows, *module.backward(spec, sizes, operands, results.residuals, cotangents))
 
-        found = run(module, spec, self.sizes, dout, query, key, value, sides, sink)
+        found = run(module, spec, self.sizes, Operands(*arrays), dout)
         with jax.enable_x64(True):
 
             def wide(x: Any) -> Any:
                 return jnp.asarray(np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x)
 
-            operands = jax.tree.map(wide, (dout, query, key, value, sides, sink))
-            wanted = run(reference, promoted_spec(spec), None, *operands)
+            wanted = run(reference, promoted_spec(spec), None, *jax.tree.map(wide, (Operands(*arrays), dout)))
         assert len(found) == len(wanted) == 1 + spec.row_results + 5
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             largest, mean = errors(np.asarray(a, np.float64), np.asarray(b))
@@ -229,8 +230,8 @@ class AttentionImplementation:
 
         @jax.jit
         def step(query, dout):
-            out, logsumexp = module.forward(spec, self.sizes, query, key, value)
-            return out, module.backward(spec, self.sizes, query, key, value, (), None, out, logsumexp, dout)[1]
+            results, gradients = both(module, spec, self.sizes, Operands(query, key, value), Cotangents(dout))
+            return results.out, gradients.key
 
         queries, douts = jnp.stack([query, -query]), jnp.stack([dout, dout])
         mapped = jax.jit(jax.vmap(step))(queries, douts)
@@ -244,7 +245,8 @@ class AttentionImplementation:
         case = BY_NAME["causal"]
         with jax.enable_x64(True):
             query, key, value, *_ = case.operands(jnp.float64)
-            out, logsumexp = module.forward(promoted_spec(case.spec()), self.sizes, query, key, value)
+            spec = promoted_spec(case.spec())
+            out, (logsumexp,) = module.forward(spec, self.sizes, Operands(query, key, value))
             assert out.dtype == logsumexp.dtype == np.float64
             scores = np.einsum("bkgtd,bksd->bkgts", query, key) * 0.3
             scores = np.where(np.tri(32, dtype=bool), scores, -np.inf)
@@ -262,9 +264,8 @@ class TestXla(AttentionImplementation):
         operands = case.operands()[:3]
         dout = case.operands()[5]
 
-        def run(query, key, value):
-            out, logsumexp = module.forward(spec, sizes, query, key, value)
-            return module.backward(spec, sizes, query, key, value, (), None, out, logsumexp, dout)[:3]
+        def run(*given):
+            return both(module, spec, sizes, Operands(*given), Cotangents(dout))[1]
 
         temporary = jax.jit(run).lower(*operands).compile().memory_analysis().temp_size_in_bytes
         assert temporary < 512 * 512 * 4 / 2

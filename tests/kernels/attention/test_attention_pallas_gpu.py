@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import SCORE, Case, errors, named, oracle, traced
-from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, computed
+from test_attention_implementations import BY_NAME, TOLERANCES, AttentionImplementation, both, computed
 
 from autopallas import compat
 from autopallas.kernels.attention import gpu_block_sizes, pallas_gpu, reference
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.gpu_elements import primitives, scale_of
 from autopallas.kernels.attention.gpu_grid import Visits
+from autopallas.kernels.attention.operands import Cotangents, Operands
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.schedule import edges
 from autopallas.kernels.attention.spec import Weight
@@ -96,7 +97,8 @@ class TestPallasGpu(AttentionImplementation):
         case = BY_NAME["causal"]
         query, key, value, *_ = case.operands(BF16)
         value = value.at[:, :, -1].set(jnp.nan)
-        out, _ = module.forward(case.spec(BF16, assume_finite=False), self.sizes, query, key, value)
+        spec = case.spec(BF16, assume_finite=False)
+        out = module.forward(spec, self.sizes, Operands(query, key, value)).out
         assert jnp.all(jnp.isnan(out))
 
     def test_works_under_vmap_and_scan(self, module):
@@ -250,11 +252,10 @@ def test_gradients_of_float16_are_neither_lost_nor_out_of_range(exponent):
         pytest.skip("one of the cases that make check-gpu runs")
     dtype, factor = np.dtype(np.float16), 2.0**exponent
     case = replace(BY_NAME["bias"], batch=1, key_heads=1, query_length=70, key_length=70)
-    spec, (*operands, dout) = case.spec(dtype), case.operands(dtype)
+    spec, (*arrays, dout) = case.spec(dtype), case.operands(dtype)
     with racing():
-        out, logsumexp = pallas_gpu.forward(spec, SIZES, *operands)
-        found = pallas_gpu.backward(spec, SIZES, *operands, out, logsumexp, dout * dtype.type(factor))
-    gradients = {name: x / factor for name, x in named(out, logsumexp, found).items()}
+        found = both(pallas_gpu, spec, SIZES, Operands(*arrays), Cotangents(dout * dtype.type(factor)))
+    gradients = {name: x / factor for name, x in named(*found).items()}
     for name, value in oracle(case, dtype).items():
         if name.startswith("d"):
             assert errors(gradients[name], value)[0] <= TOLERANCES["float16"][1], name

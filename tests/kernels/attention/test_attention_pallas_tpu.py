@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import KEY, QUERY, SCORE, Case, causal, errors
-from test_attention_implementations import BY_NAME, AttentionImplementation, computed
+from test_attention_implementations import BY_NAME, AttentionImplementation, both, computed
 
 import autopallas
 from autopallas.errors import UnsupportedError
 from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Operands
 from autopallas.kernels.attention.operation import OPERATION
 from autopallas.kernels.attention.programs import traced
 from autopallas.kernels.attention.tiles import DEAD
@@ -89,9 +90,9 @@ class TestPallasTpu(AttentionImplementation):
         AttentionImplementation.check(self, module, case, "bfloat16", BlockSizes(128, 128))
         for dtype in (jnp.bfloat16, jnp.float32):
             spec = case.spec(dtype)
-            query, key, value, sides, sink, _ = jax.eval_shape(lambda dtype=dtype: case.operands(dtype))
+            *types, _ = jax.eval_shape(lambda dtype=dtype: case.operands(dtype))
             run = partial(module.forward, spec, BlockSizes(128, 128))
-            assert ("exp2" in str(jax.make_jaxpr(run)(query, key, value, sides, sink))) == (dtype == jnp.bfloat16)
+            assert ("exp2" in str(jax.make_jaxpr(run)(Operands(*types)))) == (dtype == jnp.bfloat16)
 
     def test_float64_stays_float64(self, module):
         pytest.skip("pallas_tpu: TPUs do not compute with float64")
@@ -186,14 +187,14 @@ def test_what_mosaic_lacks_is_refused_before_any_compile():
 @pytest.mark.parametrize("name", BY_NAME if FULL_GRID else LOWERED)
 def test_cases_are_lowered_for_a_tpu(name):
     case = larger(BY_NAME[name])
-    spec, operands = case.spec(jnp.bfloat16), jax.eval_shape(lambda: case.operands(jnp.bfloat16))
+    spec, types = case.spec(jnp.bfloat16), jax.eval_shape(lambda: case.operands(jnp.bfloat16))
 
-    def run(query: Any, key: Any, value: Any, sides: Any, sink: Any, dout: Any) -> Any:
-        out, logsumexp = pallas_tpu.forward(spec, SIZES, query, key, value, sides, sink)
-        return pallas_tpu.backward(spec, SIZES, query, key, value, sides, sink, out, logsumexp, dout)
+    def run(*given: Any) -> Any:
+        *arrays, dout = given
+        return both(pallas_tpu, spec, SIZES, Operands(*arrays), Cotangents(dout))[1]
 
     with Device("tpu", "TPU v5 lite").lowered():
-        text = jax.jit(run).trace(*operands).lower(lowering_platforms=("tpu",)).as_text()
+        text = jax.jit(run).trace(*types).lower(lowering_platforms=("tpu",)).as_text()
     for kernel in ("tpu", "tpu_backward_query", "tpu_backward_key_value"):
         assert f'kernel_name = "autopallas_attention_{kernel}"' in text
 

@@ -17,6 +17,7 @@ from autopallas.compile.tpu import GENERATIONS, Compiler, missing
 from autopallas.kernels import tpu
 from autopallas.kernels.attention import pallas_tpu
 from autopallas.kernels.attention.block_sizes import BlockSizes
+from autopallas.kernels.attention.operands import Cotangents, Operands
 from autopallas.kernels.attention.tpu_block_sizes import candidates, default, fitting, vmem_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -48,9 +49,11 @@ def both(case: Case, dtype: Any, sizes: BlockSizes | None, generation: tpu.Gener
     spec = case.spec(dtype)
     sizes = sizes or default(spec, generation)
 
-    def run(query: Any, key: Any, value: Any, sides: Any, sink: Any, dout: Any) -> Any:
-        out, logsumexp = pallas_tpu.forward(spec, sizes, query, key, value, sides, sink)
-        return out, pallas_tpu.backward(spec, sizes, query, key, value, sides, sink, out, logsumexp, dout)
+    def run(*given: Any) -> Any:
+        *arrays, dout = given
+        operands = Operands(*arrays)
+        found = pallas_tpu.forward(spec, sizes, operands)
+        return found.out, pallas_tpu.backward(spec, sizes, operands, found.residuals, Cotangents(dout))
 
     return run, jax.eval_shape(lambda: case.operands(dtype))
 
