@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopallas.compat import ArrayFunction
 from autopallas.kernels.recurrence.products import halved_products, segment_products
 
 __all__ = ["Recurrence", "chunked"]
@@ -34,6 +33,8 @@ class Recurrence(NamedTuple):
       key, query: [T, G, J, N].
       value: [T, G, H, P].
       initial: [G, H, N, P].
+      excess: the decay minus one, where that is known more exactly than from the rounded decay. It has no derivative of
+        its own: that of the decay stands for both.
     """
 
     decay: Array
@@ -41,6 +42,7 @@ class Recurrence(NamedTuple):
     value: Array
     query: Array
     initial: Array
+    excess: Array | None = None
 
 
 def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
@@ -60,17 +62,19 @@ def chunked(given: Recurrence, chunk: int, before: bool) -> tuple[Array, Array]:
             key=_lengthened(given.key, missing, 0),
             value=_lengthened(given.value, missing, 0),
             query=_lengthened(given.query, missing, 0),
+            excess=None if given.excess is None else _lengthened(given.excess, missing, 0),
         )
     if given.decay.ndim == 4:
         heads = given.value.shape[2]
         shape = (*given.key.shape[:2], heads, given.key.shape[3])
         given = given._replace(key=jnp.broadcast_to(given.key, shape), query=jnp.broadcast_to(given.query, shape))
-    y, last = _chunked(before, given._replace(**{n: _split(getattr(given, n), chunk) for n in _OF_STEPS}))
+    split = {n: _split(x, chunk) for n in _OF_STEPS if (x := getattr(given, n)) is not None}
+    y, last = _chunked(before, given._replace(**split))
     y = jnp.moveaxis(y, 3, 1)
     return y.reshape(-1, *y.shape[2:])[:steps], last
 
 
-_OF_STEPS = ("decay", "key", "value", "query")
+_OF_STEPS = ("decay", "key", "value", "query", "excess")
 
 
 def _lengthened(x: Array, count: int, value: float) -> Array:
@@ -87,7 +91,9 @@ def _chunked(before: bool, given: Recurrence) -> tuple[Array, Array]:
     """Computes the same with arrays whose steps are split into chunks: [T / C, G, H, C, ...]."""
     kind = _Channels if given.decay.ndim == 5 else _Heads
     last, y = lax.scan(
-        lambda state, own: kind.step(before, state, own), given.initial, (kind.prepared(given.decay), *given[1:4])
+        lambda state, own: kind.step(before, state, own),
+        given.initial,
+        (kind.prepared(given.decay, given.excess), *given[1:4]),
     )
     return y, last
 
@@ -99,23 +105,25 @@ def _forward(before: bool, given: Recurrence) -> tuple[tuple[Array, Array], Recu
 def _backward(before: bool, given: Recurrence, cotangents: tuple[Array, Array]) -> tuple[Recurrence]:
     dy, dlast = cotangents
     kind = _Channels if given.decay.ndim == 5 else _Heads
-    decays = kind.prepared(given.decay)
+    decays = kind.prepared(given.decay, given.excess)
 
-    def enter(state: Array, own: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    def enter(state: Array, own: tuple[_Decays, Array, Array]) -> tuple[Array, Array]:
         return kind.advance(state, *own), state
 
     _, states = lax.scan(enter, given.initial, (decays, given.key, given.value))
     dinitial, found = lax.scan(
         lambda dstate, own: kind.step_transposed(before, dstate, *own),
         dlast,
-        (given.decay, decays, *given[1:4], states, dy),
+        (decays, *given[1:4], states, dy),
         reverse=True,
     )
-    return (Recurrence(*found, dinitial),)
+    return (Recurrence(*found, dinitial, None if given.excess is None else jnp.zeros_like(given.excess)),)
 
 
 _chunked.defvjp(_forward, _backward)
 
+_Decays: TypeAlias = tuple[Array, Array | None]
+"""What the products of a chunk's decays are computed from: the decays and what they exceed one by, or the products."""
 _Gradients: TypeAlias = tuple[Array, Array, Array, Array]
 """Cotangents of decay, key, value and query of one chunk."""
 
@@ -127,26 +135,28 @@ class _Heads:
     """
 
     @staticmethod
-    def prepared(decay: Array) -> Array:
+    def prepared(decay: Array, excess: Array | None) -> _Decays:
         """Returns the segment products [T / C, G, H, C, C + 1] of [T / C, G, H, C]."""
-        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0)), (0, 1), (3, 4))
+        further = None if excess is None else jnp.moveaxis(excess, 3, 0)
+        return jnp.moveaxis(segment_products(jnp.moveaxis(decay, 3, 0), further), (0, 1), (3, 4)), None
 
     @staticmethod
-    def advance(state: Array, products: Array, key: Array, value: Array) -> Array:
+    def advance(state: Array, decays: _Decays, key: Array, value: Array) -> Array:
         """Returns the state after the chunk."""
+        products, _ = decays
         weighted = value * products[..., -1, 1:, None]
         added = _einsum("gjsn,ghsp->ghnp" if key.shape[1] == 1 else "ghsn,ghsp->ghnp", key, weighted)
         return products[..., -1, :1, None] * state + added
 
     @classmethod
-    def step(cls, before: bool, state: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+    def step(cls, before: bool, state: Array, own: tuple[_Decays, Array, Array, Array]) -> tuple[Array, Array]:
         """Returns (the state after the chunk, y)."""
-        products, key, value, query = own
+        (products, _), key, value, query = own
         seen = cls._seen(before, products)
         scores = _einsum("gjtn,gjsn->gjts", query, key)
         y = _einsum("ghts,ghsp->ghtp", scores * seen[..., 1:], value)
         y += seen[..., :1] * cls._of_rows(query, state)
-        return cls.advance(state, products, key, value), y
+        return cls.advance(state, own[0], key, value), y
 
     @staticmethod
     def _seen(before: bool, products: Array) -> Array:
@@ -162,10 +172,11 @@ class _Heads:
 
     @classmethod
     def step_transposed(
-        cls, before: bool, dstate: Array, decay: Array, products: Array, key: Array, value: Array, query: Array,
-        state: Array, dy: Array,
+        cls, before: bool, dstate: Array, decays: _Decays, key: Array, value: Array, query: Array, state: Array,
+        dy: Array,
     ) -> tuple[Array, _Gradients]:  # fmt: skip
         """Returns (the cotangent of the state before the chunk, those of the arrays)."""
+        products, _ = decays
         shared = key.shape[1] == 1
         seen = cls._seen(before, products)
         scores = _einsum("gjtn,gjsn->gjts", query, key)
@@ -214,21 +225,22 @@ class _Channels:
     """
 
     @staticmethod
-    def prepared(decay: Array) -> Array:
-        """Returns the decays: a chunk's products are computed where they are needed."""
-        return decay
+    def prepared(decay: Array, excess: Array | None) -> _Decays:
+        """Returns the decays and what they exceed one by: a chunk's products are computed where they are needed."""
+        return decay, excess
 
     @classmethod
-    def advance(cls, state: Array, decay: Array, key: Array, value: Array) -> Array:
+    def advance(cls, state: Array, decays: _Decays, key: Array, value: Array) -> Array:
         """Returns the state after the chunk."""
-        _, ends, total = halved_products(decay, False)
+        decay, excess = decays
+        _, ends, total = halved_products(decay, False, excess)
         return total[..., None] * state + _einsum("ghsn,ghsp->ghnp", key * ends.to_middle, value)
 
     @classmethod
-    def step(cls, before: bool, state: Array, own: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+    def step(cls, before: bool, state: Array, own: tuple[_Decays, Array, Array, Array]) -> tuple[Array, Array]:
         """Returns (the state after the chunk, y)."""
-        decay, key, value, query = own
-        levels, ends, total = halved_products(decay, before)
+        (decay, excess), key, value, query = own
+        levels, ends, total = halved_products(decay, before, excess)
         own_steps = jnp.zeros_like(query[..., :1]) if before else jnp.sum(query * key, -1, keepdims=True)
         scores = own_steps[..., None]  # [G, H, C, 1, 1], of blocks of one step
         for level in levels:
@@ -246,15 +258,20 @@ class _Channels:
 
     @classmethod
     def step_transposed(
-        cls, before: bool, dstate: Array, decay: Array, _: Array, key: Array, value: Array, query: Array,
-        state: Array, dy: Array,
+        cls, before: bool, dstate: Array, decays: _Decays, key: Array, value: Array, query: Array, state: Array,
+        dy: Array,
     ) -> tuple[Array, _Gradients]:  # fmt: skip
         """Returns (the cotangent of the state before the chunk, those of the arrays)."""
-        own = (decay, key, value, query)
-        step: ArrayFunction = functools.partial(cls.step, before)
-        _, pull = jax.vjp(step, state, own)
-        found: tuple[Array, _Gradients] = pull((dstate, dy))
-        return found
+        decay, excess = decays
+
+        def step(state: Array, decay: Array, *own: Array) -> tuple[Array, Array]:
+            key, value, query = own
+            return cls.step(before, state, ((decay, excess), key, value, query))
+
+        _, pull = jax.vjp(step, state, decay, key, value, query)
+        dbefore, *found = pull((dstate, dy))
+        ddecay, dkey, dvalue, dquery = found
+        return dbefore, (ddecay, dkey, dvalue, dquery)
 
 
 def _parted(x: Array, half: int) -> tuple[Array, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from string import ascii_letters
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from jax import lax
 from autopallas.compat import JaxprAtom, JaxprEqn, Var
 from autopallas.kernels.recurrence.chunks import Recurrence, chunked
 from autopallas.kernels.recurrence.loop import AllSteps, Loop
+from autopallas.kernels.recurrence.products import times
 from autopallas.kernels.recurrence.structure import Axes, Factor, Known, Labels, MatrixState, Readout, Term
 from autopallas.sites.spec import Dtype
 
@@ -182,6 +184,9 @@ class _State:
         inner = rows if state.by_channel else ()
         decay = sum(self._array(term, (*heads, *inner)) for term in state.decay)
         decay = self._grouped(jnp.asarray(decay), state.groups, state.heads, *([rows] if inner else []))
+        excess = self._excess((*heads, *inner))
+        if excess is not None:
+            excess = self._grouped(excess, state.groups, state.heads, *([rows] if inner else []))
         key = self._grouped(self._array(state.key, (*state.groups, *rows)), state.groups, (), rows)
         value = self._grouped(self._array(state.value, (*heads, *columns)), state.groups, state.heads, columns)
         axes = (*heads, *rows, *columns)
@@ -194,7 +199,7 @@ class _State:
             found = self._free(readout)
             for before, query, further in readout.queries:
                 q = self._grouped(self._array(query, (*state.groups, *rows)), state.groups, (), rows)
-                y, last = chunked(Recurrence(decay, key, value, q, first), chunk, before)
+                y, last = chunked(Recurrence(decay, key, value, q, first, excess), chunk, before)
                 y = y.reshape(y.shape[0], *(self.sizes[a] for a in (*heads, *columns)))
                 found = found + self._in_axes(y, (*heads, *columns), readout.axes) * self._spread(further, readout)
             aval = variables[readout.variable].aval
@@ -202,6 +207,37 @@ class _State:
             self.steps.varying[variables[readout.variable]] = jnp.broadcast_to(found, shape).astype(aval.dtype)
         last = last.reshape([self.sizes[a] for a in axes]).transpose([axes.index(a) for a in own])
         return last.reshape(self.steps.first[state.carry].shape).astype(self.steps.first[state.carry].dtype)
+
+    def _excess(self, labels: Labels) -> Array | None:
+        """Returns the decay minus one as exactly as its terms have it; None where the decay itself is as exact.
+
+        A decay such as ``1 - a`` or ``1 / (1 + a)`` loses digits of a small ``a`` where it is rounded.
+        """
+        terms = self.state.decay
+        if len(terms) == 1 and len(terms[0].factors) == 1 and terms[0].coefficient == 1:
+            if not terms[0].factors[0].inverse:
+                return None
+        if len(terms) == 1 and terms[0].labels <= set(labels):
+            return lax.stop_gradient(self._excess_of_product(terms[0], labels))
+        whole = sum(term.coefficient for term in terms if not term.factors)
+        found = jnp.full((1,) * (1 + len(labels)), whole - 1, self.dtype)
+        rest = [term for term in terms if term.factors]
+        for term in sorted(rest, key=lambda term: any(factor.case is None for factor in term.factors)):
+            found = found + self._array(term, labels)  # selections, which sum up to whole numbers, come first
+        return lax.stop_gradient(found)
+
+    def _excess_of_product(self, term: Term, labels: Labels) -> Array:
+        """Returns a product of factors, minus one."""
+        shape = (1,) * (1 + len(labels))
+        product = jnp.full(shape, term.coefficient, self.dtype)
+        excess = jnp.full(shape, term.coefficient - 1, self.dtype)
+        for factor in term.factors:
+            own = self._array(Term(1.0, (replace(factor, inverse=False),)), labels)
+            further = own - 1
+            if factor.inverse:
+                own, further = 1 / own, -further / own
+            product, excess = times(product, excess, own, further)
+        return excess
 
     def _extent(self, labels: Labels) -> int:
         return math.prod(self.sizes[a] for a in labels)
@@ -245,7 +281,7 @@ class _State:
         found = jnp.asarray(term.coefficient, self.dtype)
         if arrays:
             product = jnp.einsum(
-                f"{','.join(subscripts)}->{result}", *arrays, precision=lax.Precision.HIGHEST, optimize="optimal"
+                f"{','.join(subscripts)}->{result}", *arrays, precision=lax.Precision.HIGHEST, optimize="auto"
             )
             found = product if term.coefficient == 1 else found * product
         sizes = iter(found.shape[1:] if varying else found.shape)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Halves", "halved_products", "segment_products"]
+__all__ = ["Halves", "halved_products", "segment_products", "times"]
 
 Array: TypeAlias = jax.Array
 
@@ -21,11 +21,12 @@ _NEAR_ONE = 0.5
 """Distance from one within which a product is carried as its difference from one."""
 
 
-def segment_products(decay: Array) -> Array:
+def segment_products(decay: Array, excess: Array | None = None) -> Array:
     """Returns the products of the decays of each segment of a chunk.
 
     Args:
       decay: [C, ...], the decay of each step.
+      excess: its difference from one, where that is known more exactly than from the decay.
 
     Returns:
       [C, C + 1, ...]: element (t, s) is ``decay[s] * ... * decay[t]``: the factor from before step s to after step t.
@@ -34,22 +35,23 @@ def segment_products(decay: Array) -> Array:
     count, rest = decay.shape[0], decay.shape[1:]
     places = jnp.arange(count + 1).reshape(-1, *(1 for _ in rest))
 
-    def row(before: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def row(before: tuple[Array, Array], given: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         product, excess = before
-        factor, step = given
+        factor, further, step = given
         begins = places == step + 1
-        product, excess = _times(product, excess, factor, factor - 1)
+        product, excess = times(product, excess, factor, further)
         product = jnp.where(begins, jnp.ones_like(product), product)
         excess = jnp.where(begins, jnp.zeros_like(excess), excess)
         return (product, excess), product
 
     first = jnp.broadcast_to((places == 0).astype(decay.dtype), (count + 1, *rest))
-    _, rows = lax.scan(row, (first, first - 1), (decay, jnp.arange(count)))
+    excess = decay - 1 if excess is None else excess
+    _, rows = lax.scan(row, (first, first - 1), (decay, excess, jnp.arange(count)))
     return rows
 
 
 @jax.custom_jvp
-def _times(product: Array, excess: Array, factor: Array, further: Array) -> tuple[Array, Array]:
+def times(product: Array, excess: Array, factor: Array, further: Array) -> tuple[Array, Array]:
     """Multiplies ``product``, which is ``1 + excess``, by ``factor``, which is ``1 + further``."""
     summed = further + excess + excess * further
     near = jnp.abs(summed) < _NEAR_ONE
@@ -57,11 +59,11 @@ def _times(product: Array, excess: Array, factor: Array, further: Array) -> tupl
     return exact, jnp.where(near, summed, exact - 1)
 
 
-@_times.defjvp
+@times.defjvp
 def _(given: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """The derivative of the product; an excess is only another form of it, and has none."""
     product, _, factor, _ = given
-    found = _times(*given)
+    found = times(*given)
     return found, (product * tangents[2] + factor * tangents[0], jnp.zeros_like(found[1]))
 
 
@@ -77,12 +79,13 @@ class Halves(NamedTuple):
     from_middle: Array
 
 
-def halved_products(decay: Array, before: bool) -> tuple[list[Halves], Halves, Array]:
+def halved_products(decay: Array, before: bool, excess: Array | None = None) -> tuple[list[Halves], Halves, Array]:
     """Splits the segments of a chunk at the middles of blocks of 2, 4, 8, ... steps: each is a product of two parts.
 
     Args:
       decay: [..., C, N], the decays of a chunk; C is a power of two.
       before: whether segments end before the last step that they are for, and not after it.
+      excess: the difference of the decays from one, where that is known more exactly than from them.
 
     Returns:
       (those of the blocks of 2, 4, ..., C steps; those of a middle at the end and at the beginning of the chunk; the
@@ -90,7 +93,7 @@ def halved_products(decay: Array, before: bool) -> tuple[list[Halves], Halves, A
     """
     one = jnp.ones_like(decay)[..., None, :]  # blocks of one step
     own = decay[..., None, :]
-    total = _Product(own, own - 1)
+    total = _Product(own, own - 1 if excess is None else excess[..., None, :])
     reach = _Product(one, one - 1) if before else total
     rest = _Product(one, one - 1)
     levels: list[Halves] = []
@@ -115,7 +118,7 @@ class _Product(NamedTuple):
         return _Product(parts[0][0], parts[1][0]), _Product(parts[0][1], parts[1][1])
 
     def times(self, other: _Product) -> _Product:
-        return _Product(*_times(*self, *other))
+        return _Product(*times(*self, *other))
 
     def joined(self, other: _Product) -> _Product:
         """Returns blocks of twice the length."""

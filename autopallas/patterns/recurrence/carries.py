@@ -114,6 +114,8 @@ def _check_diagonal(found: Interpretation, place: int) -> None:
         own = {label for label in part.carried.axes if label is not None}
         if part.carried.after or part.carried.place != place:
             raise Mismatch("a carried value is added to another one")
+        if part.carried.rounded:
+            raise Mismatch("the state is rounded to a narrower type from step to step")
         if own & part.summed:
             raise Mismatch("the state is multiplied by a matrix from step to step")
         if part.carried.axes != value.axes:
@@ -131,7 +133,7 @@ def matrix_states(step: Step, carries: Carries) -> tuple[list[MatrixState], list
     others: list[int] = []
     for place in carries.states:
         try:
-            states.append(_Matrix(carries.interpretation, place, number).state(wanted))
+            states.append(_Matrix(step, carries.interpretation, place, number).state(wanted))
         except Mismatch:
             others.append(place)
     return states, others
@@ -161,12 +163,13 @@ def _readouts(step: Step, carries: Carries) -> list[Var]:
 class _Matrix:
     """One state, as a matrix whose rows are summed over where it is read."""
 
-    def __init__(self, found: Interpretation, place: int, number: dict[Var, int]):
+    def __init__(self, step: Step, found: Interpretation, place: int, number: dict[Var, int]):
         self.found, self.place, self.number = found, place, number
         value = found.updates[place]
         assert isinstance(value, Sum)
         self.value = value
         self.own = {label for label in value.axes if label is not None}
+        self.is_real = bool(jnp.issubdtype(step.carries[place].aval.dtype, jnp.floating))
 
     def state(self, readouts: Sequence[Var]) -> MatrixState:
         """Returns the state.
@@ -174,6 +177,8 @@ class _Matrix:
         Raises:
           Mismatch: it is no such matrix, or too small.
         """
+        if not self.is_real:
+            raise Mismatch("the state is complex")
         reads: list[tuple[Var, Sum]] = []
         for variable in readouts:
             value = self.found.values[variable]
@@ -264,9 +269,7 @@ class _Matrix:
             if not left <= {label for label in value.axes if label is not None}:
                 raise Mismatch("a readout sums over columns")
 
-    def _term(self, coefficient: complex, factors: Sequence[Value]) -> Term:
-        if isinstance(coefficient, complex):
-            raise Mismatch("the state is complex")
+    def _term(self, coefficient: float, factors: Sequence[Value]) -> Term:
         own = (Factor(self.number[f.variable], f.axes, f.inverse, f.case) for f in factors)
         return Term(float(coefficient), tuple(own))
 

@@ -16,6 +16,7 @@ import numpy as np
 from autopallas import jaxprs
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.numerics.casts import rounds, widens
 from autopallas.patterns.recurrence.step import Step
 from autopallas.patterns.recurrence.sums import (
     MOST_FACTORS,
@@ -181,17 +182,21 @@ def _same(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None
 
 
 def _converted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
-    """A carried value may be rounded: then the result is more exact.  A factor may not."""
+    """A cast that keeps every value; or one that rounds a sum with a carried value, which is marked."""
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if not jnp.issubdtype(after, jnp.inexact):
         return None
-    if jnp.issubdtype(before, jnp.complexfloating) and not jnp.issubdtype(after, jnp.complexfloating):
-        return None
     if read[0].is_free:
-        small = jnp.issubdtype(before, jnp.bool_)
-        wider = jnp.issubdtype(before, jnp.inexact) and jnp.promote_types(before, after) == after
-        return read[0] if small or wider else None
-    return read[0] if jnp.issubdtype(before, jnp.inexact) else None
+        return read[0] if before == after or before == np.bool_ or widens(before, after) else None
+    if before == after or widens(before, after):
+        return read[0]
+    if not rounds(before, after):
+        return None
+    parts = (
+        part if part.carried is None else replace(part, carried=replace(part.carried, rounded=True))
+        for part in read[0].parts
+    )
+    return Sum(read[0].axes, tuple(parts))
 
 
 def _negated(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -22,6 +25,7 @@ from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.recurrence.all_steps import check_all_steps
 from autopallas.patterns.recurrence.carries import Carries, carries_of, matrix_states
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
@@ -109,25 +113,52 @@ _PATH = frozenset({
 
 
 def _is_gated(step: Step) -> bool:
-    """Returns whether a carried value gets to itself by additions and at least one multiplication, without a matrix
-    product of what depends on it: a recurrence but for what the reason of a near miss says."""
-    for variable, after in zip(step.carries, step.after, strict=True):
-        scaled: dict[Var, bool] = {variable: False}
-        dependent = {variable}
-        plain = True
-        for equation in step.equations:
-            read = [a for a in equation.invars if isinstance(a, Var)]
-            if dependent.isdisjoint(read):
-                continue
-            dependent.update(equation.outvars)
-            name = equation.primitive.name
-            plain &= name not in ("dot_general", "conv_general_dilated", "scan", "while", "cond")
-            own = [scaled[a] for a in read if a in scaled]
-            if own and name in _PATH:
-                scaled.update(dict.fromkeys(equation.outvars, any(own) or name in ("mul", "div")))
-        if plain and isinstance(after, Var) and scaled.get(after):
-            return True
-    return False
+    """Returns whether a carried value gets to itself by additions and at least one multiplication, and not through a
+    matrix product or a loop: a recurrence but for what the reason of a near miss says."""
+    paths = {v: _Paths(1 << i, 1 << i, 0, 0) for i, v in enumerate(step.carries)}
+    for equation in step.equations:
+        read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
+        if not read:
+            continue
+        depends, direct, scaled, through = (reduce(or_, bits) for bits in zip(*read, strict=True))
+        name = equation.primitive.name
+        if name in ("dot_general", "conv_general_dilated", "scan", "while", "cond"):
+            through = depends
+        if name in ("mul", "div"):
+            scaled = direct
+        elif name not in _PATH:
+            direct = scaled = 0
+        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through)))
+    found = [paths.get(after) if isinstance(after, Var) else None for after in step.after]
+    return any(path is not None and path.scaled & ~path.through & 1 << i for i, path in enumerate(found))
+
+
+class _Paths(NamedTuple):
+    """From which carried values paths lead to a variable, as bits.
+
+    Attributes:
+      depends: any path.
+      direct: a path of additions, multiplications and changes of layout.
+      scaled: such a path with a multiplication.
+      through: a path through a matrix product or a loop.
+    """
+
+    depends: int
+    direct: int
+    scaled: int
+    through: int
+
+
+def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, list[int]]:
+    """Returns the results of the reversed loops, each with what its loop reads beside the loops' results: the cotangent
+    of a loop's result is among it, and may be computed from that result."""
+    stacked = {graph.numbers[c.scan.outer][v] for c in candidates for v in c.scan.equation.outvars}
+    found: dict[int, list[int]] = {}
+    for backward in dict.fromkeys(b for candidate in candidates for b in candidate.backwards):
+        numbers = graph.numbers[backward.outer]
+        read = [n for a in backward.equation.invars if isinstance(a, Var) and (n := numbers[a]) not in stacked]
+        found.update((n, read) for v in backward.equation.outvars if (n := numbers[v]) >= 0)
+    return found
 
 
 class _Finder:
@@ -136,15 +167,9 @@ class _Finder:
     def __init__(self, graph: Graph, candidates: Sequence[_Candidate], assume_finite: bool):
         self.graph, self.assume_finite = graph, assume_finite
         self.pairing = Pairing(graph)
-        outputs = {
-            number
-            for candidate in candidates
-            for backward in candidate.backwards
-            for v in backward.equation.outvars
-            if (number := graph.numbers[backward.outer][v]) >= 0
-        }
         self.read = self._read(surviving(graph))
-        self.read_forward = self._read(surviving(graph, outputs)) if outputs else self.read
+        cotangents = _cotangents(graph, candidates)
+        self.read_forward = self._read(surviving(graph, cotangents, cotangents)) if cotangents else self.read
         """What the program reads beside the reversed loops."""
         self.nodes = {id(node.equation): node for node in graph.nodes if node.name == "scan"}
 
@@ -307,6 +332,7 @@ class _Assembly:
         )
 
     def _site(self, loop: Loop, assume_finite: bool) -> RecurrenceSite:
+        check_all_steps(self.step.equations)
         carries = carries_of(self.step)
         states, others = matrix_states(self.step, carries) if assume_finite else ([], carries.states)
         sizes = carries.interpretation.labels.sizes

@@ -53,11 +53,12 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A carried value before or after the step, under labels."""
+    """A carried value before or after the step, under labels; ``rounded`` where it is cast to a narrower type."""
 
     place: int
     after: bool
     axes: Axes
+    rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
