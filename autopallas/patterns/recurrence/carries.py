@@ -59,6 +59,8 @@ def carries_of(step: Step) -> Carries:
             solved |= 1 << value.carry
             left.remove(value.carry)
         states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
+        if not states:
+            raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other")
         found = Interpretation(step, states, [value.carry for value in known])
         opaque = {p: update.reason for p in states if isinstance(update := found.updates[p], Opaque)}
         if not opaque:
@@ -66,8 +68,6 @@ def carries_of(step: Step) -> Carries:
         reasons |= opaque
         nonlinear.update(opaque)
     waiting = [place for place in left if place not in states]
-    if not states:
-        raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other")
     if waiting:
         raise Mismatch("a carried value is computed from another one that depends on itself")
     for place in states:

@@ -30,7 +30,7 @@ from autopallas.patterns.recurrence.sums import (
     sum_of,
 )
 
-__all__ = ["Interpretation", "Opaque"]
+__all__ = ["RULES", "Interpretation", "Opaque"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Interpretation:
             return
         sums = [value for value in read if isinstance(value, Sum)]
         free = all(value.is_free for value in sums)
-        rule = _RULES.get(equation.primitive.name) if len(equation.outvars) == 1 else None
+        rule = RULES.get(equation.primitive.name) if len(equation.outvars) == 1 else None
         found = None if rule is None else rule(equation, sums, self.labels)
         if found is not None and (
             len(found.parts) > MOST_TERMS or max(map(_size, found.parts), default=0) > MOST_FACTORS
@@ -325,7 +325,7 @@ def _selected(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | 
     return Sum(whole, parts or (Part(0.0),))
 
 
-_RULES: Mapping[str, _Rule] = {
+RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(_UNCHANGED, _same),
     "convert_element_type": _converted,
     "neg": _negated,
@@ -343,3 +343,4 @@ _RULES: Mapping[str, _Rule] = {
     "dot_general": _contracted,
     "select_n": _selected,
 }
+"""By name of an equation, what its result is if it is affine."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -26,7 +27,8 @@ from autopallas.kernels.recurrence.structure import Known, MatrixState
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.all_steps import check_all_steps
-from autopallas.patterns.recurrence.carries import Carries, carries_of, matrix_states
+from autopallas.patterns.recurrence.carries import carries_of, matrix_states
+from autopallas.patterns.recurrence.interpret import RULES
 from autopallas.patterns.recurrence.rules import restored
 from autopallas.patterns.recurrence.step import Scan, Step, scans
 from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, constant_atom, program_key
@@ -39,33 +41,45 @@ _SHORTEST = 16
 
 @dataclass(eq=False, slots=True)
 class _Candidate:
-    """A loop that is affine in what it carries, with the reversed loops that read its values."""
+    """A loop that is affine in what it carries.
+
+    Attributes:
+      scan: the loop.
+      step: its step.
+      backwards: the reversed loops that read what it computes.
+      others: those that read no more than it reads itself; the most likely backward first.
+    """
 
     scan: Scan
     step: Step
     backwards: list[Scan]
+    others: list[Scan]
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
     """Finds every recurrence in a graph, and the near misses."""
     forwards, backwards = _divided(graph)
+    readers = _Readers(graph, backwards)
+    analyses = _Analyses(graph, assume_finite)
     misses: list[NearMiss] = []
     candidates: list[_Candidate] = []
     for scan in forwards:
         with contained(jaxprs.location(scan.equation)):
-            step: Step | None = None
+            gated = False
             try:
                 with bounded(graph):
                     step = Step.of(graph, scan)
-                    carries_of(step.with_results(()))
-                candidates.append(_Candidate(scan, step, [b for b in backwards if _reads(graph, b, scan, step)]))
+                    may_be_affine, gated = _paths_of(step)
+                    if may_be_affine or gated:
+                        analyses.check(step)
+                        candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
             except Mismatch as mismatch:
-                if step is not None and _is_gated(step):
+                if gated:
                     misses.append(_miss(graph, scan, mismatch.reason))
     if not candidates:
         return [], misses
     matches: list[Match] = []
-    finder = _Finder(graph, candidates, assume_finite)
+    finder = _Finder(graph, candidates, analyses)
     for candidate in candidates:
         with contained(jaxprs.location(candidate.scan.equation)):
             try:
@@ -76,6 +90,10 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
     return matches, misses
 
 
+def _is_floating(variable: Var) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
+
+
 def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
     """Returns the loops of the program's forward that carry floating values, and those that autodiff reversed."""
     forwards: list[Scan] = []
@@ -84,21 +102,44 @@ def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
         if scan.outer.transposed or scan.body.transposed:
             backwards.append(scan)
         elif scan.length >= _SHORTEST and any(
-            jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            for v in scan.body.invars[scan.constants : scan.constants + scan.carried]
+            map(_is_floating, scan.body.invars[scan.constants : scan.constants + scan.carried])
         ):
             forwards.append(scan)
     return forwards, backwards
 
 
-def _reads(graph: Graph, backward: Scan, scan: Scan, step: Step) -> bool:
-    """Returns whether a loop in the other direction reads what a step computes."""
-    if backward.length != scan.length or backward.reverse == scan.reverse:
-        return False
-    numbers = graph.numbers[backward.body]
-    made = {step.numbers[v] for v in (*step.slices, *step.carries)}
-    made.update(step.numbers[v] for e in step.equations for v in e.outvars if v in step.numbers)
-    return any(numbers[v] in made for v in backward.body.invars)
+_MOST_READERS = 32
+_MOST_OTHERS = 8
+
+
+class _Readers:
+    """Knows which reversed loops read a value."""
+
+    def __init__(self, graph: Graph, backwards: Sequence[Scan]):
+        self.graph = graph
+        self.of_number: dict[int, list[Scan]] = {}
+        for backward in backwards:
+            numbers = graph.numbers[backward.body]
+            for number in dict.fromkeys(numbers[v] for v in backward.body.invars):
+                self.of_number.setdefault(number, []).append(backward)
+
+    def of(self, scan: Scan, step: Step) -> tuple[list[Scan], list[Scan]]:
+        """Returns the loops in the other direction that read what a step computes, and others that read its slices;
+        loops that share a slice with more than a few others do not count."""
+        given = [step.numbers[v] for v in step.slices]
+        made = [step.numbers[v] for v in step.carries]
+        made += [step.numbers[v] for e in step.equations for v in e.outvars if v in step.numbers]
+
+        def fits(backward: Scan) -> bool:
+            return backward.length == scan.length and backward.reverse != scan.reverse
+
+        backwards = dict.fromkeys(b for n in made for b in self.of_number.get(n, ()) if fits(b))
+        counts: Counter[Scan] = Counter()
+        for number in given:
+            readers = self.of_number.get(number, ())
+            if len(readers) <= _MOST_READERS:
+                counts.update(b for b in readers if b not in backwards and fits(b))
+        return [*backwards], [b for b, _ in counts.most_common(_MOST_OTHERS)]
 
 
 def _miss(graph: Graph, scan: Scan, reason: str) -> NearMiss:
@@ -112,25 +153,30 @@ _PATH = frozenset({
 })  # fmt: skip
 
 
-def _is_gated(step: Step) -> bool:
-    """Returns whether a carried value gets to itself by additions and at least one multiplication, and not through a
-    matrix product or a loop: a recurrence but for what the reason of a near miss says."""
-    paths = {v: _Paths(1 << i, 1 << i, 0, 0) for i, v in enumerate(step.carries)}
+def _paths_of(step: Step) -> tuple[bool, bool]:
+    """Returns (whether a carried value may be affine in itself, whether one gets to itself by additions and at least
+    one multiplication, and not through a matrix product or a loop: a recurrence but for what the reason of a near miss
+    says)."""
+    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
     for equation in step.equations:
         read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
         if not read:
             continue
-        depends, direct, scaled, through = (reduce(or_, bits) for bits in zip(*read, strict=True))
+        depends, direct, scaled, through, opaque = (reduce(or_, bits) for bits in zip(*read, strict=True))
         name = equation.primitive.name
         if name in ("dot_general", "conv_general_dilated", "scan", "while", "cond"):
             through = depends
+        if name not in RULES:
+            opaque = depends
         if name in ("mul", "div"):
             scaled = direct
         elif name not in _PATH:
             direct = scaled = 0
-        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through)))
+        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through, opaque)))
     found = [paths.get(after) if isinstance(after, Var) else None for after in step.after]
-    return any(path is not None and path.scaled & ~path.through & 1 << i for i, path in enumerate(found))
+    own = [(path, 1 << i) for i, path in enumerate(found) if path is not None]
+    may_be_affine = any(path.depends & ~path.opaque & bit for path, bit in own)
+    return may_be_affine, any(path.scaled & ~path.through & bit for path, bit in own)
 
 
 class _Paths(NamedTuple):
@@ -141,12 +187,14 @@ class _Paths(NamedTuple):
       direct: a path of additions, multiplications and changes of layout.
       scaled: such a path with a multiplication.
       through: a path through a matrix product or a loop.
+      opaque: a path through an equation of which affine results are not known.
     """
 
     depends: int
     direct: int
     scaled: int
     through: int
+    opaque: int
 
 
 def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, list[int]]:
@@ -154,7 +202,7 @@ def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, lis
     of a loop's result is among it, and may be computed from that result."""
     stacked = {graph.numbers[c.scan.outer][v] for c in candidates for v in c.scan.equation.outvars}
     found: dict[int, list[int]] = {}
-    for backward in dict.fromkeys(b for candidate in candidates for b in candidate.backwards):
+    for backward in dict.fromkeys(b for c in candidates for b in (*c.backwards, *c.others)):
         numbers = graph.numbers[backward.outer]
         read = [n for a in backward.equation.invars if isinstance(a, Var) and (n := numbers[a]) not in stacked]
         found.update((n, read) for v in backward.equation.outvars if (n := numbers[v]) >= 0)
@@ -164,8 +212,8 @@ def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, lis
 class _Finder:
     """Makes matches of the candidates of one program."""
 
-    def __init__(self, graph: Graph, candidates: Sequence[_Candidate], assume_finite: bool):
-        self.graph, self.assume_finite = graph, assume_finite
+    def __init__(self, graph: Graph, candidates: Sequence[_Candidate], analyses: _Analyses):
+        self.graph, self.analyses = graph, analyses
         self.pairing = Pairing(graph)
         self.read = self._read(surviving(graph))
         cotangents = _cotangents(graph, candidates)
@@ -200,35 +248,111 @@ class _Finder:
         first = [(i, number) for i, number in enumerate(numbers) if number not in numbers[:i]]
         own = [(i, number) for i, number in first if number not in given]  # it may stack what it reads
         needed = [i for i, number in own if number in self.read_forward]
+        step, pairs = candidate.step, list[Pair]()
+        if candidate.backwards or candidate.others:
+            step, pairs = self._pairs(candidate, needed)
+        if not pairs:
+            needed = [i for i, number in own if number in self.read]
+            step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
         if not needed:
             raise Mismatch("nothing needs its results")
-        if candidate.backwards:
-            step, pairs = self._pairs(candidate, needed)
-        else:
-            needed = [i for i, number in own if number in self.read]
-            step, pairs = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried]), []
         lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
-        return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.assume_finite)
+        return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.analyses)
 
     def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:
         """Returns the step whose derivative the program holds, and the pairs."""
-        if len(needed) != 1:
+        if len(needed) == 1:
+            scan, (result,) = candidate.scan, needed
+            places = [result - scan.carried] if result >= scan.carried else []
+            step = candidate.step.with_results(places)
+            calls = restored(self.graph, step.equations)
+            for own in [step] if calls is None else [step, step.with_equations(calls)]:
+                pairs = self._of_step(candidate, own, result)
+                if pairs:
+                    return own, pairs
+        if not candidate.backwards:
+            return candidate.step, []
+        if not needed:
+            raise Mismatch("nothing needs its results")
+        if len(needed) > 1:
             raise Mismatch("its backward gets the cotangents of several results")
-        scan, (result,) = candidate.scan, needed
-        places = [result - scan.carried] if result >= scan.carried else []
-        step = candidate.step.with_results(places)
-        calls = restored(self.graph, step.equations)
-        steps = [step] if calls is None else [step, step.with_equations(calls)]
-        for own in steps:
-            found: list[Pair] = []
-            for backward in candidate.backwards:
-                pair = self.pairing.pair(scan, own, result, backward, self.read)
-                if pair is None or (found and pair.lead != found[0].lead):
-                    break
-                found.append(pair)
-            else:
-                return own, found
         raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
+
+    def _of_step(self, candidate: _Candidate, step: Step, result: int) -> list[Pair]:
+        """Returns the pairs with every loop that reads what the candidate computes; without such a loop, with the first
+        other one that is its backward."""
+        found: list[Pair] = []
+        for backward in candidate.backwards:
+            pair = self.pairing.pair(candidate.scan, step, result, backward, self.read)
+            if pair is None or (found and pair.lead != found[0].lead):
+                return []
+            found.append(pair)
+        for backward in () if found else candidate.others:
+            pair = self.pairing.pair(candidate.scan, step, result, backward, self.read)
+            if pair is not None:
+                return [pair]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Analysis:
+    """What is known of a step, whatever the names of its variables.
+
+    Attributes:
+      affine: the places of the carried values that are affine in themselves.
+      states: those that are matrices.
+      known: the other carried values, in the order in which they can be computed.
+      sizes: the size of each label.
+      products: how many matrix products can be taken out of the loop.
+    """
+
+    affine: list[int]
+    states: list[MatrixState]
+    known: list[Known]
+    sizes: dict[int, int]
+    products: int
+
+
+class _Analyses:
+    """Analyses steps, equal ones once."""
+
+    def __init__(self, graph: Graph, assume_finite: bool):
+        self.graph, self.assume_finite = graph, assume_finite
+        self._checked: set[Hashable] = set()
+        self._found: dict[Hashable, _Analysis] = {}
+
+    def check(self, step: Step) -> None:
+        """Checks that some carried values are affine in themselves, and the others can be known.
+
+        Raises:
+          Mismatch: they are not.
+        """
+        key = self._key(step, program_key(self.graph, step.inputs, step.equations, step.after))
+        if key not in self._checked:
+            carries_of(step.with_results(()))
+            self._checked.add(key)
+
+    def of(self, step: Step, loop: Loop) -> _Analysis:
+        """Returns the analysis of a step and its loop."""
+        assert isinstance(loop.key, tuple)
+        key = self._key(step, loop.key[1])
+        if key not in self._found:
+            check_all_steps(step.equations)
+            carries = carries_of(step)
+            states, others = matrix_states(step, carries) if self.assume_finite else ([], carries.states)
+            known = [*carries.known, *(Known(place, "scanned") for place in others)]
+            known += [Known(place, "last") for place in carries.last]
+            before, after = products_apart(loop, known)
+            products = len(before) + sum(map(is_product, after))
+            sizes = carries.interpretation.labels.sizes
+            self._found[key] = _Analysis(carries.states, states, known, sizes, products)
+        return self._found[key]
+
+    @staticmethod
+    def _key(step: Step, key: Hashable) -> Hashable:
+        """Returns the key of a step of which the constants that are zero are known."""
+        parts = len(step.constants), len(step.carries)
+        return key, parts, tuple(i for i, v in enumerate(step.constants) if v in step.zeros)
 
 
 class _Assembly:
@@ -244,12 +368,12 @@ class _Assembly:
         self.of_source: dict[int, int] = {}
         self.of_place: dict[int, int] = {}
 
-    def match(self, pairs: Sequence[Pair], assume_finite: bool) -> Match:
+    def match(self, pairs: Sequence[Pair], analyses: _Analyses) -> Match:
         """Returns the match."""
         scan = self.scan
         atoms = self._scan_inputs()
         loop = self._loop(atoms)
-        site = self._site(loop, assume_finite)
+        site = self._site(loop, analyses.of(self.step, loop))
         results = [Var(v.aval) for v in scan.equation.outvars]
         whole = scan.equation.replace(invars=atoms, outvars=results)
         given = [results[i] for i in self.needed]
@@ -331,16 +455,9 @@ class _Assembly:
             reverse=scan.reverse,
         )
 
-    def _site(self, loop: Loop, assume_finite: bool) -> RecurrenceSite:
-        check_all_steps(self.step.equations)
-        carries = carries_of(self.step)
-        states, others = matrix_states(self.step, carries) if assume_finite else ([], carries.states)
-        sizes = carries.interpretation.labels.sizes
-        known = [*carries.known, *(Known(place, "scanned") for place in others)]
-        known += [Known(place, "last") for place in carries.last]
-        before, after = products_apart(loop, known)
-        products = len(before) + sum(map(is_product, after))
-        form = self._form(loop, carries, states, sizes, products)
+    def _site(self, loop: Loop, found: _Analysis) -> RecurrenceSite:
+        form = self._form(loop, found)
+        states, sizes = found.states, found.sizes
         stacked = {place: i for i, place in enumerate(i for i in self.needed if i >= self.scan.carried)}
         chosen = tuple(i if i < self.scan.carried else self.scan.carried + stacked[i] for i in self.needed)
         used = {label for state in states for label in _labels_of(state)}
@@ -348,25 +465,25 @@ class _Assembly:
             loop=loop,
             form=form,
             states=tuple(states) if form.is_matrix else (),
-            known=tuple(known),
+            known=tuple(found.known),
             sizes=tuple((label, size) for label, size in sizes.items() if label in used),
             results=chosen,
         )
 
-    def _form(
-        self, loop: Loop, carries: Carries, states: Sequence[MatrixState], sizes: dict[int, int], products: int
-    ) -> RecurrenceSpec:
+    def _form(self, loop: Loop, found: _Analysis) -> RecurrenceSpec:
+        states, sizes, products = found.states, found.sizes, found.products
+
         def extent(labels: Sequence[int]) -> int:
             return math.prod(sizes[label] for label in labels)
 
         first = self.scan.equation.outvars[self.needed[0]].aval.dtype
         wide = [state for state in states if extent(state.columns) >= _LEAST_COLUMNS]
         if not wide:
-            place = max(carries.states, key=lambda i: math.prod(self.step.carries[i].aval.shape))
+            place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
             aval = self.step.carries[place].aval
             elements = math.prod(aval.shape)
             return RecurrenceSpec(
-                loop.length, 1, elements, 1, 1, "elementwise", products, len(carries.states), aval.dtype, first
+                loop.length, 1, elements, 1, 1, "elementwise", products, len(found.affine), aval.dtype, first
             )
         state = max(wide, key=lambda s: math.prod(self.step.carries[s.carry].aval.shape))
         return RecurrenceSpec(

@@ -90,6 +90,7 @@ class Step:
         names: dict[Var, JaxprAtom] = {}
         numbers: dict[Var, int] = {}
         _flatten(graph, body, equations, names, numbers)
+        graph.steps.spend(len(equations))
         outputs = [_named(names, atom) for atom in body.outvars]
         stacked = outputs[carried:] if results is None else [outputs[carried + i] for i in results]
         after = outputs[:carried]
