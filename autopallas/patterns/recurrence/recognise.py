@@ -46,14 +46,16 @@ class _Candidate:
     Attributes:
       scan: the loop.
       step: its step.
-      backwards: the reversed loops that read what it computes.
-      others: those that read no more than it reads itself; the most likely backward first.
+      backwards: the reversed loops that read what depends on its carried values.
+      others: those that read no more than other loops may have too, such as its slices; the most likely backward first.
+      stacks: whether one of the others reads what the loop computes of its slices, and stacks.
     """
 
     scan: Scan
     step: Step
     backwards: list[Scan]
     others: list[Scan]
+    stacks: bool
 
 
 def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
@@ -123,23 +125,29 @@ class _Readers:
             for number in dict.fromkeys(numbers[v] for v in backward.body.invars):
                 self.of_number.setdefault(number, []).append(backward)
 
-    def of(self, scan: Scan, step: Step) -> tuple[list[Scan], list[Scan]]:
-        """Returns the loops in the other direction that read what a step computes, and others that read its slices;
-        loops that share a slice with more than a few others do not count."""
-        given = [step.numbers[v] for v in step.slices]
-        made = [step.numbers[v] for v in step.carries]
-        made += [step.numbers[v] for e in step.equations for v in e.outvars if v in step.numbers]
+    def of(self, scan: Scan, step: Step) -> tuple[list[Scan], list[Scan], bool]:
+        """Returns the reversed loops, as a candidate has them.
+
+        What several loops compute of slices that they share has one number.  Readers of a value that many loops read do
+        not count.
+        """
 
         def fits(backward: Scan) -> bool:
             return backward.length == scan.length and backward.reverse != scan.reverse
 
-        backwards = dict.fromkeys(b for n in made for b in self.of_number.get(n, ()) if fits(b))
+        bits = step.dependencies()
+        made = [v for e in step.equations for v in e.outvars if v in step.numbers]
+        own = [*step.carries, *(v for v in made if bits[v])]
+        backwards = dict.fromkeys(b for v in own for b in self.of_number.get(step.numbers[v], ()) if fits(b))
         counts: Counter[Scan] = Counter()
-        for number in given:
-            readers = self.of_number.get(number, ())
+        stacks = False
+        for variable in (*step.slices, *(v for v in made if not bits[v])):
+            readers = self.of_number.get(step.numbers[variable], ())
             if len(readers) <= _MOST_READERS:
-                counts.update(b for b in readers if b not in backwards and fits(b))
-        return [*backwards], [b for b, _ in counts.most_common(_MOST_OTHERS)]
+                others = [b for b in readers if b not in backwards and fits(b)]
+                counts.update(others)
+                stacks |= bool(others) and variable not in step.slices
+        return [*backwards], [b for b, _ in counts.most_common(_MOST_OTHERS)], stacks
 
 
 def _miss(graph: Graph, scan: Scan, reason: str) -> NearMiss:
@@ -270,7 +278,7 @@ class _Finder:
                 pairs = self._of_step(candidate, own, result)
                 if pairs:
                     return own, pairs
-        if not candidate.backwards:
+        if not candidate.backwards and not candidate.stacks:
             return candidate.step, []
         if not needed:
             raise Mismatch("nothing needs its results")
