@@ -26,6 +26,8 @@ class RecurrenceSpec(Spec):
       decay: whether a head has one decay ("scalar"), each row of it ("channel"), or each element ("elementwise").
       products: how many matrix products of a step do not lead to the state, and can be taken out of the loop.
       states: how many carried values are such states.
+      readouts: how many times a step reads them.
+      loops: how many other carried values have loops of their own.
       state_dtype: that of the largest state.
       result_dtype: that of the first result.
     """
@@ -38,8 +40,15 @@ class RecurrenceSpec(Spec):
     decay: Decay
     products: int
     states: int
+    readouts: int
+    loops: int
     state_dtype: Dtype
     result_dtype: Dtype
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the loop is one matrix state that a step reads once, and nothing else."""
+        return (self.states, self.readouts, self.loops, self.products) == (1, 1, 0, 0)
 
     @property
     def is_matrix(self) -> bool:
@@ -49,7 +58,7 @@ class RecurrenceSpec(Spec):
     def assumptions(self) -> tuple[str, ...]:
         if not self.is_matrix:
             return ()
-        return ("what a state is multiplied by and what is added to it are finite (assume_finite)",)
+        return ("what a state is multiplied by over some steps, and what is added to it, is finite (assume_finite)",)
 
     def __str__(self) -> str:
         sizes = f"T={self.steps} H={self.groups * self.heads}"

@@ -480,6 +480,7 @@ class _Assembly:
 
     def _form(self, loop: Loop, found: _Analysis) -> RecurrenceSpec:
         states, sizes, products = found.states, found.sizes, found.products
+        loops = sum(value.kind == "scanned" for value in found.known)
 
         def extent(labels: Sequence[int]) -> int:
             return math.prod(sizes[label] for label in labels)
@@ -490,8 +491,9 @@ class _Assembly:
             place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
             aval = self.step.carries[place].aval
             elements = math.prod(aval.shape)
+            count = len(found.affine)
             return RecurrenceSpec(
-                loop.length, 1, elements, 1, 1, "elementwise", products, len(found.affine), aval.dtype, first
+                loop.length, 1, elements, 1, 1, "elementwise", products, count, count, loops, aval.dtype, first
             )
         state = max(wide, key=lambda s: math.prod(self.step.carries[s.carry].aval.shape))
         return RecurrenceSpec(
@@ -503,6 +505,8 @@ class _Assembly:
             decay="channel" if any(s.by_channel for s in states) else "scalar",
             products=products,
             states=len(states),
+            readouts=sum(len(readout.queries) for state in states for readout in state.readouts),
+            loops=loops,
             state_dtype=self.step.carries[state.carry].aval.dtype,
             result_dtype=first,
         )

@@ -309,10 +309,10 @@ class Pairing:
     def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:
         """Differentiates the step, and looks the derivative up in the reversed loop."""
         graph = self.graph
-        equations, sources = self._whole(scan, step, lead)
-        inputs = [*sources, *step.carries, *step.slices]
         roots = [step.after[place] for place, _ in guess.carries]
         roots += step.results if guess.result is not None else []
+        equations, sources, roots = self._whole(scan, step, lead, roots)
+        inputs = [*sources, *step.carries, *step.slices]
         key = program_key(graph, inputs, equations, roots)
         if key not in self._derivatives:
             self._derivatives[key] = _derivative(inputs, equations, roots)
@@ -328,8 +328,11 @@ class Pairing:
         results = {n: r for n, r in zip(floating, derivative.outvars, strict=True) if isinstance(r, Var)}
         return _Derivative(graph, derivative, found, results)
 
-    def _whole(self, scan: Scan, step: Step, lead: Lead) -> tuple[list[JaxprEqn], list[Var]]:
-        """Returns the equations of the step after those of the lead, and variables for the sources."""
+    def _whole(
+        self, scan: Scan, step: Step, lead: Lead, roots: Sequence[JaxprAtom]
+    ) -> tuple[list[JaxprEqn], list[Var], list[JaxprAtom]]:
+        """Returns the equations of the step after those of the lead, variables for the sources, and the roots, which
+        may be constants of the loop."""
         sources = [Var(self.graph.avals[number]) for number in lead.sources]
         variables = dict(zip(lead.sources, sources, strict=True))
         before = copied(self.graph, lead.nodes, variables)
@@ -342,7 +345,8 @@ class Pairing:
         def named(atom: JaxprAtom) -> JaxprAtom:
             return atom if isinstance(atom, Literal) else given.get(atom, atom)
 
-        return [*before, *(e.replace(invars=[named(a) for a in e.invars]) for e in step.equations)], sources
+        own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
+        return [*before, *own], sources, [named(root) for root in roots]
 
     def _follow(self, equations: Sequence[JaxprEqn], found: dict[Var, int], frame: tuple[int, ...]) -> None:
         """Adds the numbers of what equations compute, as far as the program has them."""

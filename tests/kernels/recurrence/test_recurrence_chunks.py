@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from autopallas.kernels.recurrence.block_sizes import BlockSizes
 from autopallas.kernels.recurrence.chunks import Recurrence, chunked
 from autopallas.kernels.recurrence.products import halved_products, segment_products
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.tuned_block_sizes import conditions
 from autopallas.kernels.recurrence.xla import supports
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
@@ -112,6 +115,22 @@ def test_any_decay_is_as_exact_as_in_the_loop(channels, kind):
     check(arrays(DECAYS[kind](np.random.default_rng(3), shape)), 64 if not channels else 32, False)
 
 
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_a_decay_may_be_known_more_exactly_than_it_rounds(channels):
+    """2000 steps with ``1 - a`` for a small ``a``: the rounded decay alone is wrong by 3e-5 at the end."""
+    shape = (2000, 1, 1, 4) if channels else (2000, 1, 1)
+    small = np.full(shape, np.float32(1.23e-4))
+    given = arrays(1 - small)
+    given = given._replace(**{n: jnp.abs(getattr(given, n)) for n in ("key", "value", "query", "initial")})
+    with jax.enable_x64(True):
+        wide = Recurrence(*(jnp.asarray(np.asarray(x, np.float64)) for x in given[:5]))
+        true = [np.asarray(x) for x in loop(wide._replace(decay=jnp.asarray(1 - small.astype(np.float64))), False)]
+    excess = jnp.asarray(-small, jnp.float32)
+    for chunk in (16, 64):
+        assert max(errors(chunked(given._replace(excess=excess), chunk, False), true)) < 4e-6
+        assert max(errors(chunked(given, chunk, False), true)) > 8e-6
+
+
 def test_segment_products_are_products_of_segments():
     decay = np.random.default_rng(0).standard_normal((6, 2))
     found = np.asarray(segment_products(jnp.asarray(decay, jnp.float32)))
@@ -144,7 +163,9 @@ def test_a_padded_step_changes_nothing():
 def spec(**changes) -> RecurrenceSpec:
     float32 = np.dtype(np.float32)
     fields = {"steps": 100, "groups": 1, "heads": 2, "rows": 16, "columns": 16, "decay": "scalar", "products": 0}
-    return RecurrenceSpec(**(fields | {"states": 1, "state_dtype": float32, "result_dtype": float32} | changes))
+    return RecurrenceSpec(
+        **(fields | {"states": 1, "readouts": 1, "loops": 0, "state_dtype": float32, "result_dtype": float32} | changes)
+    )
 
 
 def test_forms_fit_the_state():
@@ -169,3 +190,14 @@ def test_a_vector_without_products_stays_a_loop():
     assert isinstance(supports(spec(decay="elementwise"), device), Unsupported)
     assert isinstance(supports(spec(decay="elementwise", products=1), device), Supported)
     assert isinstance(supports(spec(), device), Supported)
+
+
+def test_no_row_holds_for_a_loop_with_more_than_one_readout():
+    """Each readout has matrix products of its own: the table's rows were measured with one."""
+    single = conditions(SimpleNamespace(spec=spec()))
+    assert (single.batch, single.spelling) == (2, "")
+    assert single.holds_from > 1
+    for changes in ({"readouts": 2}, {"states": 2}, {"loops": 1}, {"products": 1}):
+        more = conditions(SimpleNamespace(spec=spec(**changes)))
+        assert more.spelling
+        assert more.holds_from == float("inf")
