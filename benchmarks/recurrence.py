@@ -54,15 +54,19 @@ def arguments(case: Case) -> tuple[jax.Array, ...]:
 
 
 def grid(name: str) -> tuple[Case, ...]:
-    """The cases of a grid."""
+    """The cases: "quick" is a sample; "wide" adds lengths and sizes of states; "table" has those of the tuned table."""
     if name == "table":
         return table_grid()
-    steps, variants = {"quick": ((1024,), ("scalar",))}.get(name, ((1024, 2048), tuple(ORIGINALS)))
+    steps, sizes, variants = {
+        "quick": ((1024,), (64,), ("scalar",)),
+        "wide": ((512, 1024, 2048, 4096), (32, 64, 128), tuple(ORIGINALS)),
+    }.get(name, ((1024, 2048), (64,), tuple(ORIGINALS)))
     return tuple(
-        Case("recurrence", direction, "float32", variant, (("T", t), ("B", 1), ("H", 8), ("N", 64), ("P", 64)))
+        Case("recurrence", direction, "float32", variant, (("T", t), ("B", 1), ("H", 8), ("N", n), ("P", n)))
         for direction in DIRECTIONS
         for variant in variants
         for t in steps
+        for n in sizes
     )
 
 
