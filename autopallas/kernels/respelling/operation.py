@@ -16,5 +16,5 @@ class _Respelling(Operation):
         return kind_names()
 
 
-OPERATION = _Respelling("respelling", order={platform: ("xla",) for platform in ("cpu", "gpu", "tpu")}, priority=-1)
+OPERATION = _Respelling("respelling", order=dict.fromkeys(("cpu", "gpu", "tpu"), ("xla",)), priority=-1)
 """Patterns of other operations look first, and win."""

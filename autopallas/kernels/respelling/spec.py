@@ -13,7 +13,7 @@ from autopallas.sites.spec import Dtype, plain_fields
 
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
-Plain: TypeAlias = "None | bool | int | str | tuple[Plain, ...]"
+Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | None"
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""
 ArrayType: TypeAlias = tuple[tuple[int, ...], Dtype]

@@ -13,10 +13,7 @@ __all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "tab
 _LARGEST = 2**62
 
 BUCKETS: tuple[Bucket, ...] = (
-    *(
-        Bucket(f"E{4**power}", {"E": (2 * 4 ** (power - 1) + 1, 2 * 4**power)})  # from half of it to twice as much
-        for power in range(7, 13)
-    ),
+    *(Bucket(f"E{4 * least}", {"E": (least + 1, 16 * least)}) for least in (2**13, 2**17, 2**21)),
     Bucket("other", {"E": (0, _LARGEST)}),
 )
 """By the elements of the largest array."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopallas.kernels.respelling.kind import Kind
 
-__all__ = ["kind_names", "kind_named", "kinds_by_primitive"]
+__all__ = ["kind_named", "kind_names", "kinds_by_primitive"]
 
 
 @functools.cache

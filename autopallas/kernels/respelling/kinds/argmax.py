@@ -62,14 +62,14 @@ def _feature(spec: RespellingSpec) -> str:
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    shapes = {"tokens": (8, 32000), "rows": (512, 4096), "many": (64, 50257), "classes": (4096, 64), "experts": (8192, 8)}
-    for name, shape in shapes.items():
-        for axis in (0, 1) if name == "rows" else (1,):
+    shapes = ((1, 32000), (64, 512), (4096, 8), (16, 32000), (128, 4096), (65536, 8), (128, 50257), (524288, 16))
+    for shape in shapes:
+        for axis in range(len(shape)):
 
             def function(x: jax.Array, axis: int = axis) -> jax.Array:
                 return jnp.argmax(x, axis)
 
-            yield f"{name}-{axis}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+            yield f"{shape[0]}x{shape[1]}-{axis}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
 
 
 KIND = Kind(

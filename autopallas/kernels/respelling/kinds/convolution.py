@@ -81,25 +81,30 @@ class _Convolution:
 
 
 def _of(spec: RespellingSpec) -> _Convolution:
-    (left, left_dtype), (right, right_dtype) = spec.operands
+    (_, left_dtype), (right, right_dtype) = spec.operands
     ((given, dtype),) = spec.results
-    lhs, rhs, out = (cast("tuple[int, ...]", spec[name]) for name in ("lhs", "rhs", "out"))
-    groups, of_batch = cast(int, spec["groups"]), cast(bool, spec["of_batch"])
+
+    def numbers(name: str) -> tuple[int, ...]:
+        return cast("tuple[int, ...]", spec[name])
+
+    rhs, out, groups = numbers("rhs"), numbers("out"), cast(int, spec["groups"])
     return _Convolution(
-        lhs,
-        rhs,
-        out,
-        *(cast("tuple[int, ...]", spec[name]) for name in ("strides", "lhs_dilation", "rhs_dilation")),
-        cast("tuple[tuple[int, int], ...]", spec["padding"]),
-        groups,
-        of_batch,
-        tuple(right[axis] for axis in rhs[2:]),
-        tuple(given[axis] for axis in out[2:]),
-        given[out[0]],
-        right[rhs[1]],
-        right[rhs[0]] // groups,
-        dtype,
-        jnp.promote_types(jnp.promote_types(left_dtype, right_dtype), jnp.float32),
+        lhs=numbers("lhs"),
+        rhs=rhs,
+        out=out,
+        strides=numbers("strides"),
+        lhs_dilation=numbers("lhs_dilation"),
+        rhs_dilation=numbers("rhs_dilation"),
+        padding=cast("tuple[tuple[int, int], ...]", spec["padding"]),
+        groups=groups,
+        of_batch=cast(bool, spec["of_batch"]),
+        window=tuple(right[axis] for axis in rhs[2:]),
+        result=tuple(given[axis] for axis in out[2:]),
+        examples=given[out[0]],
+        features=right[rhs[1]],
+        per_group=right[rhs[0]] // groups,
+        dtype=dtype,
+        accumulation=jnp.promote_types(jnp.promote_types(left_dtype, right_dtype), jnp.float32),
     )
 
 
@@ -275,35 +280,46 @@ def _feature(spec: RespellingSpec) -> str:
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if own.taps <= limit)
     order = "channels last" if max(own.lhs) in (own.lhs[0 if own.of_batch else 1],) else "channels first"
-    dilated = ", dilated" if max(own.lhs_dilation) > 1 else ""
+    dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     what = "depthwise" if own.elementwise else "grouped"
     where = "window" if own.few_weights else "result"
     return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}"
 
 
+_WINDOWS: tuple[tuple[str, tuple[int, ...], int], ...] = (
+    ("causal", (4,), 1),
+    ("3x3", (3, 3), 1),
+    ("3x3-stride", (3, 3), 2),
+    ("5x5", (5, 5), 1),
+    ("7x7", (7, 7), 1),
+    ("3x3-grouped", (3, 3), 1),
+)
+"""Name, window and stride of each sample."""
+_SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 128, 256), (1, 14, 14, 160)),
+    ((2, 1024, 256), (4, 28, 28, 160)),
+    ((8, 2048, 512), (8, 56, 56, 320)),
+)
+"""Shapes with the channels last, in one and in two dimensions of space: one size for each bucket."""
+
+
 def _samples() -> Iterator[tuple[str, Sample]]:
     """Yields depthwise convolutions in one and two dimensions and grouped ones, and the gradients of each."""
-    given = (
-        ("causal", (4, 2048, 512), (4,), 1, 512, ((3, 0),)),
-        ("3x3", (4, 56, 56, 144), (3, 3), 1, 144, "SAME"),
-        ("3x3-small", (4, 14, 14, 192), (3, 3), 1, 192, "SAME"),
-        ("3x3-stride", (4, 56, 56, 144), (3, 3), 2, 144, "SAME"),
-        ("5x5", (4, 28, 28, 144), (5, 5), 1, 144, "SAME"),
-        ("7x7", (4, 28, 28, 192), (7, 7), 1, 192, "SAME"),
-        ("grouped", (4, 28, 28, 256), (3, 3), 1, 32, "SAME"),
-    )
-    for name, shape, window, stride, groups, padding in given:
+    for (name, window, stride), shapes in itertools.product(_WINDOWS, _SHAPES):
+        shape, groups = shapes[len(window) - 1], 32 if "grouped" in name else shapes[len(window) - 1][-1]
+        padding = "SAME" if len(window) == 2 else ((3, 0),)
         letters = "HW"[: len(window)]
         for order in ("last", "first"):
             data = f"N{letters}C" if order == "last" else f"NC{letters}"
             own = shape if order == "last" else (shape[0], shape[-1], *shape[1:-1])
             numbers = (data, f"{letters}IO", data)
+            base = f"{name}-{order}-{math.prod(shape)}"
 
             def convolve(
                 x: jax.Array,
                 w: jax.Array,
                 stride: int = stride,
-                padding: object = padding,
+                padding: str | Sequence[tuple[int, int]] = padding,
                 numbers: tuple[str, str, str] = numbers,
                 groups: int = groups,
                 rank: int = len(window),
@@ -315,9 +331,9 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             x = jax.ShapeDtypeStruct(own, jnp.float32)
             w = jax.ShapeDtypeStruct((*window, shape[-1] // groups, shape[-1]), jnp.float32)
             y = jax.eval_shape(convolve, x, w)
-            yield f"{name}-{order}", Sample(convolve, (x, w))
-            yield f"{name}-{order}-dx", Sample(_transposed(convolve, x, 0), (w, y))
-            yield f"{name}-{order}-dw", Sample(_transposed(convolve, w, 1), (x, y))
+            yield base, Sample(convolve, (x, w))
+            yield f"{base}-dx", Sample(_transposed(convolve, x, 0), (w, y))
+            yield f"{base}-dw", Sample(_transposed(convolve, w, 1), (x, y))
 
 
 def _transposed(

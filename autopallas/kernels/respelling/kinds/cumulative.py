@@ -6,12 +6,13 @@ carry what rounding lost (Kahan, 1965, doi:10.1145/363707.363723), so that the l
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from autopallas.compat import Dtype, JaxprEqn
@@ -83,7 +84,7 @@ def _identity(name: str, dtype: Dtype) -> float | int:
     largest = name == "cummin"
     if jnp.issubdtype(dtype, jnp.floating):
         return float("inf") if largest else -float("inf")
-    limits = np.iinfo(dtype)
+    limits = jnp.iinfo(dtype)
     return int(limits.max if largest else limits.min)
 
 
@@ -94,18 +95,27 @@ def _feature(spec: RespellingSpec) -> str:
     """Returns the function, and how long the axis is and where it stands."""
     ((shape, dtype),) = spec.operands
     axis = cast(int, spec["axis"])
-    others = int(np.prod(shape)) // shape[axis]
+    others = math.prod(shape) // shape[axis]
     length = "short" if shape[axis] < 64 else "long"
-    inner = int(np.prod(shape[axis + 1 :]))
+    inner = math.prod(shape[axis + 1 :])
     where = "alone" if others == 1 else "minor" if inner == 1 else "outer, few beside it" if inner < 16 else "outer"
     kind = "floats" if jnp.issubdtype(dtype, jnp.floating) else "integers"
     return f"{spec['function']} of {kind}, {length} axis, {where}"
 
 
+_SHAPES: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = {
+    "outer": (((128, 256), 0), ((8, 256, 256), 1), ((2048, 4096), 0)),
+    "minor": (((128, 256), 1), ((512, 1024), 1), ((2048, 4096), 1)),
+    "few": (((2048, 8), 0), ((65536, 8), 0), ((524288, 8), 0)),
+    "alone": (((32768,), 0), ((524288,), 0)),
+    "short": (((32, 1024), 0), ((64, 32, 256), 1), ((32, 262144), 0)),
+}
+"""Shapes and axes by where the axis stands, one for each bucket."""
+
+
 def _samples() -> Iterator[tuple[str, Sample]]:
-    shapes = {"first": ((2048, 1024), 0), "middle": ((8, 512, 256), 1), "last": ((512, 2048), 1), "small": ((64, 512), 0)}
-    for name in _STEPS:
-        for where, (shape, axis) in shapes.items():
+    for name, (where, shapes), dtype in itertools.product(_STEPS, _SHAPES.items(), (jnp.float32, jnp.int32)):
+        for shape, axis in shapes if dtype == jnp.float32 or name == "cumsum" else ():
 
             def function(x: jax.Array, name: str = name, axis: int = axis) -> jax.Array:
                 found: jax.Array = getattr(lax, name)(x, axis=axis)
@@ -113,11 +123,8 @@ def _samples() -> Iterator[tuple[str, Sample]]:
 
             if name == "cumprod" and shape[axis] > _LONGEST_PRODUCT:
                 continue
-            yield f"{name}-{where}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
-    for where, shape in {"one-hot": (16384, 64), "small": (2048, 64)}.items():
-        counted = jax.ShapeDtypeStruct(shape, jnp.int32)
-        yield f"cumsum-{where}", Sample(lambda x: lax.cumsum(x, axis=0), (counted,))
-    yield "cumsum-alone", Sample(lambda x: lax.cumsum(x, axis=0), (jax.ShapeDtypeStruct((65536,), jnp.float32),))
+            own = f"{name}-{where}-{math.prod(shape)}" + ("-counts" if dtype == jnp.int32 else "")
+            yield own, Sample(function, (jax.ShapeDtypeStruct(shape, dtype),))
 
 
 KIND = Kind(

@@ -6,6 +6,7 @@ range stands for a row of zeros.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -16,7 +17,7 @@ import numpy as np
 
 from autopallas.graph import Graph, Node
 from autopallas.kernels.respelling.kind import Found, Kind, Sample
-from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 from autopallas.patterns.expressions import Scope
 from autopallas.patterns.indexing import is_position
 
@@ -42,9 +43,14 @@ def _match(graph: Graph, node: Node) -> Found | None:
             if ids is None:
                 continue
             along = tuple(others) if picks else tuple(others[list(summed).index(axis)] for axis in rest)
-            parameters = {"classes": graph.shape(value)[classes], "picks": picks, "first": side == 0, "along": along}
-            parameters["axes"] = tuple(rest.index(axis) for axis in ids[1])
-            return Found(tuple(sorted(parameters.items())), (ids[0], other), node.outputs)
+            parameters: dict[str, Plain] = {
+                "along": along,
+                "axes": tuple(rest.index(axis) for axis in ids[1]),
+                "classes": graph.shape(value)[classes],
+                "first": side == 0,
+                "picks": picks,
+            }
+            return Found(tuple(parameters.items()), (ids[0], other), node.outputs)
     return None
 
 
@@ -81,8 +87,14 @@ def _ids(graph: Graph, value: int, classes: int) -> tuple[int, tuple[int, ...]] 
     return None
 
 
+def _in_order(spec: RespellingSpec, ids: jax.Array) -> jax.Array:
+    """Returns the ids with their axes in the order of the one-hot matrix."""
+    axes = cast("tuple[int, ...]", spec["axes"])
+    return jnp.transpose(ids, [axes.index(axis) for axis in range(ids.ndim)])
+
+
 def _original(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax.Array]:
-    ids = jnp.transpose(ids, np.argsort(cast("tuple[int, ...]", spec["axes"])))
+    ids = _in_order(spec, ids)
     matrix = jax.nn.one_hot(ids, cast(int, spec["classes"]), dtype=other.dtype)
     along = cast("tuple[int, ...]", spec["along"])
     summed = (ids.ndim,) if spec["picks"] else tuple(range(ids.ndim))
@@ -92,7 +104,7 @@ def _original(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[ja
 
 
 def _respelt(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax.Array]:
-    ids = jnp.transpose(ids, np.argsort(cast("tuple[int, ...]", spec["axes"])))
+    ids = _in_order(spec, ids)
     classes, along = cast(int, spec["classes"]), cast("tuple[int, ...]", spec["along"])
     (_, dtype), *_ = spec.results
     known = (ids >= 0) & (ids < classes)
@@ -115,8 +127,8 @@ def _respelt(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax
 
 def _feature(spec: RespellingSpec) -> str:
     """Returns the direction, and how many rows and classes there are."""
-    rows = math.prod(spec.operands[0][0])
-    many = "many" if cast(int, spec["classes"]) >= 256 else "few"
+    rows, classes = math.prod(spec.operands[0][0]), cast(int, spec["classes"])
+    many = "few" if classes < 64 else "some" if classes < 2048 else "many"
     return f"{'picks' if spec['picks'] else 'sums'}, {many} classes, {'many' if rows >= 64 else 'few'} rows"
 
 
@@ -127,12 +139,7 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    for name, (rows, classes, width) in {
-        "vocabulary": (1024, 8192, 512),
-        "short": (256, 1024, 256),
-        "positions": (2048, 512, 512),
-        "experts": (4096, 16, 512),
-    }.items():
+    for rows, classes, width in itertools.product((16, 256, 2048), (16, 512, 8192), (64, 512)):
 
         def picks(ids: jax.Array, table: jax.Array, classes: int = classes) -> jax.Array:
             return jax.nn.one_hot(ids, classes, dtype=table.dtype) @ table
@@ -141,8 +148,11 @@ def _samples() -> Iterator[tuple[str, Sample]]:
             return jax.nn.one_hot(ids, classes, dtype=rows.dtype).T @ rows
 
         ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
-        yield f"{name}-picks", Sample(picks, (ids, jax.ShapeDtypeStruct((classes, width), jnp.float32)))
-        yield f"{name}-sums", Sample(sums, (ids, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
+        yield (
+            f"{rows}x{classes}x{width}-picks",
+            Sample(picks, (ids, jax.ShapeDtypeStruct((classes, width), jnp.float32))),
+        )
+        yield f"{rows}x{classes}x{width}-sums", Sample(sums, (ids, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
 
 
 KIND = Kind(

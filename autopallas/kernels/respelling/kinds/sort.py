@@ -6,7 +6,7 @@ compared by one.  Where the sorted floats themselves are needed beside other ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
@@ -34,8 +34,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     key = node.outputs[0]
     read = len(node.inputs) == 1 or bool(graph.users.get(key)) or key in graph.returned
     results = node.outputs if read else node.outputs[1:]
-    parameters = {"dimension": params["dimension"], "stable": bool(params["is_stable"]), "key": read}
-    return Found(tuple(sorted(parameters.items())), node.inputs, results)
+    parameters = (("dimension", params["dimension"]), ("key", read), ("stable", bool(params["is_stable"])))
+    return Found(parameters, node.inputs, results)
 
 
 def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
@@ -100,10 +100,12 @@ def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np
 
 
 def _samples() -> Iterator[tuple[str, Sample]]:
-    for name, shape in {"tokens": (8, 50257), "rows": (256, 2048), "short": (8192, 64), "long": (500000,)}.items():
+    for shape in ((1, 32000), (4096, 8), (16, 32000), (65536, 8), (128, 50257), (524288, 16)):
         given = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        name = f"{shape[0]}x{shape[1]}"
         yield f"sort-{name}", Sample(lambda x: lax.sort(x), given)
         yield f"argsort-{name}", Sample(lambda x: jnp.argsort(x), given)
+        yield f"both-{name}", Sample(lambda x: lax.sort_key_val(x, lax.broadcasted_iota(jnp.int32, x.shape, 1)), given)
 
 
 KIND = Kind(
