@@ -397,6 +397,15 @@ def test_one_hot_products_in_any_spelling(spelling):
         assert found.counts("respelling") == 1
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (1,), (2, 1, 3)])
+def test_one_hot_products_with_axes_of_size_one(shape):
+    ids, table = jnp.asarray(np.arange(np.prod(shape)).reshape(shape) % 5), random(5, 3)
+    loss = jax.value_and_grad(lambda t, i: (jnp.sin(jax.nn.one_hot(i, 5) @ t) ** 2).sum())
+    found = compare(loss, (table, ids), gradients=False)
+    assert found.complaints == []
+    assert found.counts("respelling") == 2
+
+
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int32])
 def test_ids_of_any_integer_dtype(dtype):
     ids, table = jnp.asarray([3, 0, 100], dtype), random(101, 4)

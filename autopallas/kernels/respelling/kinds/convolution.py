@@ -279,7 +279,7 @@ def _feature(spec: RespellingSpec) -> str:
     own = _of(spec)
     many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
     taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if own.taps <= limit)
-    order = "channels last" if max(own.lhs) in (own.lhs[0 if own.of_batch else 1],) else "channels first"
+    order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
     dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
     what = "depthwise" if own.elementwise else "grouped"
     where = "window" if own.few_weights else "result"

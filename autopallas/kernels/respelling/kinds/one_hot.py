@@ -45,10 +45,11 @@ def _match(graph: Graph, node: Node) -> Found | None:
             along = tuple(others) if picks else tuple(others[list(summed).index(axis)] for axis in rest)
             parameters: dict[str, Plain] = {
                 "along": along,
-                "axes": tuple(rest.index(axis) for axis in ids[1]),
+                "axes": tuple(-1 if axis is None else rest.index(axis) for axis in ids[1]),
                 "classes": graph.shape(value)[classes],
                 "first": side == 0,
                 "picks": picks,
+                "rows": tuple(graph.shape(value)[axis] for axis in rest),
             }
             return Found(tuple(parameters.items()), (ids[0], other), node.outputs)
     return None
@@ -63,8 +64,9 @@ def _may_be_one_hot(graph: Graph, value: int) -> bool:
     return inner is not None and inner.name == "eq" and jnp.issubdtype(graph.dtype(inner.inputs[0]), jnp.integer)
 
 
-def _ids(graph: Graph, value: int, classes: int) -> tuple[int, tuple[int, ...]] | None:
-    """Returns the ids of a one-hot matrix, and for each of their axes the axis of the matrix; None where it is none."""
+def _ids(graph: Graph, value: int, classes: int) -> tuple[int, list[int | None]] | None:
+    """Returns the ids of a one-hot matrix, and for each of their axes the axis of the matrix, or None for an axis of
+    size 1; None where it is none."""
     scope = Scope(graph)
     space = scope.space
     whole = space.full(value)
@@ -77,20 +79,22 @@ def _ids(graph: Graph, value: int, classes: int) -> tuple[int, tuple[int, ...]] 
             continue
         ids = space.canonical(ids)
         own = [space.resolve(atoms) for _, atoms in space.view(whole.view)]
-        axes = []
+        axes: list[int | None] = []
         for offset, atoms in space.view(ids.view):
-            if offset or space.resolve(atoms) not in own or not atoms:
+            if offset or atoms and space.resolve(atoms) not in own:
                 return None
-            axes.append(own.index(space.resolve(atoms)))
-        if sorted(axes) == [axis for axis in range(len(own)) if axis != classes] and ids.value not in graph.literals:
-            return ids.value, tuple(axes)
+            axes.append(own.index(space.resolve(atoms)) if atoms else None)
+        wanted = [axis for axis, atoms in enumerate(own) if atoms and axis != classes]
+        if sorted(axis for axis in axes if axis is not None) == wanted and ids.value not in graph.literals:
+            return ids.value, axes
     return None
 
 
 def _in_order(spec: RespellingSpec, ids: jax.Array) -> jax.Array:
-    """Returns the ids with their axes in the order of the one-hot matrix."""
+    """Returns the ids with the axes of the one-hot matrix, but for its classes."""
     axes = cast("tuple[int, ...]", spec["axes"])
-    return jnp.transpose(ids, [axes.index(axis) for axis in range(ids.ndim)])
+    order = sorted(range(ids.ndim), key=lambda place: axes[place])  # those of size 1 are the first
+    return jnp.transpose(ids, order).reshape(cast("tuple[int, ...]", spec["rows"]))
 
 
 def _original(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax.Array]:
