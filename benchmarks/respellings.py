@@ -120,7 +120,9 @@ def mamba() -> tuple[Model, Arrays, jax.Array]:
 
     weights = _weights(
         **{"in": (128, 2 * width), "conv": (4, 1, width), "step": (width, width), "a": (width, state)},
-        b=(width, state), c=(width, state), out=(width, 128),
+        b=(width, state),
+        c=(width, state),
+        out=(width, 128),
     )
     return model, weights, jax.random.normal(_KEY, (2, 1024, 128))
 

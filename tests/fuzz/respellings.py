@@ -1,4 +1,4 @@
-"""Random programs of what respellings replace: convolutions, cumulative operations, windows, sorts, one-hot products."""
+"""Random programs of what respellings replace: convolutions, cumulative operations, windows, sorts, one-hot rows."""
 
 from __future__ import annotations
 

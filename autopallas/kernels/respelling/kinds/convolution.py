@@ -25,6 +25,8 @@ from autopallas.kernels.respelling.spec import Plain, RespellingSpec
 __all__ = ["KIND"]
 
 _MOST_TAPS = 64
+_UNROLLED = 12
+"""Taps above which a loop over the first axis of the window, or of the result, keeps the program short."""
 _BLOCK = 2**14
 """Elements that each step of a sum over a large window takes, about."""
 
@@ -183,13 +185,29 @@ def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     weights = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0]))[..., 0, :].astype(own.accumulation)
     shape = [1] * x.ndim
     shape[own.lhs[1]] = own.groups
-    total: jax.Array | None = None
-    for place in _places(own.window):
-        begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
-        part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
-        term = part * weights[place].reshape(shape)
-        total = term if total is None else total + term
-    assert total is not None
+
+    def some(x: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the sum over the window of which there are weights."""
+        total: jax.Array | None = None
+        for place in _places(weights.shape[:-1]):
+            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
+            part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
+            term = part * weights[place].reshape(shape)
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    if own.taps <= _UNROLLED:
+        return lax.transpose(some(x, weights), _order(own.lhs, own.out))
+    axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
+
+    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice_in_dim(x, row * own.rhs_dilation[0], reach, axis)
+        return total + some(part, lax.dynamic_slice_in_dim(weights, row, 1)), None
+
+    sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
+    start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
+    total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
     return lax.transpose(total, _order(own.lhs, own.out))
 
 
@@ -209,31 +227,38 @@ def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
     axis, count = own.lhs[2], own.window[0]
     step, steps = own.rhs_dilation[0], count * own.features * math.prod(own.window[1:]) * own.groups // _BLOCK
     block = max(1, count // max(1, steps))
+    others = [a + 1 for a in range(x.ndim) if a != own.lhs[0]]
 
-    def products(x: jax.Array, w: jax.Array) -> list[jax.Array]:
-        wide, sizes = w.astype(own.accumulation), [w.shape[a] for a in own.lhs[2:]]
-        starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in _places(own.result))
-        return [_slice(own, x, s, sizes, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
+    def rows(begin: int | jax.Array, given: int) -> jax.Array:
+        """Returns so many rows of the result, from ``begin`` on, one after the other."""
+        places = list(_places((given, *own.result[1:])))
+        span = (given - 1) * own.strides[0] + 1
 
-    span = (own.result[0] - 1) * own.strides[0] + 1
+        def of(first: int | jax.Array, size: int) -> list[jax.Array]:
+            start = begin * own.strides[0] + first * step
+            part = lax.dynamic_slice_in_dim(x, start, span + (size - 1) * step, axis)
+            wide = lax.dynamic_slice_in_dim(w, first, size, axis).astype(own.accumulation)
+            sizes = [wide.shape[a] for a in own.lhs[2:]]
+            starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
+            return [_slice(own, part, s, sizes, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
 
-    def of(first: int | jax.Array, size: int) -> list[jax.Array]:
-        part = lax.dynamic_slice_in_dim(x, first * step, span + (size - 1) * step, axis)
-        return products(part, lax.dynamic_slice_in_dim(w, first, size, axis))
+        def add(sums: list[jax.Array], first: jax.Array) -> tuple[list[jax.Array], None]:
+            return [s + term for s, term in zip(sums, of(first, block), strict=True)], None
 
-    def add(sums: list[jax.Array], first: jax.Array) -> tuple[list[jax.Array], None]:
-        return [s + term for s, term in zip(sums, of(first, block), strict=True)], None
+        shape = list(w.shape)
+        shape[axis] = block
+        firsts = jnp.arange(0, count - block + 1, block, dtype=jnp.int32)
+        sums, _ = lax.scan(add, [jnp.zeros(shape, own.accumulation)] * len(places), firsts)
+        found = jnp.stack(sums).sum(others)
+        left = count % block
+        return found + jnp.stack(of(count - left, left)).sum(others) if left else found
 
-    firsts = jnp.arange(0, count - block + 1, block, dtype=jnp.int32)
-    shape = list(w.shape)
-    shape[axis] = block
-    sums, _ = lax.scan(add, [jnp.zeros(shape, own.accumulation)] * math.prod(own.result), firsts)
-    others = [a for a in range(x.ndim) if a != own.lhs[0]]
-    found = [s.sum(others) for s in sums]
-    if left := count % block:
-        found = [a + b.sum(others) for a, b in zip(found, of(count - left, left), strict=True)]
-    stacked = jnp.stack(found).reshape(1, *own.result, own.groups)
-    return lax.transpose(stacked, _order((0, stacked.ndim - 1, *range(1, stacked.ndim - 1)), own.out))
+    if own.taps <= _UNROLLED:
+        found = rows(0, own.result[0])
+    else:
+        found = lax.map(lambda row: rows(row, 1), jnp.arange(own.result[0], dtype=jnp.int32))
+    found = found.reshape(1, *own.result, own.groups)
+    return lax.transpose(found, _order((0, found.ndim - 1, *range(1, found.ndim - 1)), own.out))
 
 
 def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
