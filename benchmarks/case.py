@@ -76,7 +76,7 @@ def benchmark(kernel: str) -> Benchmark:
     return offered
 
 
-WRITTEN = ("attention", "cross_entropy", "grouped_matmul")
+WRITTEN = ("attention", "cross_entropy", "grouped_matmul", "recurrence")
 """The operations whose benchmark is a module of this package each."""
 
 DECLARED = tuple(

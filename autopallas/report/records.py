@@ -53,7 +53,7 @@ class Site:
     """Reason for the verdict, in words."""
     implementation: str | None = None
     """Implementation that was chosen."""
-    block_sizes: Mapping[str, int] | None = None
+    block_sizes: Mapping[str, int | bool | str] | None = None
     block_sizes_from: Literal["explicit", "cache", "table", "autotune", "nearest", "default"] | None = None
     measured: Mapping[str, object] | None = None
     """Row of the tuned table or of the cache that the verdict rests on."""

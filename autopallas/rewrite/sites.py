@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import jax
@@ -40,6 +41,7 @@ class _Splicer:
         self.graph = graph
         self.edits: dict[Body, Edit] = {}
         self._brought: dict[tuple[Var, Body], Var] = {}
+        self._scans: dict[int, list[tuple[Body, int]]] | None = None
 
     def _edit(self, body: Body) -> Edit:
         return self.edits.setdefault(body, Edit())
@@ -68,15 +70,17 @@ class _Splicer:
 
     def _replace_loop(self, match: Match, params: Params, outputs: dict[Body, list[Var]]) -> None:
         """Replaces a site that is one result of a scan; the scan keeps its other results, or goes as dead code."""
-        numbers = self.graph.numbers[match.body]
-        for position in match.body.children:
-            equation = match.body.equations[position]
-            own = [v for v in equation.outvars if numbers[v] == match.results[0]]
-            if own and equation.primitive.name == "scan":
-                new, variables = self._forward(match, params, match.body, own, bool(match.backwards), equation)
-                outputs.setdefault(match.body, variables)
+        for body, position in self._places(match.results[0]):
+            equation, known = body.equations[position], self.graph.positions[body]
+            again = all(n in known and known[n][0] < position for n in match.operands)
+            if equation.primitive.name == "scan" and (body is match.body or again):
+                numbers = self.graph.numbers[body]
+                own = [v for v in equation.outvars if numbers[v] == match.results[0]]
+                new, variables = self._forward(match, params, body, own[:1], bool(match.backwards), equation)
+                outputs.setdefault(body, variables)
                 kept = without_results(equation, own)
-                self._edit(match.body).replaced[position] = [*kept, new]
+                self._edit(body).replaced[position] = [*kept, new]
+                self._edit(body).renamed.update(dict.fromkeys(own[1:], own[0]))  # stacked twice
 
     def _forward(
         self, match: Match, params: Params, body: Body, results: list[Var], residuals: bool, like: JaxprEqn
@@ -133,12 +137,12 @@ class _Splicer:
     def _replace_together(self, match: Match, params: Params) -> None:
         """Replaces a site with several results, or with operands from elsewhere, by one equation in each body that
         computes any of the results."""
-        bodies = dict.fromkeys(body for number in match.results for body, _ in self.graph.occurrences(number))
+        bodies = dict.fromkeys(body for number in match.results for body, _ in self._places(number))
         for body in bodies:
             if not all(is_available(self.graph, number, match.sources, body, across=True) for number in match.operands):
                 continue
             results = [Var(self.graph.avals[number]) for number in match.results]
-            held = next(i for n in match.results for b, i in self.graph.occurrences(n) if b is body)
+            held = next(i for n in match.results for b, i in self._places(n) if b is body)
             equation, _ = self._forward(match, params, body, results, False, body.equations[held])
             self._edit(body).added.append(equation)
             for number, variable in zip(match.results, results, strict=True):
@@ -147,13 +151,24 @@ class _Splicer:
     def _give(self, body: Body, number: int, variable: Var) -> None:
         """Makes one body read ``variable`` instead of a value wherever it computed that value itself."""
         edit, numbers = self._edit(body), self.graph.numbers[body]
-        for holder, position in self.graph.occurrences(number):
+        for holder, position in self._places(number):
             if holder is body:
                 equation = body.equations[position]
                 same = [v for v in equation.outvars if numbers[v] == number]
                 left = edit.replaced.get(position, [equation])
                 edit.replaced[position] = [kept for e in left for kept in without_results(e, same)]
                 edit.renamed.update(dict.fromkeys(same, variable))
+
+    def _places(self, number: int) -> list[tuple[Body, int]]:
+        """Returns (body, position) of every equation that computes a value itself, and of every scan that gives it."""
+        if self._scans is None:
+            self._scans = defaultdict(list)
+            for body, numbers in self.graph.numbers.items():
+                for position in body.children:
+                    equation = body.equations[position]
+                    for own in {numbers[v] for v in equation.outvars} if equation.primitive.name == "scan" else ():
+                        self._scans[own].append((body, position))
+        return [*self.graph.occurrences(number), *self._scans.get(number, ())]
 
     def _outputs_in(self, body: Body, match: Match, outputs: dict[Body, list[Var]]) -> list[Var] | None:
         """Returns the forward's results and residuals in the backward's body, or None if they cannot go there."""
@@ -173,8 +188,24 @@ class _Splicer:
         ]
 
     def _brought_from(self, homes: Sequence[Body], number: int, body: Body) -> Var:
-        home = next(h for h in homes if number in self.graph.positions[h] and linked(self.graph, h, body))
-        return self._across(self.graph.positions[home][number][1], home, body)
+        graph = self.graph
+        home = next((h for h in homes if number in graph.positions[h] and linked(graph, h, body)), None)
+        if home is None:
+            return self._passed_in(number, body)
+        return self._across(graph.positions[home][number][1], home, body)
+
+    def _passed_in(self, number: int, body: Body) -> Var:
+        """Brings a value of a body around this one into it, as a further operand of the equations that hold it."""
+        known = self.graph.positions[body]
+        if number in known:
+            return known[number][1]
+        outer, position = self.graph.holders[body]
+        holder, given = outer.equations[position], self._passed_in(number, outer)
+        if (given, body) not in self._brought:
+            self._brought[given, body] = inner = Var(given.aval)
+            edit = self._edit(body)
+            (edit.given if holder.primitive.name == "scan" else edit.read).append((inner, given))
+        return self._brought[given, body]
 
     def _across(self, variable: Var, source: Body, target: Body) -> Var:
         """Brings a variable of one body into another body that is linked to it.

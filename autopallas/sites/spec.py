@@ -63,7 +63,7 @@ class BlockSizes(Protocol):
     def get_default(cls) -> BlockSizes:
         """Returns block sizes that are right almost everywhere."""
 
-    def to_dict(self) -> Mapping[str, int]:
+    def to_dict(self) -> Sizes:
         """Returns the sizes by name."""
 
     def __hash__(self) -> int: ...

@@ -79,12 +79,17 @@ def device_of(folder: str) -> str:
     return re.sub(rb"%([0-9A-F]{2})", lambda found: bytes.fromhex(found[1].decode()), spaced).decode()
 
 
+def _size(text: str) -> int | str:
+    """Returns a block size as its class has it: a number, or a word."""
+    return int(text) if text.removeprefix("-").isdigit() else text
+
+
 class Files(Mapping[str, Rows]):
     """The rows of one operation by device, as its files have them.
 
     Args:
       operation: the operation's name.
-      block_sizes: the class of its block sizes, a dataclass of integers.
+      block_sizes: the class of its block sizes, a dataclass of integers and words.
       buckets: the buckets, in the order in which rows are written.
     """
 
@@ -124,7 +129,7 @@ class Files(Mapping[str, Rows]):
 
     def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
-        sizes = {name: int(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
+        sizes = {name: _size(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
         figures = cast(_Figures, {name: read(line[name]) for name, read in _FIGURES.items()})
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 

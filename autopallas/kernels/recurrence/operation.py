@@ -1,0 +1,9 @@
+"""Declares the operation of linear recurrences."""
+
+from __future__ import annotations
+
+from autopallas.sites.operation import Operation
+
+__all__ = ["OPERATION"]
+
+OPERATION = Operation("recurrence")

@@ -1,0 +1,290 @@
+"""Tells what a loop carries: states that are affine in themselves, and values that can be known before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from autopallas.compat import JaxprAtom, Var
+from autopallas.kernels.recurrence.structure import Factor, Known, Labels, MatrixState, Readout, Term
+from autopallas.patterns.match import Mismatch
+from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
+from autopallas.patterns.recurrence.step import Step
+from autopallas.patterns.recurrence.sums import Part, Sum, Value
+
+__all__ = ["Carries", "carries_of", "matrix_states"]
+
+_LEAST = 8
+"""Smallest number of rows and columns of a state that matrix products are for."""
+
+
+@dataclass(slots=True)
+class Carries:
+    """What a loop carries.
+
+    Attributes:
+      states: the places of those that are affine in themselves, coefficients apart.
+      known: the others, in the order in which they can be computed; each before the states.
+      last: places of carried values that no step reads.
+      interpretation: the step, with these as states.
+      reasons: why others that depend on themselves are no states.
+    """
+
+    states: list[int]
+    known: list[Known]
+    last: list[int]
+    interpretation: Interpretation
+    reasons: dict[int, str] = field(default_factory=dict)
+
+
+def carries_of(step: Step) -> Carries:
+    """Returns what a loop carries.
+
+    Raises:
+      Mismatch: no carried value is a state, or some depend on each other.
+    """
+    bits = step.dependencies()
+    depends = [bits[atom] if isinstance(atom, Var) else 0 for atom in step.after]
+    known: list[Known] = []
+    solved = 0
+    last = _unread(step)
+    reasons: dict[int, str] = {}
+    left = [place for place in range(len(step.carries)) if place not in last]
+    nonlinear: set[int] = set()
+    while True:
+        for value in _solvable(step, left, depends, solved, nonlinear):
+            known.append(value)
+            solved |= 1 << value.carry
+            left.remove(value.carry)
+        states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
+        if not states:
+            raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other")
+        found = Interpretation(step, states, [value.carry for value in known])
+        opaque = {p: update.reason for p in states if isinstance(update := found.updates[p], Opaque)}
+        if not opaque:
+            break
+        reasons |= opaque
+        nonlinear.update(opaque)
+    waiting = [place for place in left if place not in states]
+    if waiting:
+        raise Mismatch("a carried value is computed from another one that depends on itself")
+    for place in states:
+        _check_diagonal(found, place)
+    return Carries(states, known, last, found, reasons)
+
+
+def _unread(step: Step) -> list[int]:
+    """Returns the places of the carried values that no step reads."""
+    read = {atom for equation in step.equations for atom in equation.invars if isinstance(atom, Var)}
+    read.update(atom for atom in (*step.after, *step.results) if isinstance(atom, Var))
+    return [place for place, variable in enumerate(step.carries) if variable not in read]
+
+
+def _solvable(step: Step, left: Sequence[int], depends: Sequence[int], solved: int, nonlinear: set[int]) -> list[Known]:
+    """Returns the carried values that can be computed next: those that depend on no state."""
+    found: list[Known] = []
+    for place in left:
+        others = depends[place] & ~solved
+        if step.after[place] is step.carries[place]:
+            found.append(Known(place, "constant"))
+        elif not others:
+            found.append(Known(place, "shifted"))
+        elif others == 1 << place and (place in nonlinear or not _is_floating(step.carries[place])):
+            found.append(Known(place, "scanned"))
+    return found
+
+
+def _is_floating(variable: Var) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
+
+
+def _check_diagonal(found: Interpretation, place: int) -> None:
+    """Checks that each element of a state is multiplied by a factor of its own.
+
+    Raises:
+      Mismatch: it is not.
+    """
+    value = found.updates[place]
+    assert isinstance(value, Sum)
+    for part in value.parts:
+        if part.carried is None:
+            continue
+        own = {label for label in part.carried.axes if label is not None}
+        if part.carried.after or part.carried.place != place:
+            raise Mismatch("a carried value is added to another one")
+        if part.carried.rounded:
+            raise Mismatch("the state is rounded to a narrower type from step to step")
+        if own & part.summed:
+            raise Mismatch("the state is multiplied by a matrix from step to step")
+        if part.carried.axes != value.axes:
+            raise Mismatch("the axes of the state change places from step to step")
+
+
+# ---------------------------------------------------------------------- states that are matrices
+
+
+def matrix_states(step: Step, carries: Carries) -> tuple[list[MatrixState], list[int]]:
+    """Returns the states that are matrices, and the places of the others."""
+    number = {v: i for i, v in enumerate([*step.inputs, *(v for e in step.equations for v in e.outvars)])}
+    wanted = _readouts(step, carries)
+    states: list[MatrixState] = []
+    others: list[int] = []
+    for place in carries.states:
+        try:
+            states.append(_Matrix(step, carries.interpretation, place, number).state(wanted))
+        except Mismatch:
+            others.append(place)
+    return states, others
+
+
+def _readouts(step: Step, carries: Carries) -> list[Var]:
+    """Returns the affine variables from which everything else of the results is computed."""
+    values = carries.interpretation.values
+    made = {v: e for e in step.equations for v in e.outvars}
+    after = [step.after[place] for place in carries.last]
+    todo: list[JaxprAtom] = [*step.results, *after]
+    seen: set[Var] = set()
+    found: dict[Var, None] = {}
+    while todo:
+        atom = todo.pop()
+        if not isinstance(atom, Var) or atom in seen:
+            continue
+        seen.add(atom)
+        value = values[atom]
+        if isinstance(value, Sum) and not value.is_free:
+            found[atom] = None
+        elif isinstance(value, Opaque) and atom in made:
+            todo += made[atom].invars
+    return list(found)
+
+
+class _Matrix:
+    """One state, as a matrix whose rows are summed over where it is read."""
+
+    def __init__(self, step: Step, found: Interpretation, place: int, number: dict[Var, int]):
+        self.found, self.place, self.number = found, place, number
+        value = found.updates[place]
+        assert isinstance(value, Sum)
+        self.value = value
+        self.own = {label for label in value.axes if label is not None}
+        self.is_real = bool(jnp.issubdtype(step.carries[place].aval.dtype, jnp.floating))
+
+    def state(self, readouts: Sequence[Var]) -> MatrixState:
+        """Returns the state.
+
+        Raises:
+          Mismatch: it is no such matrix, or too small.
+        """
+        if not self.is_real:
+            raise Mismatch("the state is complex")
+        reads: list[tuple[Var, Sum]] = []
+        for variable in readouts:
+            value = self.found.values[variable]
+            assert isinstance(value, Sum)
+            places = {part.carried.place for part in value.parts if part.carried is not None}
+            if self.place in places:
+                if places != {self.place}:
+                    raise Mismatch("a sum reads two states")
+                reads.append((variable, self._in_own_labels(value)))
+        rows = self._rows([value for _, value in reads])
+        decay = [part for part in self.value.parts if part.carried is not None]
+        added = [part for part in self.value.parts if part.carried is None]
+        split = [self._query(part, rows) for _, value in reads for part in value.parts if part.carried is not None]
+        of_decay = {label for part in decay for label in part.labels() for f in part.factors if label in f.axes}
+        key, other = self._outer(added, rows)
+        with_rows = {a for factors in (key, *(q for q, _ in split)) for f in factors for a in f.axes if a is not None}
+        columns = self.own - rows - with_rows - of_decay
+        groups = (self.own & with_rows) - rows
+        heads = self.own - rows - groups - columns
+        self._check(reads, split, rows, columns)
+        order = [label for label in self.value.axes if label is not None]
+
+        def sorted_labels(labels: set[int]) -> Labels:
+            return tuple(label for label in order if label in labels)
+
+        return MatrixState(
+            carry=self.place,
+            axes=self.value.axes,
+            groups=sorted_labels(groups),
+            heads=sorted_labels(heads),
+            rows=sorted_labels(rows),
+            columns=sorted_labels(columns),
+            decay=tuple(self._term(part.coefficient, part.factors) for part in decay),
+            key=self._term(1.0, key),
+            value=self._term(added[0].coefficient if added else 0.0, other),
+            readouts=tuple(self._readout(variable, value, rows) for variable, value in reads),
+        )
+
+    def _in_own_labels(self, value: Sum) -> Sum:
+        """Returns a readout in which the state has the labels that it has in its update."""
+        names: dict[int, int] = {}
+        for part in value.parts:
+            if part.carried is None:
+                continue
+            for label, own in zip(part.carried.axes, self.value.axes, strict=True):
+                if label is not None and own is not None and names.setdefault(label, own) != own:
+                    raise Mismatch("a sum reads the state twice, with axes in another order")
+        if len(set(names.values())) != len(names):
+            raise Mismatch("terms of a sum read the state along different axes")
+        return value.renamed(names)
+
+    def _rows(self, reads: Sequence[Sum]) -> set[int]:
+        """Returns the labels that all readouts sum over."""
+        found = [self.own & part.summed for value in reads for part in value.parts if part.carried is not None]
+        if not found or any(own != found[0] for own in found) or not found[0]:
+            raise Mismatch("the state is not summed over where it is read")
+        return set(found[0])
+
+    def _outer(self, added: Sequence[Part], rows: set[int]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Returns the factors of keys and of values in what is added to the state."""
+        if len(added) > 1 or (added and added[0].summed):
+            raise Mismatch("what is added to the state is no product")
+        factors = added[0].factors if added else ()
+        return _divided(factors, rows)
+
+    def _query(self, part: Part, rows: set[int]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Returns the factors that the state is summed with, and those of the sum."""
+        if part.summed - rows:
+            raise Mismatch("a readout sums over more than the state's rows")
+        return _divided(part.factors, rows)
+
+    def _check(
+        self, reads: Sequence[tuple[Var, Sum]], split: Sequence[tuple[tuple[Value, ...], tuple[Value, ...]]],
+        rows: set[int], columns: set[int],
+    ) -> None:  # fmt: skip
+        sizes = self.found.labels.sizes
+        for labels in (rows, columns):
+            extent = 1
+            for label in labels:
+                extent *= sizes[label]
+            if labels is rows and extent < _LEAST:
+                raise Mismatch("the state has few rows")
+        allowed = self.own - columns
+        if any(set(factor.axes) - {None} - allowed for query, _ in split for factor in query):
+            raise Mismatch("a query has an axis that the state lacks")
+        left = self.own - rows
+        for _, value in reads:
+            if not left <= {label for label in value.axes if label is not None}:
+                raise Mismatch("a readout sums over columns")
+
+    def _term(self, coefficient: float, factors: Sequence[Value]) -> Term:
+        own = (Factor(self.number[f.variable], f.axes, f.inverse, f.case) for f in factors)
+        return Term(float(coefficient), tuple(own))
+
+    def _readout(self, variable: Var, value: Sum, rows: set[int]) -> Readout:
+        queries = []
+        for part in value.parts:
+            if part.carried is not None:
+                query, further = self._query(part, rows)
+                terms = self._term(1.0, query), self._term(part.coefficient, further)
+                queries.append((not part.carried.after, *terms))
+        others = tuple(self._term(p.coefficient, p.factors) for p in value.parts if p.carried is None)
+        return Readout(self.number[variable], value.axes, tuple(queries), others)
+
+
+def _divided(factors: Sequence[Value], rows: set[int]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """Returns the factors with labels of rows, and the others."""
+    first = tuple(factor for factor in factors if not rows.isdisjoint(factor.axes))
+    return first, tuple(factor for factor in factors if factor not in first)

@@ -1,0 +1,346 @@
+"""Abstract interpretation of a step: which of its variables are affine in the carried values, and how.
+
+Every rule is an identity of rings, so what comes out equals the variable in exact arithmetic.  Anything else that reads
+a carried value is opaque, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas import jaxprs
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.numerics.casts import rounds, widens
+from autopallas.patterns.recurrence.step import Step
+from autopallas.patterns.recurrence.sums import (
+    MOST_FACTORS,
+    MOST_TERMS,
+    Axes,
+    Carried,
+    Labels,
+    Part,
+    Sum,
+    Value,
+    sum_of,
+)
+
+__all__ = ["RULES", "Interpretation", "Opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A variable that depends on a carried value in another way; the reason names the equation that began it."""
+
+    reason: str
+
+
+_Rule: TypeAlias = Callable[[JaxprEqn, Sequence[Sum], Labels], Sum | None]
+
+_UNCHANGED = frozenset({"copy", "copy_p", "name", "optimization_barrier"})
+_LAYOUT = _UNCHANGED | {
+    "broadcast_in_dim",
+    "transpose",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "convert_element_type",
+    "neg",
+}
+"""Equations whose result is the factor that they read, looked at in another way."""
+
+
+class Interpretation:
+    """What the variables of a step are, given which carried values are taken for states.
+
+    Attributes:
+      values: the variables.
+      updates: what each state is after the step.
+    """
+
+    def __init__(self, step: Step, states: Sequence[int], solved: Sequence[int]):
+        self.labels = Labels()
+        self.values: dict[Var, Sum | Opaque] = {}
+        self.updates: dict[int, Sum | Opaque] = {}
+        for variable in (*step.constants, *step.slices, *(step.carries[i] for i in solved)):
+            self.values[variable] = sum_of(self.labels, variable)
+        for variable in step.zeros:
+            self.values[variable] = Sum(self.labels.of_shape(variable.aval.shape), (Part(0.0),))
+        for place, variable in enumerate(step.carries):
+            if place in states:
+                self.values[variable] = self._state(place, variable, after=False)
+            elif place not in solved:
+                self.values[variable] = Opaque("a carried value that is computed from another one")
+        after: dict[Var, list[int]] = {}
+        for place in states:
+            atom = step.after[place]
+            if isinstance(atom, Var):
+                after.setdefault(atom, []).append(place)
+            else:
+                self.updates[place] = self._read(atom)
+        for variable in self.values.keys() & after.keys():
+            self.updates.update(dict.fromkeys(after[variable], self.values[variable]))
+        for equation in step.equations:
+            self._equation(equation)
+            for variable in equation.outvars:
+                for place in after.get(variable, ()):
+                    value = self.updates[place] = self.values[variable]
+                    if isinstance(value, Sum) and not value.is_free:
+                        self.values[variable] = self._state(place, variable, after=True)
+
+    def _state(self, place: int, variable: Var, after: bool) -> Sum:
+        axes = self.labels.of_shape(variable.aval.shape)
+        return Sum(axes, (Part(carried=Carried(place, after, axes)),))
+
+    def _read(self, atom: JaxprAtom) -> Sum | Opaque:
+        if isinstance(atom, Literal):
+            number = np.asarray(atom.val)
+            return Sum((None,) * number.ndim, (Part(number.item()),)) if number.size == 1 else Opaque("an array")
+        value = self.values[atom]
+        return value if isinstance(value, Opaque) else self.labels.fresh(value)
+
+    def _equation(self, equation: JaxprEqn) -> None:
+        read = [self._read(atom) for atom in equation.invars]
+        opaque = next((value for value in read if isinstance(value, Opaque)), None)
+        if opaque is not None:
+            self.values.update(dict.fromkeys(equation.outvars, opaque))
+            return
+        sums = [value for value in read if isinstance(value, Sum)]
+        free = all(value.is_free for value in sums)
+        rule = RULES.get(equation.primitive.name) if len(equation.outvars) == 1 else None
+        found = None if rule is None else rule(equation, sums, self.labels)
+        if found is not None and (
+            len(found.parts) > MOST_TERMS or max(map(_size, found.parts), default=0) > MOST_FACTORS
+        ):
+            found = None
+        if free:
+            for variable in equation.outvars:
+                self.values[variable] = self._free(equation, variable, sums, found)
+        elif found is None:
+            where = jaxprs.location(equation)
+            reason = f"{jaxprs.operation_name(equation)} of the carried value at {where}"
+            self.values.update(dict.fromkeys(equation.outvars, Opaque(reason)))
+        else:
+            self.values[equation.outvars[0]] = found
+
+    def _free(self, equation: JaxprEqn, variable: Var, read: Sequence[Sum], found: Sum | None) -> Sum:
+        """Returns a value without carried ones: a product of smaller factors as such, a layout of a factor as that
+        factor, and anything else as itself."""
+        if found is not None and len(found.parts) == 1 and not found.parts[0].summed:
+            (part,) = found.parts
+            if not part.factors or (len(part.factors) == 1 and equation.primitive.name in _LAYOUT):
+                return found
+            whole = {label for label in found.axes if label is not None} & part.labels()
+            if len(part.factors) > 1 and not any(whole <= set(factor.axes) for factor in part.factors):
+                return found
+        varies = found.varies() if found is not None else _varies(equation, variable, read)
+        return sum_of(self.labels, variable, varies)
+
+
+def _size(part: Part) -> int:
+    return len(part.factors)
+
+
+_ELEMENTWISE = frozenset(
+    {
+        "add", "sub", "mul", "div", "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "neg",
+        "sign", "abs", "sqrt", "rsqrt", "cbrt", "sin", "cos", "pow", "integer_pow", "erf", "square", "select_n", "eq",
+        "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "convert_element_type", "is_finite", "clamp",
+        "add_any", "real", "imag", "conj", "complex", "custom_jvp_call", "floor", "ceil", "round", "rem",
+    }
+)  # fmt: skip
+
+
+def _varies(equation: JaxprEqn, variable: Var, read: Sequence[Sum]) -> tuple[bool, ...] | None:
+    """Returns along which dimensions the result of an equation varies; None where that is not known."""
+    name, shape = equation.primitive.name, tuple(variable.aval.shape)
+    if name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"):
+        gone = equation.params["axes"]
+        return tuple(v for d, v in enumerate(read[0].varies()) if d not in gone)
+    if name == "custom_jvp_call":
+        if not is_elementwise_call(equation) or any(tuple(a.aval.shape) not in ((), shape) for a in equation.invars):
+            return None
+    elif name not in _ELEMENTWISE:
+        return None
+    found = [False] * len(shape)
+    for value in read:
+        for dimension, varies in enumerate(value.varies() if value.axes else ()):
+            found[dimension] |= varies
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def _same(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    return read[0] if len(read) == 1 else None
+
+
+def _converted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    """A cast that keeps every value; or one that rounds a sum with a carried value, which is marked."""
+    before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    if not jnp.issubdtype(after, jnp.inexact):
+        return None
+    if read[0].is_free:
+        return read[0] if before == after or before == np.bool_ or widens(before, after) else None
+    if before == after or widens(before, after):
+        return read[0]
+    if not rounds(before, after):
+        return None
+    parts = (
+        part if part.carried is None else replace(part, carried=replace(part.carried, rounded=True))
+        for part in read[0].parts
+    )
+    return Sum(read[0].axes, tuple(parts))
+
+
+def _negated(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    return read[0].scaled(-1)
+
+
+def _added(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    if all(value.is_free for value in read):
+        return None
+    first, second = read
+    if equation.primitive.name == "sub":
+        second = second.scaled(-1)
+    a, b, axes = Sum.aligned(first, second)
+    parts = tuple(part for part in (*a.parts, *b.parts) if part.coefficient)
+    return Sum(axes, parts or (Part(0.0),))
+
+
+def _multiplied(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    if not any(value.is_free for value in read):
+        return None
+    a, b, axes = Sum.aligned(*read)
+    return Sum(axes, tuple(p.times(q) for p in a.parts for q in b.parts))
+
+
+def _divided(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    a, b, axes = Sum.aligned(*read)
+    if a.is_free or not b.is_free or len(b.parts) != 1:
+        return None
+    (by,) = b.parts
+    if by.summed or not by.coefficient or any(factor.case is not None for factor in by.factors):
+        return None
+    inverse = Part(1 / by.coefficient, tuple(replace(f, inverse=not f.inverse) for f in by.factors))
+    return Sum(axes, tuple(part.times(inverse) for part in a.parts))
+
+
+def _broadcast(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    if len(read) != 1:
+        return None
+    shape = equation.params["shape"]
+    axes: list[int | None] = [None] * len(shape)
+    for dimension, label in zip(equation.params["broadcast_dimensions"], read[0].axes, strict=True):
+        axes[dimension] = label
+    for dimension, size in enumerate(shape):
+        if axes[dimension] is None and size > 1:
+            axes[dimension] = labels.new(size)
+    return Sum(tuple(axes), read[0].parts)
+
+
+def _transposed(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    return Sum(tuple(read[0].axes[i] for i in equation.params["permutation"]), read[0].parts)
+
+
+def _reshaped(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    """Dimensions of size 1 come and go; others are not split or merged."""
+    if len(read) != 1:
+        return None
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    kept = iter([label for label, size in zip(read[0].axes, before, strict=True) if size != 1])
+    return Sum(tuple(next(kept) if size != 1 else None for size in after), read[0].parts)
+
+
+def _summed(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    if read[0].is_free:
+        return None
+    gone = tuple(equation.params["axes"])
+    axes = tuple(label for d, label in enumerate(read[0].axes) if d not in gone)
+    over = [read[0].axes[d] for d in gone]
+    sizes = [equation.invars[0].aval.shape[d] for d in gone]
+    return Sum(axes, tuple(_over(part, over, sizes) for part in read[0].parts))
+
+
+def _over(part: Part, labels: Sequence[int | None], sizes: Sequence[int]) -> Part:
+    """Returns a term summed over some labels; along those that it lacks it is the same as often as they are long."""
+    own = part.labels()
+    times = 1
+    for label, size in zip(labels, sizes, strict=True):
+        times *= 1 if label in own else size
+    summed = frozenset(label for label in labels if label is not None and label in own)
+    return replace(part, coefficient=part.coefficient * times, summed=part.summed | summed)
+
+
+def _contracted(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    a, b = read
+    (left, right), (left_batch, right_batch) = equation.params["dimension_numbers"]
+    if not (a.is_free or b.is_free) or (a.is_free and b.is_free and left):
+        return None
+    shapes = [atom.aval.shape for atom in equation.invars]
+    names: dict[int, int] = {}
+    merged = list(a.axes)
+    for i, j in [*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)]:
+        one, other = merged[i], b.axes[j]
+        if one is not None and other is not None:
+            names[other] = one
+        elif one is None:
+            merged[i] = other
+    b = b.renamed(names)
+    over, sizes = [merged[i] for i in left], [shapes[0][i] for i in left]
+    axes = [merged[i] for i in left_batch]
+    axes += [label for d, label in enumerate(merged) if d not in (*left, *left_batch)]
+    axes += [label for d, label in enumerate(b.axes) if d not in (*right, *right_batch)]
+    return Sum(tuple(axes), tuple(_over(p.times(q), over, sizes) for p in a.parts for q in b.parts))
+
+
+def _selected(equation: JaxprEqn, read: Sequence[Sum], labels: Labels) -> Sum | None:
+    which, *cases = read
+    if not which.is_free or all(case.is_free for case in cases):
+        return None
+    predicate = equation.invars[0]
+    if not isinstance(predicate, Var):
+        return None
+    (part,) = which.parts if len(which.parts) == 1 else (Part(0.0),)
+    plain = part.coefficient == 1 and len(part.factors) == 1 and not part.summed
+    if not plain or part.factors[0].inverse or part.factors[0].case is not None:
+        which = sum_of(labels, predicate)
+    shape = equation.outvars[0].aval.shape
+    whole: Axes = labels.of_shape(shape)
+    parts: tuple[Part, ...] = ()
+    for number, case in enumerate(cases):
+        own = Sum(whole, ())
+        _, mask, _ = Sum.aligned(own, which if which.axes or not shape else Sum((None,) * len(shape), which.parts))
+        _, chosen, _ = Sum.aligned(own, case)
+        factor: Value = replace(mask.parts[0].factors[0], case=number)
+        parts += tuple(p.times(Part(factors=(factor,))) for p in chosen.parts if p.coefficient)
+    return Sum(whole, parts or (Part(0.0),))
+
+
+RULES: Mapping[str, _Rule] = {
+    **dict.fromkeys(_UNCHANGED, _same),
+    "convert_element_type": _converted,
+    "neg": _negated,
+    "add": _added,
+    "sub": _added,
+    "add_any": _added,
+    "mul": _multiplied,
+    "div": _divided,
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transposed,
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "expand_dims": _reshaped,
+    "reduce_sum": _summed,
+    "dot_general": _contracted,
+    "select_n": _selected,
+}
+"""By name of an equation, what its result is if it is affine."""

@@ -1,0 +1,556 @@
+"""Finds recurrences: loops whose carried values are affine in themselves, with the backward that the program holds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from autopallas import jaxprs
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.faults import contained
+from autopallas.graph import Body, Graph, Node
+from autopallas.graph.edit import surviving
+from autopallas.graph.extract import closed, copied
+from autopallas.kernels.recurrence.forms import is_product, products_apart
+from autopallas.kernels.recurrence.loop import Loop
+from autopallas.kernels.recurrence.operation import OPERATION
+from autopallas.kernels.recurrence.site import RecurrenceSite
+from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.structure import Known, MatrixState
+from autopallas.patterns.carry import is_available
+from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
+from autopallas.patterns.recurrence.all_steps import check_all_steps
+from autopallas.patterns.recurrence.carries import carries_of, matrix_states
+from autopallas.patterns.recurrence.interpret import RULES
+from autopallas.patterns.recurrence.rules import restored
+from autopallas.patterns.recurrence.step import Scan, Step, scans
+from autopallas.patterns.recurrence.transpose import Lead, Pair, Pairing, constant_atom, program_key
+
+__all__ = ["find"]
+
+_SHORTEST = 16
+"""Smallest number of steps of a loop that is looked at."""
+
+
+@dataclass(eq=False, slots=True)
+class _Candidate:
+    """A loop that is affine in what it carries.
+
+    Attributes:
+      scan: the loop.
+      step: its step.
+      backwards: the reversed loops that read what depends on its carried values.
+      others: those that read no more than other loops may have too, such as its slices; the most likely backward first.
+      stacks: whether one of the others reads what the loop computes of its slices, and stacks.
+    """
+
+    scan: Scan
+    step: Step
+    backwards: list[Scan]
+    others: list[Scan]
+    stacks: bool
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Finds every recurrence in a graph, and the near misses."""
+    forwards, backwards = _divided(graph)
+    readers = _Readers(graph, backwards)
+    analyses = _Analyses(graph, assume_finite)
+    misses: list[NearMiss] = []
+    candidates: list[_Candidate] = []
+    for scan in forwards:
+        with contained(jaxprs.location(scan.equation)):
+            gated = False
+            try:
+                with bounded(graph):
+                    step = Step.of(graph, scan)
+                    may_be_affine, gated = _paths_of(step)
+                    if may_be_affine or gated:
+                        analyses.check(step)
+                        candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
+            except Mismatch as mismatch:
+                if gated:
+                    misses.append(_miss(graph, scan, mismatch.reason))
+    if not candidates:
+        return [], misses
+    matches: list[Match] = []
+    finder = _Finder(graph, candidates, analyses)
+    for candidate in candidates:
+        with contained(jaxprs.location(candidate.scan.equation)):
+            try:
+                with bounded(graph):
+                    matches.append(finder.match(candidate))
+            except Mismatch as mismatch:
+                misses.append(_miss(graph, candidate.scan, mismatch.reason))
+    return matches, misses
+
+
+def _is_floating(variable: Var) -> bool:
+    return bool(jnp.issubdtype(variable.aval.dtype, jnp.inexact))
+
+
+def _divided(graph: Graph) -> tuple[list[Scan], list[Scan]]:
+    """Returns the loops of the program's forward that carry floating values, and those that autodiff reversed."""
+    forwards: list[Scan] = []
+    backwards: list[Scan] = []
+    for scan in scans(graph):
+        if scan.outer.transposed or scan.body.transposed:
+            backwards.append(scan)
+        elif scan.length >= _SHORTEST and any(
+            map(_is_floating, scan.body.invars[scan.constants : scan.constants + scan.carried])
+        ):
+            forwards.append(scan)
+    return forwards, backwards
+
+
+_MOST_READERS = 32
+_MOST_OTHERS = 8
+
+
+class _Readers:
+    """Knows which reversed loops read a value."""
+
+    def __init__(self, graph: Graph, backwards: Sequence[Scan]):
+        self.graph = graph
+        self.of_number: dict[int, list[Scan]] = {}
+        for backward in backwards:
+            numbers = graph.numbers[backward.body]
+            for number in dict.fromkeys(numbers[v] for v in backward.body.invars):
+                self.of_number.setdefault(number, []).append(backward)
+
+    def of(self, scan: Scan, step: Step) -> tuple[list[Scan], list[Scan], bool]:
+        """Returns the reversed loops, as a candidate has them.
+
+        What several loops compute of slices that they share has one number.  Readers of a value that many loops read do
+        not count.
+        """
+
+        def fits(backward: Scan) -> bool:
+            return backward.length == scan.length and backward.reverse != scan.reverse
+
+        bits = step.dependencies()
+        made = [v for e in step.equations for v in e.outvars if v in step.numbers]
+        own = [*step.carries, *(v for v in made if bits[v])]
+        backwards = dict.fromkeys(b for v in own for b in self.of_number.get(step.numbers[v], ()) if fits(b))
+        counts: Counter[Scan] = Counter()
+        stacks = False
+        for variable in (*step.slices, *(v for v in made if not bits[v])):
+            readers = self.of_number.get(step.numbers[variable], ())
+            if len(readers) <= _MOST_READERS:
+                others = [b for b in readers if b not in backwards and fits(b)]
+                counts.update(others)
+                stacks |= bool(others) and variable not in step.slices
+        return [*backwards], [b for b, _ in counts.most_common(_MOST_OTHERS)], stacks
+
+
+def _miss(graph: Graph, scan: Scan, reason: str) -> NearMiss:
+    numbers = [graph.numbers[scan.outer][v] for v in scan.equation.outvars]
+    return NearMiss(OPERATION.name, jaxprs.location(scan.equation), reason, max(numbers, default=-1))
+
+
+_PATH = frozenset({
+    "add", "sub", "mul", "div", "neg", "select_n", "broadcast_in_dim", "transpose", "reshape", "squeeze", "add_any",
+    "convert_element_type", "max", "min", "clamp", "reduce_sum",
+})  # fmt: skip
+
+
+def _paths_of(step: Step) -> tuple[bool, bool]:
+    """Returns (whether a carried value may be affine in itself, whether one gets to itself by additions and at least
+    one multiplication, and not through a matrix product or a loop: a recurrence but for what the reason of a near miss
+    says)."""
+    paths = {v: _Paths(1 << i, 1 << i, 0, 0, 0) for i, v in enumerate(step.carries) if _is_floating(v)}
+    for equation in step.equations:
+        read = [paths[a] for a in equation.invars if isinstance(a, Var) and a in paths]
+        if not read:
+            continue
+        depends, direct, scaled, through, opaque = (reduce(or_, bits) for bits in zip(*read, strict=True))
+        name = equation.primitive.name
+        if name in ("dot_general", "conv_general_dilated", "scan", "while", "cond"):
+            through = depends
+        if name not in RULES:
+            opaque = depends
+        if name in ("mul", "div"):
+            scaled = direct
+        elif name not in _PATH:
+            direct = scaled = 0
+        paths.update(dict.fromkeys(equation.outvars, _Paths(depends, direct, scaled, through, opaque)))
+    found = [paths.get(after) if isinstance(after, Var) else None for after in step.after]
+    own = [(path, 1 << i) for i, path in enumerate(found) if path is not None]
+    may_be_affine = any(path.depends & ~path.opaque & bit for path, bit in own)
+    return may_be_affine, any(path.scaled & ~path.through & bit for path, bit in own)
+
+
+class _Paths(NamedTuple):
+    """From which carried values paths lead to a variable, as bits.
+
+    Attributes:
+      depends: any path.
+      direct: a path of additions, multiplications and changes of layout.
+      scaled: such a path with a multiplication.
+      through: a path through a matrix product or a loop.
+      opaque: a path through an equation of which affine results are not known.
+    """
+
+    depends: int
+    direct: int
+    scaled: int
+    through: int
+    opaque: int
+
+
+def _cotangents(graph: Graph, candidates: Sequence[_Candidate]) -> dict[int, list[int]]:
+    """Returns the results of the reversed loops, each with what its loop reads beside the loops' results: the cotangent
+    of a loop's result is among it, and may be computed from that result."""
+    stacked = {graph.numbers[c.scan.outer][v] for c in candidates for v in c.scan.equation.outvars}
+    found: dict[int, list[int]] = {}
+    for backward in dict.fromkeys(b for c in candidates for b in (*c.backwards, *c.others)):
+        numbers = graph.numbers[backward.outer]
+        read = [n for a in backward.equation.invars if isinstance(a, Var) and (n := numbers[a]) not in stacked]
+        found.update((n, read) for v in backward.equation.outvars if (n := numbers[v]) >= 0)
+    return found
+
+
+class _Finder:
+    """Makes matches of the candidates of one program."""
+
+    def __init__(self, graph: Graph, candidates: Sequence[_Candidate], analyses: _Analyses):
+        self.graph, self.analyses = graph, analyses
+        self.pairing = Pairing(graph)
+        self.read = self._read(surviving(graph))
+        cotangents = _cotangents(graph, candidates)
+        self.read_forward = self._read(surviving(graph, cotangents, cotangents)) if cotangents else self.read
+        """What the program reads beside the reversed loops."""
+        self.nodes = {id(node.equation): node for node in graph.nodes if node.name == "scan"}
+
+    def _read(self, alive: frozenset[int]) -> frozenset[int]:
+        """Returns the values that something reads, of those that loops give: these give what they carry anyway."""
+        graph = self.graph
+        found: set[int] = set()
+        for body in graph.numbers:
+            for position in body.children:
+                for number in map(graph.numbers[body].__getitem__, body.equations[position].outvars):
+                    users = graph.users.get(number, ())
+                    read = (not alive.isdisjoint(user.outputs) or bool(user.equation.effects) for user in users)
+                    if number in alive and (number in graph.returned or any(read)):
+                        found.add(number)
+        return frozenset(found)
+
+    def match(self, candidate: _Candidate) -> Match:
+        """Returns the match of a loop.
+
+        Raises:
+          Mismatch: there is none.
+        """
+        scan = candidate.scan
+        numbers = [self.graph.numbers[scan.outer][v] for v in scan.equation.outvars]
+        if self.read.isdisjoint(numbers):
+            raise Mismatch("nothing needs its results")
+        given = {self.graph.numbers[scan.outer][a] for a in scan.equation.invars if isinstance(a, Var)}
+        first = [(i, number) for i, number in enumerate(numbers) if number not in numbers[:i]]
+        own = [(i, number) for i, number in first if number not in given]  # it may stack what it reads
+        needed = [i for i, number in own if number in self.read_forward]
+        step, pairs = candidate.step, list[Pair]()
+        if candidate.backwards or candidate.others:
+            step, pairs = self._pairs(candidate, needed)
+        if not pairs:
+            needed = [i for i, number in own if number in self.read]
+            step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
+        if not needed:
+            raise Mismatch("nothing needs its results")
+        lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
+        return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.analyses)
+
+    def _pairs(self, candidate: _Candidate, needed: Sequence[int]) -> tuple[Step, list[Pair]]:
+        """Returns the step whose derivative the program holds, and the pairs."""
+        if len(needed) == 1:
+            scan, (result,) = candidate.scan, needed
+            places = [result - scan.carried] if result >= scan.carried else []
+            step = candidate.step.with_results(places)
+            calls = restored(self.graph, step.equations)
+            for own in [step] if calls is None else [step, step.with_equations(calls)]:
+                pairs = self._of_step(candidate, own, result)
+                if pairs:
+                    return own, pairs
+        if not candidate.backwards and not candidate.stacks:
+            return candidate.step, []
+        if not needed:
+            raise Mismatch("nothing needs its results")
+        if len(needed) > 1:
+            raise Mismatch("its backward gets the cotangents of several results")
+        raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
+
+    def _of_step(self, candidate: _Candidate, step: Step, result: int) -> list[Pair]:
+        """Returns the pairs with every loop that reads what the candidate computes; without such a loop, with the first
+        other one that is its backward."""
+        found: list[Pair] = []
+        for backward in candidate.backwards:
+            pair = self.pairing.pair(candidate.scan, step, result, backward, self.read)
+            if pair is None or (found and pair.lead != found[0].lead):
+                return []
+            found.append(pair)
+        for backward in () if found else candidate.others:
+            pair = self.pairing.pair(candidate.scan, step, result, backward, self.read)
+            if pair is not None:
+                return [pair]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Analysis:
+    """What is known of a step, whatever the names of its variables.
+
+    Attributes:
+      affine: the places of the carried values that are affine in themselves.
+      states: those that are matrices.
+      known: the other carried values, in the order in which they can be computed.
+      sizes: the size of each label.
+      products: how many matrix products can be taken out of the loop.
+    """
+
+    affine: list[int]
+    states: list[MatrixState]
+    known: list[Known]
+    sizes: dict[int, int]
+    products: int
+
+
+class _Analyses:
+    """Analyses steps, equal ones once."""
+
+    def __init__(self, graph: Graph, assume_finite: bool):
+        self.graph, self.assume_finite = graph, assume_finite
+        self._checked: set[Hashable] = set()
+        self._found: dict[Hashable, _Analysis] = {}
+
+    def check(self, step: Step) -> None:
+        """Checks that some carried values are affine in themselves, and the others can be known.
+
+        Raises:
+          Mismatch: they are not.
+        """
+        key = self._key(step, program_key(self.graph, step.inputs, step.equations, step.after))
+        if key not in self._checked:
+            carries_of(step.with_results(()))
+            self._checked.add(key)
+
+    def of(self, step: Step, loop: Loop) -> _Analysis:
+        """Returns the analysis of a step and its loop."""
+        assert isinstance(loop.key, tuple)
+        key = self._key(step, loop.key[1])
+        if key not in self._found:
+            check_all_steps(step.equations)
+            carries = carries_of(step)
+            states, others = matrix_states(step, carries) if self.assume_finite else ([], carries.states)
+            known = [*carries.known, *(Known(place, "scanned") for place in others)]
+            known += [Known(place, "last") for place in carries.last]
+            before, after = products_apart(loop, known)
+            products = len(before) + sum(map(is_product, after))
+            sizes = carries.interpretation.labels.sizes
+            self._found[key] = _Analysis(carries.states, states, known, sizes, products)
+        return self._found[key]
+
+    @staticmethod
+    def _key(step: Step, key: Hashable) -> Hashable:
+        """Returns the key of a step of which the constants that are zero are known."""
+        parts = len(step.constants), len(step.carries)
+        return key, parts, tuple(i for i, v in enumerate(step.constants) if v in step.zeros)
+
+
+class _Assembly:
+    """Makes the match of one loop."""
+
+    def __init__(self, graph: Graph, scan: Scan, step: Step, lead: Lead, needed: Sequence[int], nodes: dict[int, Node]):
+        self.graph, self.scan, self.step, self.lead, self.needed, self.nodes = graph, scan, step, lead, needed, nodes
+        self.numbers = graph.numbers[scan.outer]
+        self.inputs: list[Var] = []
+        self.operands: list[int] = []
+        self.equations: list[JaxprEqn] = []
+        self.outer: list[Node] = []
+        self.of_source: dict[int, int] = {}
+        self.of_place: dict[int, int] = {}
+
+    def match(self, pairs: Sequence[Pair], analyses: _Analyses) -> Match:
+        """Returns the match."""
+        scan = self.scan
+        atoms = self._scan_inputs()
+        loop = self._loop(atoms)
+        site = self._site(loop, analyses.of(self.step, loop))
+        results = [Var(v.aval) for v in scan.equation.outvars]
+        whole = scan.equation.replace(invars=atoms, outvars=results)
+        given = [results[i] for i in self.needed]
+        original = jaxprs.without_dead_code(closed(self.inputs, given, [*self.equations, whole]))
+        numbers = tuple(self.numbers[scan.equation.outvars[i]] for i in self.needed)
+        backwards = tuple(self._backward(pair) for pair in pairs)
+        return Match(
+            op=OPERATION.name,
+            site=site,
+            direction="forward+backward" if backwards else "forward",
+            operands=tuple(self.operands),
+            results=numbers,
+            equations=(*self.outer, self.nodes[id(scan.equation)]),
+            original=original,
+            body=scan.outer,
+            location=jaxprs.location(scan.equation),
+            backwards=backwards,
+            assumptions=site.spec.assumptions(),
+        )
+
+    # ------------------------------------------------------------------ operands
+
+    def _scan_inputs(self) -> list[JaxprAtom]:
+        """Returns the inputs of the loop in terms of operands, which it makes; what is made of literals is none."""
+        scan = self.scan
+        atoms: list[JaxprAtom] = []
+        variables: dict[int, JaxprAtom] = {}
+        for source in self.lead.sources:
+            variables[source] = self._source(source, self.of_source, source)
+        names = {number: atom for number, atom in variables.items() if isinstance(atom, Var)}
+        self.equations += copied(self.graph, self.lead.nodes, names)
+        self.outer += self.lead.nodes
+        for place, atom in enumerate(scan.equation.invars):
+            if isinstance(atom, Literal):
+                atoms.append(atom)
+            elif place < scan.constants:
+                atoms.append(constant_atom(self.graph, self.numbers[atom], names))
+            else:
+                atoms.append(self._source(self.numbers[atom], self.of_place, place - scan.constants))
+        return atoms
+
+    def _source(self, number: int, positions: dict[int, int], key: int) -> Var:
+        """Returns an operand, whose position it enters, or the value as it is made of literals."""
+        made = self._of_literals(number)
+        if made is not None:
+            return made
+        positions[key] = len(self.operands)
+        inner = Var(self.graph.avals[number])
+        self.inputs.append(inner)
+        self.operands.append(number)
+        return inner
+
+    def _of_literals(self, number: int) -> Var | None:
+        node = self.graph.definitions.get(number)
+        if node is None or len(node.outputs) != 1 or jaxprs.bodies(node.equation):
+            return None
+        if not all(n in self.graph.literals and not self.graph.shape(n) for n in node.inputs):
+            return None
+        variables: dict[int, Var] = {}
+        self.equations += copied(self.graph, [node], variables)
+        return variables[number]
+
+    # ------------------------------------------------------------------ the site
+
+    def _loop(self, atoms: Sequence[JaxprAtom]) -> Loop:
+        step, scan = self.step, self.scan
+        results = [*step.after, *step.results]
+        key = (
+            program_key(self.graph, self.inputs, self.equations, atoms),
+            program_key(self.graph, step.inputs, step.equations, results),
+        )
+        return Loop(
+            key=key,
+            lead=closed(self.inputs, atoms, self.equations),
+            step=closed(step.inputs, results, step.equations),
+            constants=scan.constants,
+            carried=scan.carried,
+            length=scan.length,
+            reverse=scan.reverse,
+        )
+
+    def _site(self, loop: Loop, found: _Analysis) -> RecurrenceSite:
+        form = self._form(loop, found)
+        states, sizes = found.states, found.sizes
+        stacked = {place: i for i, place in enumerate(i for i in self.needed if i >= self.scan.carried)}
+        chosen = tuple(i if i < self.scan.carried else self.scan.carried + stacked[i] for i in self.needed)
+        used = {label for state in states for label in _labels_of(state)}
+        return RecurrenceSite(
+            loop=loop,
+            form=form,
+            states=tuple(states) if form.is_matrix else (),
+            known=tuple(found.known),
+            sizes=tuple((label, size) for label, size in sizes.items() if label in used),
+            results=chosen,
+        )
+
+    def _form(self, loop: Loop, found: _Analysis) -> RecurrenceSpec:
+        states, sizes, products = found.states, found.sizes, found.products
+        loops = sum(value.kind == "scanned" for value in found.known)
+
+        def extent(labels: Sequence[int]) -> int:
+            return math.prod(sizes[label] for label in labels)
+
+        first = self.scan.equation.outvars[self.needed[0]].aval.dtype
+        wide = [state for state in states if extent(state.columns) >= _LEAST_COLUMNS]
+        if not wide:
+            place = max(found.affine, key=lambda i: math.prod(self.step.carries[i].aval.shape))
+            aval = self.step.carries[place].aval
+            elements = math.prod(aval.shape)
+            count = len(found.affine)
+            return RecurrenceSpec(
+                loop.length, 1, elements, 1, 1, "elementwise", products, count, count, loops, aval.dtype, first
+            )
+        state = max(wide, key=lambda s: math.prod(self.step.carries[s.carry].aval.shape))
+        return RecurrenceSpec(
+            steps=loop.length,
+            groups=extent(state.groups),
+            heads=extent(state.heads),
+            rows=extent(state.rows),
+            columns=extent(state.columns),
+            decay="channel" if any(s.by_channel for s in states) else "scalar",
+            products=products,
+            states=len(states),
+            readouts=sum(len(readout.queries) for state in states for readout in state.readouts),
+            loops=loops,
+            state_dtype=self.step.carries[state.carry].aval.dtype,
+            result_dtype=first,
+        )
+
+    # ------------------------------------------------------------------ the backward
+
+    def _backward(self, pair: Pair) -> BackwardMatch:
+        home = pair.backward.outer
+        for number in self.operands:
+            here = _is_known(self.graph, number, self.scan.outer)
+            if not here or not (
+                is_available(self.graph, number, (self.scan.outer,), home, across=True)
+                or _is_known(self.graph, number, home)
+            ):
+                raise Mismatch("an operand is not known where its backward is", number)
+        try:
+            gradients = [(self.of_source[source], number) for source, number in pair.sources.items()]
+            gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
+            gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
+        except KeyError:
+            raise Mismatch("its backward gives the cotangent of a constant") from None
+        if not gradients:
+            raise Mismatch("its backward gives nothing")
+        return BackwardMatch(home, pair.cotangent, tuple(sorted(gradients)))
+
+
+def _is_known(graph: Graph, number: int, body: Body) -> bool:
+    """Returns whether a body has a variable for a value, or can be given that of a body around it."""
+    while number not in graph.positions[body]:
+        if body not in graph.holders:
+            return False
+        outer, position = graph.holders[body]
+        if outer.equations[position].primitive.name not in ("scan", "remat", "remat2", "checkpoint"):
+            return False
+        body = outer
+    return True
+
+
+_LEAST_COLUMNS = 8
+
+
+def _labels_of(state: MatrixState) -> set[int]:
+    terms = [*state.decay, state.key, state.value]
+    terms += [term for readout in state.readouts for _, *own in readout.queries for term in own]
+    terms += [term for readout in state.readouts for term in readout.others]
+    found = {label for term in terms for label in term.labels} | {a for a in state.axes if a is not None}
+    return found | {a for readout in state.readouts for a in readout.axes if a is not None}

@@ -1,0 +1,422 @@
+"""Pairs a loop with the reversed loop that is its backward, in a program that JAX has differentiated.
+
+One step of the loop is differentiated with ``jax.vjp``, and the equations that come out are looked up in the body of
+the reversed loop.  The pair is proved if what the reversed loop carries on is the cotangent of what the step carries,
+and if each of its results is the cotangent of a constant, of a first value or of a slice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, islice
+
+import jax
+import jax.numpy as jnp
+
+from autopallas import compat, jaxprs
+from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
+from autopallas.graph import Body, Graph, Node, flatten
+from autopallas.graph.custom_rules import is_elementwise_call
+from autopallas.graph.extract import closed, copied
+from autopallas.graph.loop_slices import is_zero
+from autopallas.patterns.recurrence.step import Scan, Step
+
+__all__ = ["Lead", "Pair", "Pairing", "program_key"]
+
+_LEVELS = 6
+"""Most equations before a loop's constant that are looked through for the value whose cotangent is summed."""
+_ATTEMPTS = 16
+_LONGEST = 64
+"""Most terms of a sum of cotangents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """What is computed before a loop from the values whose cotangents the program asks for.
+
+    Attributes:
+      sources: numbers of values outside of the loop.
+      nodes: from these to the loop's constants, in order.
+    """
+
+    sources: tuple[int, ...]
+    nodes: tuple[Node, ...] = ()
+
+    @staticmethod
+    def of(graph: Graph, scan: Scan) -> Lead:
+        """Returns the lead whose sources are the loop's constants themselves."""
+        numbers = graph.numbers[scan.outer]
+        found = [numbers[a] for a in scan.equation.invars[: scan.constants] if isinstance(a, Var)]
+        return Lead(tuple(n for n in dict.fromkeys(found) if not is_scalar_literal(graph, n)))
+
+
+def is_scalar_literal(graph: Graph, number: int) -> bool:
+    """Returns whether a value is a known scalar."""
+    return number in graph.literals and not graph.shape(number)
+
+
+def constant_atom(graph: Graph, number: int, variables: Mapping[int, JaxprAtom]) -> JaxprAtom:
+    """Returns a loop's constant, in the variables of a lead."""
+    if is_scalar_literal(graph, number):
+        return Literal(graph.literals[number][()], graph.avals[number])
+    return variables[number]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pair:
+    """A loop and its backward.
+
+    Attributes:
+      backward: the reversed loop.
+      cotangent: the number of the cotangent of the loop's one result, where the reversed loop is.
+      lead: from the values whose cotangents the reversed loop sums to the loop's constants.
+      sources, first, slices: the number of the cotangent, by source, and by the places of carried values and slices.
+    """
+
+    backward: Scan
+    cotangent: int
+    lead: Lead
+    sources: dict[int, int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    slices: dict[int, int] = field(default_factory=dict)
+
+
+def program_key(
+    graph: Graph, inputs: Sequence[Var], equations: Sequence[JaxprEqn], results: Sequence[JaxprAtom]
+) -> Hashable:
+    """Returns a key that is equal for equal programs."""
+    places: dict[Var, int] = {v: i for i, v in enumerate(inputs)}
+
+    def of(atom: JaxprAtom) -> Hashable:
+        return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else places[atom]
+
+    lines: list[Hashable] = [tuple(v.aval for v in inputs)]
+    for equation in equations:
+        key = graph.key(equation, (), ())
+        lines.append((id(equation) if key is None else key, tuple(map(of, equation.invars))))
+        for variable in equation.outvars:
+            places[variable] = len(places)
+    return tuple(lines), tuple(map(of, results))
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """Which carried values of the reversed loop are cotangents of which of the loop's, and which value is that of its
+    stacked result."""
+
+    carries: tuple[tuple[int, int], ...]
+    result: int | None
+
+
+class _Reversed:
+    """A reversed loop in numbers.
+
+    Attributes:
+      starts: what it is given beside constants: the first carried values, and arrays to be sliced.
+      after: what it carries on, and what it stacks, in a step.
+      ends: its results.
+    """
+
+    def __init__(self, graph: Graph, scan: Scan):
+        inner, outer = graph.numbers[scan.body], graph.numbers[scan.outer]
+
+        def number(numbers: dict[Var, int], atom: JaxprAtom) -> int | None:
+            return graph.find_literal(atom) if isinstance(atom, Literal) else numbers[atom]
+
+        self.graph = graph
+        self.inputs = [inner[v] for v in scan.body.invars[scan.constants :]]
+        self.starts = [number(outer, a) for a in scan.equation.invars[scan.constants :]]
+        self.after = [number(inner, a) for a in scan.body.outvars]
+        self.ends = [outer[v] for v in scan.equation.outvars]
+
+    def begins_with_zero(self, place: int) -> bool:
+        """Returns whether a carried value is zero at the start."""
+        start = self.starts[place]
+        return start is not None and is_zero(self.graph, start)
+
+    def place_of(self, number: int) -> int:
+        """Returns the place of a slice after the carried values."""
+        return self.inputs.index(number)
+
+    def added(self, place: int) -> Counter[int] | None:
+        """Returns what the loop adds in each step to a sum that it carries, whatever the order of additions."""
+        after, within = self.after[place], self.inputs[place]
+        terms = Counter[int]() if after is None else _terms(self.graph, after, within)
+        if terms[within] != 1:
+            return None
+        del terms[within]
+        return terms
+
+
+def _terms(graph: Graph, number: int, kept: int = -1) -> Counter[int]:
+    """Returns the values of which one is the sum, each with how often it is added."""
+    found: Counter[int] = Counter()
+    todo = [number]
+    while todo:
+        own = todo.pop()
+        node = graph.definitions.get(own)
+        if own != kept and node is not None and node.name in ("add", "add_any") and found.total() < _LONGEST:
+            todo += node.inputs
+        else:
+            found[own] += 1
+    return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Derivative:
+    """The derivative of a step, with the numbers of its variables as far as the program has them.
+
+    Attributes:
+      graph: the program.
+      body: the equations.
+      found: the numbers.
+      cotangents: the cotangent of each input of the step, and of each source.
+    """
+
+    graph: Graph
+    body: Body
+    found: dict[Var, int]
+    cotangents: dict[Var | int, Var]
+
+    def number(self, key: Var | int) -> int | None:
+        """Returns the number of a cotangent, or None."""
+        cotangent = self.cotangents.get(key)
+        return None if cotangent is None else self.found.get(cotangent)
+
+    def terms(self, key: Var | int) -> Counter[int] | None:
+        """Returns the values of which a cotangent is the sum; the program may add them up in another order."""
+        cotangent = self.cotangents.get(key)
+        todo = [] if cotangent is None else [cotangent]
+        total: Counter[int] = Counter()
+        while todo:
+            variable = todo.pop()
+            position = self.body.defined.get(variable)
+            if variable in self.found:
+                total += _terms(self.graph, self.found[variable])
+                continue
+            equation = None if position is None else self.body.equations[position]
+            if equation is None or equation.primitive.name not in ("add", "add_any") or total.total() > _LONGEST:
+                return None
+            if any(isinstance(atom, Literal) for atom in equation.invars):
+                return None
+            todo += [atom for atom in equation.invars if isinstance(atom, Var)]
+        return total or None
+
+
+class Pairing:
+    """Pairs loops of one program."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._derivatives: dict[Hashable, Body] = {}
+
+    def pair(self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int]) -> Pair | None:
+        """Returns the pair of a loop and a reversed loop, or None.
+
+        Args:
+          scan: the loop.
+          step: its step, with the result alone.
+          result: the place of its only result that is needed, among carried values and what it stacks.
+          backward: the reversed loop.
+          alive: the values that the program needs.
+        """
+        if scan.length != backward.length or scan.reverse == backward.reverse:
+            return None
+        lead: Lead | None = Lead.of(self.graph, scan)
+        for _ in range(_LEVELS):
+            assert lead is not None
+            pair: Pair | None = None
+            for guess in islice(self._guesses(scan, step, result, backward), _ATTEMPTS):
+                pair, complete = self._attempt(scan, step, result, backward, alive, guess, lead)
+                if pair is not None and complete:
+                    return pair
+                if pair is not None:
+                    break
+            lead = None if pair is None else self._earlier(lead, pair.sources)
+            if lead is None:
+                return None
+        return None
+
+    # ------------------------------------------------------------------ what may correspond
+
+    def _guesses(self, scan: Scan, step: Step, result: int, backward: Scan) -> Iterator[_Guess]:
+        """Yields assignments; JAX carries sums of cotangents of constants first, then those of what is carried."""
+        graph, inputs = self.graph, backward.body.invars
+        numbers, constants, carried = graph.numbers[backward.body], backward.constants, backward.carried
+        floating = [i for i, v in enumerate(step.carries) if _is_floating(v) and isinstance(step.after[i], Var)]
+        stacked: list[int | None] = [None]
+        if step.results:
+            (variable,) = step.results
+            made = set(step.numbers.values())
+            read = inputs[constants + carried :]
+            stacked = [n for v in read if (n := numbers[v]) not in made and _alike(v, variable)]
+        for count in range(len(floating), 0, -1):
+            last = range(carried - count, carried)
+            for chosen in combinations(floating, count) if count <= carried else ():
+                if all(_alike(step.carries[i], inputs[constants + j]) for i, j in zip(chosen, last, strict=True)):
+                    for cotangent in stacked:
+                        yield _Guess(tuple(zip(chosen, last, strict=True)), cotangent)
+
+    # ------------------------------------------------------------------ one attempt
+
+    def _attempt(
+        self, scan: Scan, step: Step, result: int, backward: Scan, alive: frozenset[int], guess: _Guess, lead: Lead
+    ) -> tuple[Pair | None, bool]:
+        """Returns the pair, if it is one, and whether it is complete: sums for constants may be sums for what these are
+        computed from."""
+        loop = _Reversed(self.graph, backward)
+        derivative = self._cotangents(scan, step, backward, guess, lead)
+        for place, own in guess.carries:
+            closes = loop.after[own] is not None and derivative.number(step.carries[place]) == loop.after[own]
+            if not closes or not (place == result or loop.begins_with_zero(own)):
+                return None, False
+        of_result = dict(guess.carries).get(result) if guess.result is None else loop.place_of(guess.result)
+        cotangent = None if of_result is None else loop.starts[of_result]
+        if cotangent is None:
+            return None, False
+        return self._explained(Pair(backward, cotangent, lead), loop, guess, alive, step, derivative)
+
+    def _explained(
+        self, pair: Pair, loop: _Reversed, guess: _Guess, alive: frozenset[int], step: Step, derivative: _Derivative
+    ) -> tuple[Pair | None, bool]:
+        """Says which cotangent each result of the reversed loop is."""
+        slices = {n: i for i, v in enumerate(step.slices) if (n := derivative.number(v)) is not None}
+        sources = dict.fromkeys(pair.lead.sources)
+        places = {own: place for place, own in guess.carries}
+        complete = True
+        for i, end in enumerate(loop.ends):
+            after = loop.after[i]
+            if end not in alive:
+                continue
+            if i in places:
+                pair.first[places[i]] = end
+            elif i < pair.backward.carried:
+                added = loop.added(i) if loop.begins_with_zero(i) else None
+                source = next((n for n in sources if added and derivative.terms(n) == added), None)
+                if source is None:
+                    complete = False
+                    continue
+                del sources[source]
+                pair.sources[source] = end
+            elif after is not None and after in slices:
+                pair.slices[slices[after]] = end
+            else:
+                return None, False
+        return pair, complete
+
+    def _cotangents(self, scan: Scan, step: Step, backward: Scan, guess: _Guess, lead: Lead) -> _Derivative:
+        """Differentiates the step, and looks the derivative up in the reversed loop."""
+        graph = self.graph
+        roots = [step.after[place] for place, _ in guess.carries]
+        roots += step.results if guess.result is not None else []
+        equations, sources, roots = self._whole(scan, step, lead, roots)
+        inputs = [*sources, *step.carries, *step.slices]
+        key = program_key(graph, inputs, equations, roots)
+        if key not in self._derivatives:
+            self._derivatives[key] = _derivative(inputs, equations, roots)
+        derivative = self._derivatives[key]
+        inner = graph.numbers[backward.body]
+        numbers = [*lead.sources, *(step.numbers[v] for v in (*step.carries, *step.slices))]
+        numbers += [inner[backward.body.invars[backward.constants + j]] for _, j in guess.carries]
+        numbers += [] if guess.result is None else [guess.result]
+        found = dict(zip(derivative.invars, numbers, strict=True))
+        self._follow(derivative.equations, found, graph.frames[backward.body])
+        names: list[Var | int] = [*lead.sources, *step.carries, *step.slices]
+        floating = [name for name, v in zip(names, inputs, strict=True) if _is_floating(v)]
+        results = {n: r for n, r in zip(floating, derivative.outvars, strict=True) if isinstance(r, Var)}
+        return _Derivative(graph, derivative, found, results)
+
+    def _whole(
+        self, scan: Scan, step: Step, lead: Lead, roots: Sequence[JaxprAtom]
+    ) -> tuple[list[JaxprEqn], list[Var], list[JaxprAtom]]:
+        """Returns the equations of the step after those of the lead, variables for the sources, and the roots, which
+        may be constants of the loop."""
+        sources = [Var(self.graph.avals[number]) for number in lead.sources]
+        variables = dict(zip(lead.sources, sources, strict=True))
+        before = copied(self.graph, lead.nodes, variables)
+        outer = self.graph.numbers[scan.outer]
+        given: dict[Var, JaxprAtom] = {}
+        for variable, atom in zip(step.constants, scan.equation.invars, strict=False):
+            number = None if isinstance(atom, Literal) else outer[atom]
+            given[variable] = atom if number is None else constant_atom(self.graph, number, variables)
+
+        def named(atom: JaxprAtom) -> JaxprAtom:
+            return atom if isinstance(atom, Literal) else given.get(atom, atom)
+
+        own = [e.replace(invars=[named(a) for a in e.invars]) for e in step.equations]
+        return [*before, *own], sources, [named(root) for root in roots]
+
+    def _follow(self, equations: Sequence[JaxprEqn], found: dict[Var, int], frame: tuple[int, ...]) -> None:
+        """Adds the numbers of what equations compute, as far as the program has them."""
+        for equation in equations:
+            self.graph.steps.spend()
+            operands: list[int] = []
+            for atom in equation.invars:
+                number = self.graph.find_literal(atom) if isinstance(atom, Literal) else found.get(atom)
+                if number is None:
+                    break
+                operands.append(number)
+            else:
+                results = self.graph.find(equation, operands, frame)
+                if results is None and is_elementwise_call(equation):
+                    results = self._computed(equation, operands, frame)
+                found.update(zip(equation.outvars, results or (), strict=False))
+
+    def _computed(self, call: JaxprEqn, operands: Sequence[int], frame: tuple[int, ...]) -> list[int] | None:
+        """Returns the number of what a function with its own derivative computes, where the program holds that and not
+        the call."""
+        body = flatten(call.params["call_jaxpr"])
+        found = dict(zip(body.invars, operands, strict=True))
+        self._follow(body.equations, found, frame)
+        (result,) = body.outvars
+        return [found[result]] if isinstance(result, Var) and result in found else None
+
+    def _earlier(self, lead: Lead, explained: Container[int]) -> Lead | None:
+        """Returns the lead with one more equation before each source that is not explained, where there is one."""
+        added: dict[int, Node] = {}
+        sources: dict[int, None] = {}
+        for source in lead.sources:
+            passed = source in explained or source in self.graph.supposed
+            node = None if passed else self.graph.definitions.get(source)
+            held = node is None or jaxprs.bodies(node.equation) or compat.has_side_effects(node.equation)
+            if node is None or held or len(node.outputs) != 1:
+                sources[source] = None
+                continue
+            added[source] = node
+            sources.update((n, None) for n in node.inputs if n not in self.graph.literals)
+        if not added:
+            return None
+        every = {node.outputs[0]: node for node in lead.nodes} | added
+        left = tuple(n for n in sources if n not in every)
+        return Lead(left, tuple(every[number] for number in sorted(every)))
+
+
+def _derivative(inputs: Sequence[Var], equations: Sequence[JaxprEqn], roots: Sequence[JaxprAtom]) -> Body:
+    """Returns the equations of ``jax.vjp``, from inputs and cotangents of the roots to the cotangents of the floating
+    inputs."""
+    run = compat.jaxpr_as_fun(closed(inputs, roots, equations))
+    places = [i for i, v in enumerate(inputs) if _is_floating(v)]
+
+    def pulled(given: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
+        def varied(*chosen: jax.Array) -> list[jax.Array]:
+            filled = list(given)
+            for place, x in zip(places, chosen, strict=True):
+                filled[place] = x
+            return list(run(*filled))
+
+        found: tuple[jax.Array, ...] = jax.vjp(varied, *(given[place] for place in places))[1](cotangents)
+        return found
+
+    types = [[compat.typed_like(v.aval) for v in own] for own in (inputs, roots)]
+    with compat.on_mesh_of([v.aval for v in inputs]):
+        return flatten(compat.make_jaxpr(pulled, *types))
+
+
+def _is_floating(atom: JaxprAtom) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _alike(first: JaxprAtom, second: JaxprAtom) -> bool:
+    return tuple(first.aval.shape) == tuple(second.aval.shape) and first.aval.dtype == second.aval.dtype

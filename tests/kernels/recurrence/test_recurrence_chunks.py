@@ -1,0 +1,203 @@
+"""Recurrences in chunks against the loop in float64: any decay, any number of steps, forward and backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopallas.kernels.recurrence.block_sizes import BlockSizes
+from autopallas.kernels.recurrence.chunks import Recurrence, chunked
+from autopallas.kernels.recurrence.products import halved_products, segment_products
+from autopallas.kernels.recurrence.spec import RecurrenceSpec
+from autopallas.kernels.recurrence.tuned_block_sizes import conditions
+from autopallas.kernels.recurrence.xla import supports
+from autopallas.sites.device import Device
+from autopallas.sites.operation import Supported, Unsupported
+
+VALUE, GRADIENT = 1e-5, 5e-5
+"""Tolerances of float32, beside twice the loop's own error."""
+
+
+def loop(given: Recurrence, before: bool) -> tuple[jax.Array, jax.Array]:
+    """The loop, step by step."""
+
+    def step(state, own):
+        a, k, v, q = own
+        k, q = (jnp.broadcast_to(x, (x.shape[0], v.shape[1], x.shape[2])) for x in (k, q))
+        after = (a[..., None, None] if a.ndim == 2 else a[..., None]) * state + k[..., None] * v[..., None, :]
+        return after, jnp.einsum("ghn,ghnp->ghp", q, state if before else after)
+
+    last, y = jax.lax.scan(step, given.initial, (given.decay, given.key, given.value, given.query))
+    return y, last
+
+
+def arrays(decay, shared=False, columns=5, seed=0) -> Recurrence:
+    random = np.random.default_rng(seed)
+    steps, groups, heads = decay.shape[:3]
+    rows = decay.shape[3] if decay.ndim == 4 else 4
+
+    def normal(*shape):
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    j = 1 if shared else heads
+    key, query = normal(steps, groups, j, rows), normal(steps, groups, j, rows)
+    value, initial = normal(steps, groups, heads, columns), normal(groups, heads, rows, columns)
+    return Recurrence(jnp.asarray(decay, jnp.float32), key, value, query, initial)
+
+
+def with_gradients(function, given, weights):
+    def loss(given):
+        found = function(given)
+        return sum(jnp.sum(x * w.astype(x.dtype)) for x, w in zip(found, weights, strict=True)), found
+
+    gradients, found = jax.jit(jax.grad(loss, has_aux=True))(given)
+    return [*found], [*gradients]
+
+
+def errors(given, true):
+    return [
+        float(np.max(np.abs(np.asarray(a, np.float64) - b)) / max(np.max(np.abs(b)), 1e-30))
+        for a, b in zip(given, true, strict=True)
+    ]
+
+
+def check(given: Recurrence, chunk: int, before: bool) -> None:
+    steps, groups, heads, columns = given.value.shape
+    random = np.random.default_rng(1)
+    shapes = ((steps, groups, heads, columns), given.initial.shape)
+    weights = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+    ours = with_gradients(lambda x: chunked(x, chunk, before), given, weights)
+    theirs = with_gradients(lambda x: loop(x, before), given, weights)
+    with jax.enable_x64(True):
+        wide = Recurrence(*(jnp.asarray(np.asarray(x, np.float64)) for x in given))
+        true = with_gradients(
+            lambda x: loop(x, before), wide, [jnp.asarray(np.asarray(w, np.float64)) for w in weights]
+        )
+        true = [[np.asarray(x) for x in part] for part in true]
+    for own, original, exact, limit in zip(ours, theirs, true, (VALUE, GRADIENT), strict=True):
+        for error, base in zip(errors(own, exact), errors(original, exact), strict=True):
+            assert error <= max(limit, 2 * base)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("steps, chunk", [(37, 8), (32, 32), (5, 16), (1, 4), (70, 64)])
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_chunks_compute_what_the_loop_does(channels, steps, chunk, shared, before):
+    shape = (steps, 2, 3, 4) if channels else (steps, 2, 3)
+    check(arrays(np.random.default_rng(2).uniform(0.5, 1, shape), shared), chunk, before)
+
+
+DECAYS = {
+    "near one": lambda r, s: 1 - 1e-4 * r.uniform(size=s),
+    "one": lambda r, s: np.ones(s),
+    "above one": lambda r, s: np.full(s, 1.0001),
+    "small": lambda r, s: 10 ** r.uniform(-8, -3, s),
+    "tiny": lambda r, s: np.full(s, 1e-30),
+    "some zero": lambda r, s: np.where(r.uniform(size=s) < 0.05, 0.0, r.uniform(0.9, 1, s)),
+    "zero": lambda r, s: np.zeros(s),
+    "negative": lambda r, s: -r.uniform(0.9, 1, s),
+    "both signs": lambda r, s: r.uniform(-1, 1, s),
+    "one, but a few": lambda r, s: np.where(r.uniform(size=s) < 0.01, 1e-20, 1.0),
+    "growing": lambda r, s: r.uniform(1, 1.05, s),
+}
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_any_decay_is_as_exact_as_in_the_loop(channels, kind):
+    """1000 steps: products of decays neither lose digits nor stop being finite."""
+    shape = (1000, 1, 2, 4) if channels else (1000, 1, 2)
+    check(arrays(DECAYS[kind](np.random.default_rng(3), shape)), 64 if not channels else 32, False)
+
+
+@pytest.mark.parametrize("channels", [False, True], ids=["scalar", "channel"])
+def test_a_decay_may_be_known_more_exactly_than_it_rounds(channels):
+    """2000 steps with ``1 - a`` for a small ``a``: the rounded decay alone is wrong by 3e-5 at the end."""
+    shape = (2000, 1, 1, 4) if channels else (2000, 1, 1)
+    small = np.full(shape, np.float32(1.23e-4))
+    given = arrays(1 - small)
+    given = given._replace(**{n: jnp.abs(getattr(given, n)) for n in ("key", "value", "query", "initial")})
+    with jax.enable_x64(True):
+        wide = Recurrence(*(jnp.asarray(np.asarray(x, np.float64)) for x in given[:5]))
+        true = [np.asarray(x) for x in loop(wide._replace(decay=jnp.asarray(1 - small.astype(np.float64))), False)]
+    excess = jnp.asarray(-small, jnp.float32)
+    for chunk in (16, 64):
+        assert max(errors(chunked(given._replace(excess=excess), chunk, False), true)) < 4e-6
+        assert max(errors(chunked(given, chunk, False), true)) > 8e-6
+
+
+def test_segment_products_are_products_of_segments():
+    decay = np.random.default_rng(0).standard_normal((6, 2))
+    found = np.asarray(segment_products(jnp.asarray(decay, jnp.float32)))
+    for t in range(6):
+        for s in range(7):
+            product = np.prod(decay[s : t + 1], 0) if s <= t + 1 else np.zeros(2)
+            np.testing.assert_allclose(found[t, s], product, rtol=1e-5)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_halves_make_up_the_segments(before):
+    decay = np.random.default_rng(0).standard_normal((8, 3))
+    levels, ends, total = halved_products(jnp.asarray(decay, jnp.float32), before)
+    np.testing.assert_allclose(total, np.prod(decay, 0), rtol=1e-5)
+    np.testing.assert_allclose(ends.to_middle[2], np.prod(decay[3:], 0), rtol=1e-5)
+    np.testing.assert_allclose(ends.from_middle[2], np.prod(decay[: 2 if before else 3], 0), rtol=1e-5)
+    assert [level.to_middle.shape for level in levels] == [(4, 1, 3), (2, 2, 3), (1, 4, 3)]
+    np.testing.assert_allclose(levels[1].to_middle[1, 0], decay[5], rtol=1e-5)
+    np.testing.assert_allclose(levels[1].from_middle[1, 1], np.prod(decay[6 : 7 if before else 8], 0), rtol=1e-5)
+
+
+def test_a_padded_step_changes_nothing():
+    given = arrays(np.full((9, 1, 1), 0.9))
+    y, last = chunked(given, 8, False)
+    first, state = chunked(Recurrence(*(x[:8] for x in given[:4]), given.initial), 8, False)
+    np.testing.assert_array_equal(y[:8], first)
+    np.testing.assert_allclose(last, 0.9 * state + given.key[8][..., None] * given.value[8][..., None, :], rtol=1e-5)
+
+
+def spec(**changes) -> RecurrenceSpec:
+    float32 = np.dtype(np.float32)
+    fields = {"steps": 100, "groups": 1, "heads": 2, "rows": 16, "columns": 16, "decay": "scalar", "products": 0}
+    return RecurrenceSpec(
+        **(fields | {"states": 1, "readouts": 1, "loops": 0, "state_dtype": float32, "result_dtype": float32} | changes)
+    )
+
+
+def test_forms_fit_the_state():
+    assert BlockSizes("scan", "chunked", 100).fitted(spec()).chunk == 128
+    assert BlockSizes("scan", "chunked", 64).fitted(spec(steps=20)).chunk == 32
+    assert BlockSizes.get_default().fitted(spec(decay="elementwise", products=1)).forward == "hoisted"
+    for changes in ({}, {"decay": "channel"}, {"decay": "elementwise", "products": 2}, {"products": 1}):
+        own = spec(**changes)
+        candidates = BlockSizes.candidates(own)
+        assert candidates == tuple(dict.fromkeys(c.fitted(own) for c in candidates))
+        assert all(c.temporary_bytes(own, "forward+backward") > 0 for c in candidates)
+
+
+@pytest.mark.parametrize("sizes", [("loop", "chunked", 64), ("scan", "other", 64), ("scan", "chunked", 0)])
+def test_block_sizes_are_checked(sizes):
+    with pytest.raises(ValueError, match="must be"):
+        BlockSizes(*sizes)
+
+
+def test_a_vector_without_products_stays_a_loop():
+    device = Device("cpu", "")
+    assert isinstance(supports(spec(decay="elementwise"), device), Unsupported)
+    assert isinstance(supports(spec(decay="elementwise", products=1), device), Supported)
+    assert isinstance(supports(spec(), device), Supported)
+
+
+def test_no_row_holds_for_a_loop_with_more_than_one_readout():
+    """Each readout has matrix products of its own: the table's rows were measured with one."""
+    single = conditions(SimpleNamespace(spec=spec()))
+    assert (single.batch, single.spelling) == (2, "")
+    assert single.holds_from > 1
+    for changes in ({"readouts": 2}, {"states": 2}, {"loops": 1}, {"products": 1}):
+        more = conditions(SimpleNamespace(spec=spec(**changes)))
+        assert more.spelling
+        assert more.holds_from == float("inf")

@@ -1,0 +1,471 @@
+"""Recurrences as people write them: loops that are affine in what they carry, and loops that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax, nn
+
+__all__ = ["FOUND", "REFUSED", "Found", "Refused", "T", "gated", "receptance", "retention", "state_space"]
+
+T, B, H, N, P, D = 40, 2, 3, 8, 9, 8
+"""Steps, sequences, heads, rows and columns of a state, elements of a vector.  No chunk divides T."""
+
+Array = Any
+_random = np.random.default_rng(0)
+
+
+def normal(*shape: int, scale: float = 1.0) -> Array:
+    return jnp.asarray(_random.standard_normal(shape) * scale, jnp.float32)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program that holds one recurrence, and what kind of decay it has."""
+
+    function: Callable[..., Array]
+    arguments: tuple[Array, ...]
+    decay: str
+    trained: bool = True
+    """Whether its backward is found too."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A program that holds none, and a word of the reason; an empty one where nothing is said."""
+
+    function: Callable[..., Array]
+    arguments: tuple[Array, ...]
+    reason: str = ""
+
+
+FOUND: dict[str, Found] = {}
+REFUSED: dict[str, Refused] = {}
+
+
+def found(*arguments: Array, decay: str, trained: bool = True) -> Callable[..., Any]:
+    def entered(function: Callable[..., Array]) -> Callable[..., Array]:
+        FOUND[function.__name__] = Found(function, arguments, decay, trained)
+        return function
+
+    return entered
+
+
+def refused(*arguments: Array, reason: str = "") -> Callable[..., Any]:
+    def entered(function: Callable[..., Array]) -> Callable[..., Array]:
+        REFUSED[function.__name__] = Refused(function, arguments, reason)
+        return function
+
+    return entered
+
+
+q, k, v = normal(T, B, H, N), normal(T, B, H, N), normal(T, B, H, P)
+x = normal(T, B, D)
+
+
+def zeros(*shape: int) -> Array:
+    return jnp.zeros(shape, jnp.float32)
+
+
+# ---------------------------------------------------------------------- matrix states, one decay per head
+
+
+@found(q, k, v, jnp.linspace(0.9, 0.99, H), decay="scalar")
+def retention(q: Array, k: Array, v: Array, decay: Array) -> Array:
+    """RetNet: a decay for each head, the same in all steps."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = decay[:, None, None] * state + k[..., :, None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(q.shape[1], q.shape[2], q.shape[3], v.shape[3]), (q, k, v))[1]
+
+
+@found(q, k, v, jnp.linspace(0.9, 0.99, H), decay="scalar")
+def retention_mapped(q: Array, k: Array, v: Array, decay: Array) -> Array:
+    """The same for one head, mapped over heads and sequences."""
+
+    def one(q: Array, k: Array, v: Array, decay: Array) -> Array:
+        def step(state: Array, own: Any) -> Any:
+            q, k, v = own
+            state = decay * state + jnp.outer(k, v)
+            return state, q @ state
+
+        return lax.scan(step, zeros(N, P), (q, k, v))[1]
+
+    return jax.vmap(jax.vmap(one, (1, 1, 1, 0), 1), (1, 1, 1, None), 1)(q, k, v, decay)
+
+
+@found(q, k, v, decay="scalar")
+def linear_attention(q: Array, k: Array, v: Array) -> Array:
+    """No decay at all; the state is the transpose."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = state + v[..., :, None] * k[..., None, :]
+        return state, jnp.sum(state * q[..., None, :], -1)
+
+    return lax.scan(step, zeros(B, H, P, N), (q, k, v))[1]
+
+
+@found(q, k, v, decay="scalar")
+def linear_attention_normalised(q: Array, k: Array, v: Array) -> Array:
+    """A feature map, and a second state that normalises."""
+
+    def step(states: Any, own: Any) -> Any:
+        state, total = states
+        q, k, v = own
+        q, k = nn.elu(q) + 1, nn.elu(k) + 1
+        state, total = state + jnp.einsum("bhn,bhp->bhnp", k, v), total + k
+        y = jnp.einsum("bhn,bhnp->bhp", q, state) / (jnp.einsum("bhn,bhn->bh", q, total)[..., None] + 1e-6)
+        return (state, total), y
+
+    return lax.scan(step, (zeros(B, H, N, P), zeros(B, H, N)), (q, k, v))[1]
+
+
+def _state_space_arguments() -> tuple[Array, ...]:
+    return normal(T, B, H, P), normal(T, B, H), normal(T, B, N), normal(T, B, N), normal(H), normal(H)
+
+
+@found(*_state_space_arguments(), decay="scalar")
+def state_space(x: Array, dt: Array, b: Array, c: Array, log_a: Array, skip: Array) -> Array:
+    """Mamba-2: heads share B and C."""
+
+    def step(state: Array, own: Any) -> Any:
+        x, dt, b, c = own
+        dt = nn.softplus(dt)
+        decay = jnp.exp(dt * -jnp.exp(log_a))
+        state = state * decay[..., None, None] + jnp.einsum("bh,bhp,bn->bhpn", dt, x, b)
+        return state, jnp.einsum("bhpn,bn->bhp", state, c) + skip[:, None] * x
+
+    shape = (x.shape[1], x.shape[2], x.shape[3], b.shape[2])
+    return lax.scan(step, zeros(*shape), (x, dt, b, c))[1]
+
+
+@found(q, k, v, normal(T, B, H), normal(B, H, N, P), decay="scalar")
+def state_kept(q: Array, k: Array, v: Array, gate: Array, state: Array) -> Array:
+    """A state is given; y reads the state before the step."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, gate = own
+        y = jnp.einsum("bhn,bhnp->bhp", q, state)
+        return nn.sigmoid(gate)[..., None, None] * state + k[..., None] * v[..., None, :], y
+
+    return lax.scan(step, state, (q, k, v, gate))[1]
+
+
+@found(q, k, v, normal(T, B, H) > 1, decay="scalar")
+def reset(q: Array, k: Array, v: Array, begins: Array) -> Array:
+    """Documents in one sequence: the state begins anew."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, begins = own
+        state = jnp.where(begins[..., None, None], 0.0, 0.95 * state) + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, begins))[1]
+
+
+@found(q, k, v, normal(T, B, H), decay="scalar")
+def reversed_retention(q: Array, k: Array, v: Array, gate: Array) -> Array:
+    """From the last step to the first, with a step that is checkpointed."""
+
+    @jax.checkpoint
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, gate = own
+        state = nn.sigmoid(gate)[..., None, None] * state + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, gate), reverse=True)[1]
+
+
+@found(q, k, v, normal(T, B, H), normal(T, B, H), decay="scalar")
+def mlstm(q: Array, k: Array, v: Array, gate_in: Array, gate_forget: Array) -> Array:
+    """xLSTM: a running maximum, which no state enters, and two states."""
+
+    def step(states: Any, own: Any) -> Any:
+        state, total, most = states
+        q, k, v, gate_in, gate_forget = own
+        forget = nn.log_sigmoid(gate_forget)
+        after = jnp.maximum(forget + most, gate_in)
+        keep, add = jnp.exp(forget + most - after), jnp.exp(gate_in - after)
+        state = keep[..., None, None] * state + add[..., None, None] * k[..., :, None] * v[..., None, :]
+        total = keep[..., None] * total + add[..., None] * k
+        y = jnp.einsum("bhnp,bhn->bhp", state, q)
+        return (state, total, after), y / jnp.maximum(jnp.abs(jnp.einsum("bhn,bhn->bh", total, q)), 1.0)[..., None]
+
+    return lax.scan(step, (zeros(B, H, N, P), zeros(B, H, N), zeros(B, H)), (q, k, v, gate_in, gate_forget))[1]
+
+
+@found(x, normal(D, 16, scale=0.3), normal(D, 16, scale=0.3), normal(D, 16, scale=0.3), normal(16, D), decay="scalar")
+def projected_in_the_loop(x: Array, wq: Array, wk: Array, wv: Array, wo: Array) -> Array:
+    """Projections stand in the loop, before and after the state."""
+
+    def step(state: Array, x: Array) -> Any:
+        q, k, v = x @ wq, x @ wk, x @ wv
+        state = 0.9 * state + k[:, :, None] * v[:, None, :]
+        return state, nn.silu(jnp.einsum("bn,bnp->bp", q, state)) @ wo
+
+    return lax.scan(step, zeros(B, 16, 16), x)[1]
+
+
+# ---------------------------------------------------------------------- matrix states, a decay for each row
+
+
+@found(q, k, v, normal(T, B, H, N), normal(T, B, H, P), decay="channel")
+def gated(q: Array, k: Array, v: Array, gate: Array, gate_out: Array) -> Array:
+    """GLA, with norm and gate behind."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, gate, gate_out = own
+        state = (nn.sigmoid(gate) ** (1 / 16))[..., None] * state + k[..., None] * v[..., None, :]
+        y = jnp.einsum("bhn,bhnp->bhp", q * q.shape[-1] ** -0.5, state)
+        return state, y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * nn.silu(gate_out)
+
+    shape = (*k.shape[1:], v.shape[-1])
+    return lax.scan(step, zeros(*shape), (q, k, v, gate, gate_out))[1]
+
+
+@found(q, k, v, normal(T, B, H, N), normal(H, N), decay="channel")
+def receptance(r: Array, k: Array, v: Array, w: Array, bonus: Array) -> Array:
+    """RWKV-6: y reads the state before the step, and the step's own product with a bonus."""
+
+    def step(state: Array, own: Any) -> Any:
+        r, k, v, w = own
+        both = k[..., :, None] * v[..., None, :]
+        y = jnp.einsum("bhn,bhnp->bhp", r, state + bonus[:, :, None] * both)
+        return jnp.exp(-jnp.exp(w))[..., None] * state + both, y
+
+    shape = (*k.shape[1:], v.shape[-1])
+    return lax.scan(step, zeros(*shape), (r, k, v, w))[1]
+
+
+@found(q, k, v, normal(N), decay="channel")
+def constant_channels(q: Array, k: Array, v: Array, w: Array) -> Array:
+    """Each row has a decay that is the same in all steps, and 1 - decay weights what is added."""
+    decay = nn.sigmoid(w)
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        state = decay[:, None] * state + ((1 - decay) * k)[..., None] * v[..., None, :]
+        return state, (q[..., None, :] @ state)[..., 0, :]
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+# ---------------------------------------------------------------------- vectors, with products to take out
+
+
+@found(x, normal(D, D), normal(D, D), decay="elementwise")
+def min_gru(x: Array, wz: Array, wh: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        z = nn.sigmoid(x @ wz)
+        h = (1 - z) * h + z * (x @ wh)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@found(x, normal(D, D), normal(D, D), normal(D, D), decay="elementwise")
+def min_lstm(x: Array, wf: Array, wi: Array, wh: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        f, i = nn.sigmoid(x @ wf), nn.sigmoid(x @ wi)
+        h = f / (f + i) * h + i / (f + i) * (x @ wh)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@found(normal(T, D), normal(D, D, scale=0.5), normal(D, D, scale=0.5), normal(D), decay="elementwise")
+def diagonal_state_space(u: Array, wb: Array, wc: Array, nu: Array) -> Array:
+    """S5 with real numbers: products with two matrices, one before and one behind the state."""
+    decay = jnp.exp(-jnp.exp(nu))
+
+    def step(h: Array, u: Array) -> Any:
+        h = decay * h + wb @ u
+        return h, wc @ h
+
+    return lax.scan(step, zeros(D), u)[1]
+
+
+@found(x, normal(D, D), normal(D), decay="elementwise")
+def token_shift(x: Array, wk: Array, w: Array) -> Array:
+    """The step before is carried along."""
+
+    def step(carried: Any, x: Array) -> Any:
+        before, h = carried
+        h = nn.sigmoid(w) * h + (0.5 * x + 0.5 * before) @ wk
+        return (x, h), jnp.tanh(h)
+
+    return lax.scan(step, (zeros(B, D), zeros(B, D)), x)[1]
+
+
+# ---------------------------------------------------------------------- loops that are not affine
+
+
+@refused(x, reason="max of")
+def largest(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.maximum(0.9 * h + x, 0.0)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="logistic of")
+def gate_reads_the_state(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = nn.sigmoid(h) * h + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, normal(T, B, D), reason="logistic of")
+def gate_reads_data_and_the_state(x: Array, y: Array) -> Array:
+    def step(h: Array, own: Any) -> Any:
+        x, y = own
+        h = nn.sigmoid(y + 0.1 * h.sum()) * h + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), (x, y))[1]
+
+
+@refused(q, k, v, reason="tanh of")
+def gate_reads_the_readout(q: Array, k: Array, v: Array) -> Array:
+    """The decay of a matrix state is computed from what is read of it."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v = own
+        y = jnp.sum(q[..., None] * state, -2)
+        state = jnp.tanh(y)[..., None, :] * state + k[..., None] * v[..., None, :]
+        return state, y
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v))[1]
+
+
+@refused(x, reason="gt of")
+def spikes(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * h + x
+        fires = (h > 1).astype(h.dtype)
+        return h * (1 - fires), fires
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="gt of")
+def selected_by_the_state(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.where(h > 0, 0.9 * h, h) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="mul of")
+def squared(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * h + 0.01 * h * h + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="mul of")
+def normalised_state(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * h + x
+        h = h * lax.rsqrt(jnp.mean(h * h) + 1e-6)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, reason="matrix from step to step")
+def centred(x: Array) -> Array:
+    """Affine, but each element reads all others."""
+
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * (h - jnp.mean(h, -1, keepdims=True)) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(normal(T, D, D), reason="change places")
+def transposed(x: Array) -> Array:
+    def step(state: Array, x: Array) -> Any:
+        state = 0.9 * state.T + x
+        return state, state
+
+    return lax.scan(step, zeros(D, D), x)[1]
+
+
+@refused(x, reason="on each other")
+def coupled(x: Array) -> Array:
+    def step(carried: Any, x: Array) -> Any:
+        place, speed = carried
+        speed = 0.9 * speed + x - 0.1 * place
+        place = place - 0.1 * speed
+        return (place, speed), place
+
+    return lax.scan(step, (zeros(B, D), zeros(B, D)), x)[1]
+
+
+@refused(x, reason="max of")
+def clipped(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = jnp.clip(0.9 * h + x, -1, 1)
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x, normal(D, 4 * D), normal(D, 4 * D), reason="on each other")
+def lstm(x: Array, wx: Array, wh: Array) -> Array:
+    def step(carried: Any, x: Array) -> Any:
+        h, c = carried
+        i, f, g, o = jnp.split(x @ wx + h @ wh, 4, -1)
+        c = nn.sigmoid(f) * c + nn.sigmoid(i) * jnp.tanh(g)
+        h = nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return lax.scan(step, (zeros(B, D), zeros(B, D)), x)[1]
+
+
+@refused(x, normal(D, D))
+def dense(x: Array, w: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.1 * h @ w + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(x)
+def rolled(x: Array) -> Array:
+    def step(h: Array, x: Array) -> Any:
+        h = 0.9 * jnp.roll(h, 1, -1) + x
+        return h, h
+
+    return lax.scan(step, zeros(B, D), x)[1]
+
+
+@refused(q, k, v, normal(T, B, H))
+def delta_rule(q: Array, k: Array, v: Array, beta: Array) -> Array:
+    """Affine, with a matrix of rank one: no form is better yet."""
+
+    def step(state: Array, own: Any) -> Any:
+        q, k, v, beta = own
+        error = v - jnp.einsum("bhn,bhnp->bhp", k, state)
+        state = state + (nn.sigmoid(beta)[..., None] * k)[..., None] * error[..., None, :]
+        return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+    return lax.scan(step, zeros(B, H, N, P), (q, k, v, beta))[1]

@@ -1,0 +1,385 @@
+"""Recurrences are found in any spelling and computed as exactly as by the program; other loops are left alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.compare import compare, optimized_like_a_user, with_gradients
+
+import autopallas
+from autopallas.graph import Graph, flatten
+from autopallas.kernels.recurrence import xla
+from autopallas.patterns.recurrence import find
+from tests.recognition.recurrences import FOUND, REFUSED, T, gated, receptance, retention, state_space
+
+ONLY = {"ops": ("recurrence",)}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_spelling_is_found_and_right_with_gradients_taken_outside(name):
+    case = FOUND[name]
+    outcome = compare(case.function, case.arguments, **ONLY)
+    assert outcome.complaints == []
+    (site,) = outcome.report.sites
+    assert (site.op, site.verdict, site.spec["decay"]) == ("recurrence", "applied", case.decay)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_its_backward_is_found_in_a_program_that_holds_it(name):
+    case = FOUND[name]
+    step = with_gradients(case.function, case.arguments)
+    outcome = compare(step, case.arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    found = [(site.op, site.direction, site.verdict) for site in outcome.report.sites]
+    assert found == [("recurrence", "forward+backward", "applied")] * case.trained
+    program = jax.make_jaxpr(optimized_like_a_user(step, **ONLY))(*case.arguments)
+    assert [e.primitive.name for e in flatten(program).equations].count("scan") == 0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_loop_is_left_alone_with_a_reason(name):
+    case = REFUSED[name]
+    for function in (case.function, with_gradients(case.function, case.arguments)):
+        report = autopallas.explain(optimized_like_a_user(function, **ONLY), *case.arguments)
+        assert [site.op for site in report.sites] == []
+        assert not report.failures
+        reasons = [miss.reason for miss in report.near_misses]
+        assert all(case.reason in reason for reason in reasons)
+        assert len(reasons) == bool(case.reason) or function is not case.function
+
+
+def layer(name):
+    """A residual layer around one spelling, from and to [T, B, 12]."""
+    function, given = FOUND[name].function, FOUND[name].arguments
+    widths = [a.shape[2:] for a in given if a.shape[:2] == given[0].shape[:2]]
+    sizes = [int(np.prod(w)) for w in widths]
+
+    def run(x, weights, rest):
+        projected = jnp.split(x @ weights[0], np.cumsum(sizes)[:-1], -1)
+        arrays = [p.reshape(*x.shape[:2], *w) for p, w in zip(projected, widths, strict=True)]
+        y = function(*arrays, *rest)
+        return x + jnp.tanh(y.reshape(*x.shape[:2], -1) @ weights[1])
+
+    random = np.random.default_rng(1)
+    y = jax.eval_shape(function, *given)
+    out = int(np.prod(y.shape[2:]))
+    weights = [jnp.asarray(random.standard_normal(s) * 0.2, jnp.float32) for s in ((12, sum(sizes)), (out, 12))]
+    return run, weights, given[len(widths) :]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("name", ["retention", "state_space", "gated", "receptance"])
+def test_layers_in_a_scan_are_trained_in_chunks(name, checkpointed):
+    run, weights, rest = layer(name)
+    stacked = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), weights)
+
+    def loss(x, stacked, *rest):
+        body = lambda x, w: (run(x, w, rest), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(jax.checkpoint(body) if checkpointed else body, x, stacked)[0] ** 2)
+
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((T, 2, 12)), jnp.float32)
+    step = jax.value_and_grad(loss, argnums=tuple(range(2 + len(rest))))
+    outcome = compare(step, (x, stacked, *rest), gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(s.direction, s.verdict) for s in outcome.report.sites] == [("forward+backward", "applied")]
+
+
+def test_equal_layers_share_their_site():
+    run, weights, rest = layer("state_space")
+
+    def loss(x, weights, *rest):
+        for own in weights:
+            x = run(x, own, rest)
+        return jnp.mean(x**2)
+
+    x = jnp.ones((T, 2, 12), jnp.float32)
+    program = jax.make_jaxpr(jax.value_and_grad(loss, 1))(x, [weights] * 3, *rest)
+    matches, misses = find(Graph(flatten(program)))
+    assert not misses
+    assert len(matches) == 3
+    assert len({match.site for match in matches}) == 1
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["both", "last"])
+def test_the_last_state_may_be_a_result(last):
+    *given, gate, state = FOUND["state_kept"].arguments
+
+    def run(q, k, v, gate, state):
+        def step(state, own):
+            q, k, v, gate = own
+            state = jax.nn.sigmoid(gate)[..., None, None] * state + k[..., None] * v[..., None, :]
+            return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+        found = jax.lax.scan(step, state, (q, k, v, gate))
+        return found[0] if last else found
+
+    arguments = (*given, gate, state)
+    outcome = compare(run, arguments, **ONLY)
+    assert outcome.complaints == []
+    assert len(outcome.report.sites) == 1
+
+
+def test_two_cotangents_keep_the_loop_and_say_so():
+    *given, gate, state = FOUND["state_kept"].arguments
+
+    def run(q, k, v, gate, state):
+        def step(state, own):
+            q, k, v, gate = own
+            state = jax.nn.sigmoid(gate)[..., None, None] * state + k[..., None] * v[..., None, :]
+            return state, jnp.einsum("bhn,bhnp->bhp", q, state)
+
+        return jax.lax.scan(step, state, (q, k, v, gate))
+
+    arguments = (*given, gate, state)
+    outcome = compare(with_gradients(run, arguments), arguments, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert ["cotangents of several results" in reason for reason in outcome.reasons()] == [True]
+
+
+def test_a_state_that_something_else_needs_is_no_matrix():
+    def run(q, k, v, decay):
+        def step(state, own):
+            q, k, v = own
+            state = decay[:, None, None] * state + k[..., :, None] * v[..., None, :]
+            return state, (jnp.einsum("bhn,bhnp->bhp", q, state), jnp.tanh(state))
+
+        return jax.lax.scan(step, jnp.zeros((2, 3, 8, 9)), (q, k, v))[1]
+
+    report = autopallas.explain(optimized_like_a_user(run, **ONLY), *FOUND["retention"].arguments)
+    assert [(site.verdict, site.spec["decay"]) for site in report.sites] == [("kept", "elementwise")]
+    assert "best form" in report.sites[0].reason
+
+
+def test_infinities_are_assumed_away_only_where_that_is_allowed():
+    (site,) = autopallas.explain(optimized_like_a_user(retention, **ONLY), *FOUND["retention"].arguments).sites
+    assert any("finite" in assumption for assumption in site.assumptions)
+    careful = optimized_like_a_user(retention, assume_finite=False, **ONLY)
+    report = autopallas.explain(careful, *FOUND["retention"].arguments)
+    assert [site.verdict for site in report.sites] == ["kept"]
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0, None), (0, None, 0, 0)])
+def test_sites_can_be_mapped_and_differentiated(mapped):
+    given = FOUND["retention"].arguments
+    batched = tuple(jnp.stack([a, 0.5 * a]) if axis == 0 else a for a, axis in zip(given, mapped, strict=True))
+    optimized = optimized_like_a_user(retention, **ONLY)
+
+    def gradient(function):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), argnums=(0, 1, 2, 3))
+
+    for form in (lambda f: f, gradient):
+        ours, theirs = (jax.vmap(form(f), mapped)(*batched) for f in (optimized, retention))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    assert {s.verdict for s in optimized.report().sites} == {"applied"}
+
+
+@pytest.mark.parametrize("function", [retention, state_space, gated, receptance])
+def test_16_bit_programs_are_computed_in_float32_inside(function):
+    given = tuple(a.astype(jnp.bfloat16) for a in FOUND[function.__name__].arguments)
+    run = lambda *a: function(*a).astype(jnp.bfloat16)  # noqa: E731
+    outcome = compare(run, given, gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert len(outcome.report.sites) == 1
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Runs every state in chunks, whatever the tuned table says."""
+    run = xla._run
+
+    def chunks(site, form, chunk, operands):
+        return run(site, "chunked" if site.states else "hoisted", 16, operands)
+
+    monkeypatch.setattr(xla, "_run", chunks)
+
+
+def matrix_loop(update, dtype=jnp.float32, last=False):
+    """A loop over decays [T, H], keys and queries [T, H, N] and values [T, H, P] whose state ``update`` computes."""
+
+    def run(a, k, v, q):
+        def step(state, own):
+            a, k, v, q = own
+            state = update(state, a[:, None, None], k[:, :, None] * v[:, None, :])
+            return state, jnp.einsum("hn,hnp->hp", q, state).real
+
+        return jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1]), dtype), (a, k, v, q))[1]
+
+    return run
+
+
+def loop_arguments(steps=T, decay=None):
+    random = np.random.default_rng(5)
+    k, v, q = (jnp.asarray(random.standard_normal((steps, 2, n)), jnp.float32) for n in (8, 9, 8))
+    a = random.uniform(0.5, 1, (steps, 2)) if decay is None else np.full((steps, 2), decay)
+    return jnp.asarray(a, jnp.float32), k, v, q
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda state, a, added: state + a * (added - state),
+        lambda state, a, added: state / (1 + a) + added,
+        lambda state, a, added: (state * (1 - a)) * (1 - 0.7 * a) + added,
+        lambda state, a, added: jnp.where(a > 2, 0.5 * state, state - a * state + added),
+    ],
+    ids=["towards", "divided", "twice", "selected"],
+)
+def test_a_decay_near_one_keeps_the_digits_of_its_terms(in_chunks, update):
+    """2000 steps that change the state by 1e-3: ``1 - a`` alone, rounded, is wrong by 1e-5 of the result."""
+    a, *given = loop_arguments(2000, 1e-3)
+    arguments = (a, *map(jnp.abs, given))
+    optimized = optimized_like_a_user(matrix_loop(update), **ONLY)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
+        true = np.asarray(jax.jit(matrix_loop(update, jnp.float64))(*wide))
+    found, loop = (np.asarray(jax.jit(f)(*arguments)) for f in (optimized, matrix_loop(update)))
+    error, base = (np.max(np.abs(y - true)) / np.max(true) for y in (found, loop))
+    assert [site.verdict for site in optimized.report().sites] == ["applied"]
+    assert error < max(2 * base, 3e-6)
+
+
+def reasons_of(function, *arguments):
+    report = autopallas.explain(optimized_like_a_user(function, **ONLY), *arguments)
+    assert not report.failures
+    assert [site.verdict for site in report.sites if site.verdict != "kept"] == []
+    return [miss.reason for miss in report.near_misses]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("carried", [False, True], ids=["cast there and back", "carried"])
+def test_a_state_that_each_step_rounds_is_left_alone(dtype, carried):
+    def update(state, a, added):
+        state = (a * state.astype(jnp.float32) + added).astype(dtype)
+        return state if carried else state.astype(jnp.float32)
+
+    run = matrix_loop(update, dtype if carried else jnp.float32)
+    assert ["rounded to a narrower type" in reason for reason in reasons_of(run, *loop_arguments())] == [True]
+
+
+def test_a_state_in_8_bits_is_left_alone():
+    quantised = lambda x: x.astype(jnp.float8_e4m3fn).astype(jnp.float32)  # noqa: E731
+    run = matrix_loop(lambda state, a, added: quantised(a * state + added))
+    assert ["convert_element_type of" in reason for reason in reasons_of(run, *loop_arguments())] == [True]
+
+
+def test_a_complex_state_is_no_matrix(in_chunks):
+    def run(a, k, v, q):
+        turned = matrix_loop(lambda state, a, added: a * state + added, jnp.complex64)
+        return turned(a * jnp.exp(1j * a), k + 1j * q, v + 0j, q + 0j)
+
+    given = loop_arguments()
+    report = autopallas.explain(optimized_like_a_user(run, **ONLY), *given)
+    assert [(site.verdict, site.spec["decay"]) for site in report.sites] == [("kept", "elementwise")]
+    np.testing.assert_allclose(optimized_like_a_user(run, **ONLY)(*given), run(*given), rtol=1e-4, atol=1e-5)
+
+
+def dropped_out(implementation):
+    def run(a, k, v, q):
+        def step(state, own):
+            key, a, k, v, q = own
+            k = jnp.where(jax.random.bernoulli(key, 0.5, k.shape), k, 0)
+            state = a[:, None, None] * state + k[:, :, None] * v[:, None, :]
+            return state, jnp.einsum("hn,hnp->hp", q, state)
+
+        keys = jax.random.split(jax.random.key(1, impl=implementation), k.shape[0])
+        return jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (keys, a, k, v, q))[1]
+
+    return run
+
+
+def branched(a, k, v, q):
+    def step(state, own):
+        a, k, v, q = own
+        decay = jax.lax.cond(a[0] > 0.7, jnp.sqrt, lambda x: 0.9 * x, a - 0.7)
+        state = decay[:, None, None] * state + k[:, :, None] * v[:, None, :]
+        return state, jnp.einsum("hn,hnp->hp", q, state)
+
+    return jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (a, k, v, q))[1]
+
+
+def called_back(a, k, v, q):
+    def step(state, own):
+        a, k, v, q = own
+        decay = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(a.shape, a.dtype), a)
+        state = decay[:, None, None] * state + k[:, :, None] * v[:, None, :]
+        return state, jnp.einsum("hn,hnp->hp", q, state)
+
+    return jax.lax.scan(step, jnp.zeros((*k.shape[1:], v.shape[-1])), (a, k, v, q))[1]
+
+
+@pytest.mark.parametrize("function", [dropped_out("rbg"), branched, called_back], ids=["random", "cond", "callback"])
+def test_steps_that_compute_something_else_for_all_steps_at_once_are_left_alone(in_chunks, function):
+    """Mapped generators draw other bits, mapped branches both run, and a callback may not be mapped."""
+    given = loop_arguments()
+    assert ["for all steps at once" in reason for reason in reasons_of(function, *given)] == [True]
+    optimized = optimized_like_a_user(function, **ONLY)
+    np.testing.assert_array_equal(jax.jit(optimized)(*given), jax.jit(function)(*given))
+
+
+decayed = matrix_loop(lambda state, a, added: a * state + added)
+
+
+def test_a_loss_whose_value_is_dropped_is_trained_in_chunks(in_chunks):
+    """The loop's result is read by its own cotangent alone."""
+    step = jax.grad(lambda *given: jnp.sum(jnp.sin(decayed(*given))), argnums=(0, 1, 2, 3))
+    outcome = compare(step, loop_arguments(), gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert [(s.direction, s.verdict) for s in outcome.report.sites] == [("forward+backward", "applied")]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_loops_that_share_slices_are_trained_in_chunks(in_chunks, count):
+    """What they compute of shared slices is the same value in the backward of each."""
+
+    def loss(a, k, v, q):
+        return sum(jnp.sum(jnp.sin(decayed(a * (1 - 0.1 * i), k, v, q))) for i in range(count))
+
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+    outcome = compare(step, loop_arguments(), gradients=False, **ONLY)
+    assert outcome.complaints == []
+    found = [(s.direction, s.verdict) for s in outcome.report.sites]
+    assert found == [("forward+backward", "applied")] * count
+
+
+def test_a_carried_value_may_become_a_constant(in_chunks):
+    """The step before is the same array in all steps but the first."""
+
+    def loss(a, k, v, q, given):
+        def step(carried, own):
+            state, before = carried
+            a, k, v, q = own
+            state = a[:, None, None] * state + k[:, :, None] * v[:, None, :]
+            return (state, given), jnp.einsum("hn,hnp->hp", q, state) * before
+
+        first = jnp.zeros((*k.shape[1:], v.shape[-1])), jnp.ones_like(given)
+        return jnp.sum(jnp.sin(jax.lax.scan(step, first, (a, k, v, q))[1]))
+
+    given = jnp.asarray(np.random.default_rng(6).standard_normal((2, 9)), jnp.float32)
+    step = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4))
+    outcome = compare(step, (*loop_arguments(), given), gradients=False, **ONLY)
+    assert outcome.complaints == []
+    assert not outcome.report.failures
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_looking_takes_steps_in_proportion_to_the_layers(differentiated):
+    def steps(count):
+        def loss(x, weights):
+            for w in weights:
+                q, k, v = jnp.split(x @ w, (8, 16), -1)
+                a = jax.nn.sigmoid(x[..., 0])
+                x = x + jnp.tanh(decayed(a, k, v, q))
+            return jnp.mean(x**2)
+
+        given = jnp.ones((T, 2, 9)), [jnp.full((9, 25), 0.1 * i) for i in range(count)]
+        program = jax.make_jaxpr(jax.value_and_grad(loss, 1) if differentiated else loss)(*given)
+        graph = Graph(flatten(program))
+        matches, _ = find(graph)
+        assert len(matches) == count
+        return graph.steps.spent
+
+    few, many = steps(4), steps(16)
+    assert 0 < many <= 4 * few
