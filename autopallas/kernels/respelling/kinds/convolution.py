@@ -323,7 +323,7 @@ _WINDOWS: tuple[tuple[str, tuple[int, ...], int], ...] = (
 _SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((1, 128, 256), (1, 14, 14, 160)),
     ((2, 1024, 256), (4, 28, 28, 160)),
-    ((8, 2048, 512), (8, 56, 56, 320)),
+    ((8, 2048, 512), (4, 56, 56, 192)),
 )
 """Shapes with the channels last, in one and in two dimensions of space: one size for each bucket."""
 
