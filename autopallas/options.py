@@ -19,7 +19,7 @@ from autopallas import compat, environment
 from autopallas.custom.registry import declared
 from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of
 from autopallas.errors import OptionError
-from autopallas.sites.operation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS, operation_named
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 
@@ -82,8 +82,13 @@ class Options:
     """Settings of ``AUTOPALLAS_BACKEND_<OPERATION>``; see :meth:`implementation_for`."""
 
     def implementation_for(self, op: str) -> str | tuple[str, ...] | None:
-        """Returns the implementation or implementations requested for one operation, or None."""
-        return dict(self.implementation_of).get(op, self.implementation)
+        """Returns the implementation or implementations requested for one operation, or None.
+
+        What is asked for in general says nothing about an operation with kinds of sites: these have no kernels.
+        """
+        own = dict(self.implementation_of).get(op)
+        without_kernels = op in OPERATIONS and operation_named(op).kinds
+        return self.implementation if own is None and not without_kernels else own
 
 
 def _bad(name: str, value: object, remedy: str) -> OptionError:

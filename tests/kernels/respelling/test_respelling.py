@@ -551,3 +551,21 @@ def test_the_report_tells_each_kind_once():
     assert "respelling: sort, 4 sites" in text
     assert found.report().counts() == {"respelling": 4}
     assert "sort" in found.report().to_html()
+
+
+def test_an_implementation_that_is_asked_for_in_general_does_not_concern_respellings(monkeypatch):
+    """Nor operations that have none of that name: a program holds more than what has a kernel."""
+
+    def run(x):
+        return jnp.argmax(x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6), -1)
+
+    def counts(**options):
+        return autopallas.explain(autopallas.optimize(run, **options), random(4, 8)).counts()
+
+    assert counts(implementation="pallas_tpu") == {}
+    assert counts(implementation="xla") == {"rms_norm": 1}
+    monkeypatch.setenv("AUTOPALLAS_BACKEND_RESPELLING", "xla")
+    assert counts(implementation="pallas_tpu") == {"respelling": 1}
+    monkeypatch.setenv("AUTOPALLAS_BACKEND_RESPELLING", "pallas_tpu")
+    with pytest.raises(autopallas.UnsupportedError, match="respelling"):
+        counts()
