@@ -14,12 +14,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopallas.errors import OptionError
-from autopallas.sites.operation import IMPLEMENTATIONS, operation_names
+from autopallas.sites.operation import IMPLEMENTATIONS, operation_named, operation_names
 
-__all__ = ["OBJECTIVES", "OPERATIONS", "VARIABLES", "Environment", "Variable", "one_of", "read"]
+__all__ = ["OBJECTIVES", "OPERATIONS", "SELECTED", "VARIABLES", "Environment", "Variable", "one_of", "read"]
 
 OPERATIONS = operation_names()
 """Names of the operations that can be looked for: the folders of ``kernels``."""
+_NAMES = (*OPERATIONS, *(kind for name in OPERATIONS for kind in operation_named(name).kinds))
+SELECTED = (*_NAMES, *(f"-{name}" for name in _NAMES))
+"""Words that select operations, and kinds of their sites; one with "-" in front leaves out what it names."""
 OBJECTIVES = ("time", "memory", "always")
 REPORT_SUFFIXES = (".json", ".html", ".txt")
 
@@ -149,7 +152,10 @@ VARIABLES: tuple[Variable, ...] = (
         for op in OPERATIONS
     ),
     Variable(
-        "AUTOPALLAS_OPS", f"comma list of {', '.join(OPERATIONS)}", "The operations to look for.", _names(OPERATIONS)
+        "AUTOPALLAS_OPS",
+        f"comma list of {', '.join(_NAMES)}",
+        'The operations, or kinds of respellings, to look for; with "-" in front those to leave out.',
+        _names(SELECTED),
     ),
     Variable("AUTOPALLAS_OBJECTIVE", " | ".join(OBJECTIVES), "What a replacement has to improve.", _objective),
     Variable("AUTOPALLAS_AUTOTUNE", "0 | 1", "Whether block sizes are searched for where no table knows them.", _flag),

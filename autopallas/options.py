@@ -17,9 +17,9 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypedD
 
 from autopallas import compat, environment
 from autopallas.custom.registry import declared
-from autopallas.environment import OBJECTIVES, OPERATIONS, one_of
+from autopallas.environment import OBJECTIVES, OPERATIONS, SELECTED, one_of
 from autopallas.errors import OptionError
-from autopallas.sites.operation import IMPLEMENTATIONS
+from autopallas.sites.operation import IMPLEMENTATIONS, operation_named
 
 __all__ = ["OptionArguments", "Options", "Setting", "active", "options", "resolve", "validated"]
 
@@ -59,7 +59,7 @@ class Options:
     implementation: str | tuple[str, ...] | None = None
     """None: chosen by evidence.  One name: that one or an error.  Several: the first that works, else the original."""
     ops: tuple[str, ...] | None = None
-    """Operations to look for; None: all."""
+    """Operations, or kinds of respellings, to look for; those with "-" in front are left out.  None: all."""
     require: tuple[tuple[str, int], ...] = ()
     """Smallest number of applied sites per operation; fewer raise RequirementError."""
     strict: bool = False
@@ -82,12 +82,13 @@ class Options:
     """Settings of ``AUTOPALLAS_BACKEND_<OPERATION>``; see :meth:`implementation_for`."""
 
     def implementation_for(self, op: str) -> str | tuple[str, ...] | None:
-        """Returns the implementation or implementations requested for one operation, or None."""
-        return dict(self.implementation_of).get(op, self.implementation)
+        """Returns the implementation or implementations requested for one operation, or None.
 
-    def looks_for(self, op: str) -> bool:
-        """Returns whether sites of this operation are wanted."""
-        return self.ops is None or op in self.ops
+        What is asked for in general says nothing about an operation with kinds of sites: these have no kernels.
+        """
+        own = dict(self.implementation_of).get(op)
+        without_kernels = op in OPERATIONS and operation_named(op).kinds
+        return self.implementation if own is None and not without_kernels else own
 
 
 def _bad(name: str, value: object, remedy: str) -> OptionError:
@@ -118,7 +119,7 @@ def _implementation(name: str, value: object) -> str | tuple[str, ...] | None:
 def _ops(name: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
-    return _choices(name, (value,) if isinstance(value, str) else value, OPERATIONS)
+    return _choices(name, (value,) if isinstance(value, str) else value, SELECTED)
 
 
 def _count(name: str, value: object) -> int:

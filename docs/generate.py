@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autopallas.environment import VARIABLES
+from autopallas.kernels.respelling.tuned_block_sizes import TABLE
 
 PAGES = Path(__file__).parent
 
@@ -22,7 +23,23 @@ def environment() -> str:
     return "\n".join(rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[], str]]] = {"environment": ("options.md", environment)}
+def respellings() -> str:
+    """The gains of respellings on CPUs, from the table's rows."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for (*_, invariants), row in TABLE.files.read("cpu"):
+        kind, _, feature = invariants.partition(", ")
+        found.setdefault((kind, feature), []).append(row.speedup)
+    rows = ["| kind | form | gain in time |", "|---|---|---|"]
+    for (kind, feature), gains in sorted(found.items()):
+        least, most = (f"{gain:.3g}" for gain in (min(gains), max(gains)))
+        rows.append(f"| `{kind}` | {feature} | {least if least == most else f'{least} to {most}'} |")
+    return "\n".join(rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "environment": ("options.md", environment),
+    "respellings": ("respellings.md", respellings),
+}
 """Per name, the page and what gives the table."""
 
 
@@ -35,8 +52,8 @@ def main() -> int:
     for name, (page, table) in TABLES.items():
         path = PAGES / page
         text = path.read_text(encoding="utf-8")
-        marks = re.compile(rf"(<!-- generated: {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        new, count = marks.subn(lambda found, table=table: f"{found[1]}{table()}{found[2]}", text)
+        marks = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        new, count = marks.subn(lambda found, table=table: f"{found[1]}{table()}\n{found[2]}", text)
         if count != 1:
             print(f"{page} has no place for the table {name}", file=sys.stderr)
             return 1

@@ -108,7 +108,7 @@ def sites_of(name: str, function: ArrayFunction, arguments: Sequence[PyTree], op
         resolved = resolve(own | options)
         tuner = Tuner(device, resolved)
         tuned = (pattern.name for pattern in declared() if pattern.block_sizes)  # of others there is nothing to lock
-        ops = resolved.ops or (*OPERATIONS, *tuned)
+        ops = (*OPERATIONS, *tuned) if resolved.ops is None else resolved.ops
         matches, misses = find(Graph(flatten(program)), ops, resolved.assume_finite)
         decisions = plan(matches, device, resolved, tuner)
     except (OptionError, UnsupportedError) as error:

@@ -274,8 +274,11 @@ def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> l
 
 
 def _rows(outcomes: Sequence[tuple[Subject, Outcome]]) -> dict[str, dict[Key, Row[BlockSizes]]]:
+    """Returns the rows of each operation; of several with one key, that of the least gain."""
     found: dict[str, dict[Key, Row[BlockSizes]]] = {}
     for subject, outcome in outcomes:
-        if rows := outcome.rows(subject.match.op):
-            found.setdefault(subject.match.op, {}).update(rows)
-    return found
+        own = found.setdefault(subject.match.op, {})
+        for key, row in outcome.rows(subject.match.op).items():
+            if key not in own or row.speedup < own[key].speedup:
+                own[key] = row
+    return {op: rows for op, rows in found.items() if rows}

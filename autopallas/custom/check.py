@@ -112,17 +112,22 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
     """Drops sites, with their decisions, that lie within another applied site; the outer one stays."""
     pairs = list(zip(matches, decisions, strict=True))
     custom = [pair for pair in pairs if pattern_of(pair[0].site) is not None]
-    if not custom:
+    last = [pair for pair in pairs if pair[0].site.operation.priority < 0]
+    if not custom and not last:
         return list(matches), list(decisions)
 
     def outside(some: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
-        given = {n for match, decision in others if decision.verdict == "applied" for n in match.replaced}
-        still = surviving(graph, given) | given
+        applied = [match for match, decision in others if decision.verdict == "applied"]
+        if not applied or not some:
+            return some
+        reads = {number: read for match in applied for number, read in match.reads.items()}
+        still = surviving(graph, reads, reads) | set(reads)
         return [pair for pair in some if not still.isdisjoint(pair[0].results)]
 
-    others = [pair for pair in pairs if pattern_of(pair[0].site) is None]
+    others = [pair for pair in pairs if pair not in custom and pair not in last]
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
+    left += outside(last, left)
     return [match for match, _ in left], [decision for _, decision in left]
 
 

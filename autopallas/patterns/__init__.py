@@ -13,6 +13,8 @@ from autopallas.graph.edit import surviving
 from autopallas.patterns.match import Match, NearMiss
 from autopallas.patterns.order import in_some_order
 from autopallas.patterns.routers import without_routers
+from autopallas.patterns.selection import looks_for
+from autopallas.sites.spec import kind_of
 
 __all__ = ["Match", "NearMiss", "find"]
 
@@ -26,17 +28,19 @@ def find(graph: Graph, ops: Iterable[str] | None, assume_finite: bool) -> tuple[
     """
     matches: list[Match] = []
     misses: list[NearMiss] = []
+    asked = None if ops is None else tuple(ops)
     for name in OPERATIONS:
-        if ops is None or name in ops:
+        if looks_for(asked, name):
             graph.steps.begin()
             with contained(op=name, stage="recognition"):
                 found, missed = importlib.import_module(f"autopallas.patterns.{name}").find(graph, assume_finite)
+                found = [match for match in found if looks_for(asked, name, kind_of(match.spec))]
                 taken = {number for match in matches for number in match.replaced}  # self-attention looks like a loss
                 matches += [match for match in found if taken.isdisjoint(match.replaced)]
                 misses += missed
                 if found:
                     graph.replaced = frozenset(number for match in matches for number in match.replaced)
-    if patterns := [pattern for pattern in declared() if ops is None or pattern.name in ops]:
+    if patterns := [pattern for pattern in declared() if looks_for(asked, pattern.name)]:
         with contained(op="own patterns", stage="recognition"):
             own = importlib.import_module("autopallas.patterns.spellings")
             found, missed = own.find(graph, patterns)

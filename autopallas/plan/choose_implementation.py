@@ -139,14 +139,21 @@ def _decide_by_evidence(match: Match, device: Device, options: Options, tuner: T
     tried = next((name for name, stage, _ in attempts if stage != "supports"), "")
     told = _told(operation, device, tried, attempts)
     why = "; ".join(f"{name}: {reason}" for name, _, reason in told)
-    if isinstance(wanted, str):
+    if _is_demanded(wanted, operation, options):
         raise UnsupportedError(f"{operation.name} was to run on {wanted} only: {why}. The site: {match.spec}")
     return Decision("kept", f"no implementation can compute it ({why})", device.platform, attempts=told)
 
 
+def _is_demanded(wanted: str | Sequence[str] | None, operation: Operation, options: Options) -> bool:
+    """Returns whether a site must run on one implementation: it is named alone, and either for this operation or one
+    that the operation has."""
+    own = operation.name in dict(options.implementation_of)
+    return isinstance(wanted, str) and (own or operation.has(wanted))
+
+
 def _decide_obstructed(match: Match, device: Device, options: Options) -> Decision:
     wanted = options.implementation_for(match.op)
-    if isinstance(wanted, str):
+    if _is_demanded(wanted, match.site.operation, options):
         raise UnsupportedError(f"{match.op} was to run on {wanted} only: {match.obstacle}. The site: {match.spec}")
     return Decision("kept", match.obstacle, device.platform)
 

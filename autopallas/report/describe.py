@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from autopallas.faults import contained
 from autopallas.report.records import Site, in_order
 from autopallas.sites.encoding import encoded
-from autopallas.sites.spec import BlockSizes, SiteSpec
+from autopallas.sites.spec import BlockSizes, SiteSpec, kind_of
 
 if TYPE_CHECKING:
     from autopallas.patterns.match import Match
@@ -66,6 +66,7 @@ def _outcome(match: Match, decision: Decision) -> Site:
         implementation=decision.implementation,
         block_sizes_from=decision.block_sizes_from,
         attempts=in_order(decision.attempts),
+        kind=kind_of(match.spec),
     )
 
 

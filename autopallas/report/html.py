@@ -149,10 +149,14 @@ def _report(title: str, report: Report) -> Iterator[str]:
         yield f'<p class="soft">{escape(tuned)}</p>'
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, site in enumerate(report.sites, 1):
+        if site.kind:
+            continue
         key = (site.op, site.location, site.verdict, *text.site_rows(site))
         groups.setdefault(key, []).append(number)
     for position, numbers in enumerate(groups.values()):
         yield from _site(report.sites[numbers[0] - 1], numbers, position < _OPEN_AT_FIRST and len(groups) <= 8)
+    for kind in text.kinds(report.sites):
+        yield _kind(kind)
     if report.near_misses:
         yield '<h3 data-kind="miss">Near misses: close to a known computation, left as they are</h3>'
         for miss, count in Counter(report.near_misses).items():
@@ -194,6 +198,19 @@ def _head(pill: str, op: str, location: str, times: int, gain: str = "") -> Iter
     yield f'<span class="place">{escape(terminal.relative(location))}</span>'
     if gain:
         yield f'<span class="gain">{gain}</span>'
+
+
+def _kind(kind: text.Kind) -> str:
+    """Renders all sites of one kind as one item."""
+    applied, places, gain = kind.of("applied"), kind.places(), kind.gain().replace("x", "×")
+    pill, verdict = ("Replaced", "applied") if applied else ("Kept", "kept")
+    op, _, name = kind.name.partition(": ")
+    where = next(iter(places)) if len(places) == 1 else f"{len(places)} places"
+    head = _head(pill, f"{op}: {name}", where, len(kind.sites), f"{gain} as fast" if gain else "")
+    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in kind.rows())
+    specs = dict.fromkeys(site.spec_line for _, site in kind.sites)
+    listed = "".join(f"<dt>spec</dt><dd>{escape(line)}</dd>" for line in specs)
+    return _item(verdict, op, False, head, [f'<div class="columns"><dl>{rows}{listed}</dl></div>'])
 
 
 def _site(site: Site, numbers: Sequence[int], opened: bool) -> Iterator[str]:

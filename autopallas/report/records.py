@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 
 __all__ = ["SCHEMA_VERSION", "Attempt", "Failure", "NearMiss", "Pass", "Report", "Site", "in_order", "plain"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version number, which rises whenever the fields of the records, or their meaning, change."""
 
 Attempt: TypeAlias = tuple[str, str, str]
@@ -73,6 +73,8 @@ class Site:
     """Equations that were found, printed."""
     replacement: str = ""
     """Equations that run instead, printed; empty if the original was kept."""
+    kind: str = ""
+    """Kind of the site, where the operation has several: that of a respelling."""
 
 
 @dataclass(frozen=True, slots=True)

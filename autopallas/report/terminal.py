@@ -28,10 +28,24 @@ _STYLES = {"replaced": "green", "kept": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sites that a reader would not tell apart: their numbers, and one of them."""
+    """Sites that a reader would not tell apart, or all of one kind with the same verdict, and their numbers."""
 
     numbers: tuple[int, ...]
-    site: Site
+    sites: tuple[Site, ...]
+
+    @property
+    def site(self) -> Site:
+        return self.sites[0]
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the cells of the table's row, but for the numbers."""
+        op, place, verdict, runs, time, memory = _cells(self.site)
+        if not self.site.kind:
+            return op, place, verdict, runs, time, memory
+        kind = text.Kind("", tuple(zip(self.numbers, self.sites, strict=True)))
+        places = kind.places()
+        where = place if len(places) == 1 else f"{len(places)} places"
+        return f"{op}: {self.site.kind}", where, verdict, runs, kind.gain().replace(" to ", "-"), ""
 
 
 def summary(reports: Iterable[tuple[str, Report]]) -> str:
@@ -112,8 +126,9 @@ def _lines(title: str, report: Report, machine: bool) -> list[tuple[str, str]]:
         lines += [("", ""), *_table(groups)]
     kept: dict[str, list[int]] = {}
     for group in groups:
-        if group.site.verdict == "kept":
-            kept.setdefault(group.site.reason, []).extend(group.numbers)
+        for number, site in zip(group.numbers, group.sites, strict=True):
+            if site.verdict == "kept" and (site.kind or site is group.site):
+                kept.setdefault(site.reason, []).extend([number] if site.kind else group.numbers)
     told = [f"{text.ranges(sorted(numbers))}: {relative(reason)}" for reason, numbers in kept.items()]
     lines += _listed("Kept:", told)
     misses: dict[tuple[str, str, str], list[str]] = {}
@@ -140,13 +155,13 @@ def _listed(head: str, items: Sequence[str]) -> list[tuple[str, str]]:
 def _groups(sites: Sequence[Site]) -> list[_Group]:
     same: dict[tuple[str, ...], list[int]] = {}
     for number, site in enumerate(sites, 1):
-        key = (*_cells(site), site.reason, site.path)
+        key = (site.op, site.kind, site.verdict) if site.kind else (*_cells(site), site.reason, site.path)
         same.setdefault(key, []).append(number)
-    return [_Group(tuple(numbers), sites[numbers[0] - 1]) for numbers in same.values()]
+    return [_Group(tuple(numbers), tuple(sites[number - 1] for number in numbers)) for numbers in same.values()]
 
 
 def _table(groups: Sequence[_Group]) -> list[tuple[str, str]]:
-    rows = [(text.ranges(list(group.numbers)), *_cells(group.site)) for group in groups]
+    rows = [(text.ranges(list(group.numbers)), *group.cells()) for group in groups]
     widths = [max(len(row[i]) for row in (_HEAD, *rows)) for i in range(len(_HEAD))]
     gaps = 2 * (len(widths) - 1)
     for column, least in ((2, 16), (4, 8), (0, 3), (1, 9)):  # columns that may be shortened, first the place

@@ -50,7 +50,8 @@ class _Splicer:
         """Replaces one site: its forward wherever it occurs, and its backwards."""
         params = {"site": match.site, "decision": decision, "original": match.original}
         outputs: dict[Body, list[Var]] = {}  # results and residuals of the first forward in each body
-        if len(match.results) > 1 or not (match.backwards or self._known_before(match)):
+        alone = len(match.results) == 1 and not self._is_one_of_several(match.results[0])
+        if not alone or not (match.backwards or self._known_before(match)):
             self._replace_together(match, params)
             return
         self._replace_loop(match, params, outputs)
@@ -117,6 +118,13 @@ class _Splicer:
             edit.added += _mapped(given, gradients, full)
         for (_, number), gradient in zip(backward.gradients, gradients, strict=True):
             self._give(body, number, gradient)
+
+    def _is_one_of_several(self, number: int) -> bool:
+        """Returns whether the equation that gives a value, such as a sort, gives others too; loops are no such."""
+        return any(
+            len(body.equations[position].outvars) > 1 and position not in body.children
+            for body, position in self.graph.occurrences(number)
+        )
 
     def _known_before(self, match: Match) -> bool:
         """Returns whether the operands are known before each occurrence of the site's result."""

@@ -30,6 +30,8 @@ _UNKNOWN = (
     "outermost transformation, around jit"
 )
 
+_WHOLE = "the program is divided among several devices, and there is no rule by which this site could be"
+
 
 def shard_sites(
     program: ClosedJaxpr, graph: Graph, matches: Sequence[Match], shardings: Shardings | None, strict: bool
@@ -48,6 +50,8 @@ def shard_sites(
     def typed(match: Match) -> Match:
         if reason := _unsupported(match, outside):
             return _with_obstacle(match, reason)
+        if _divisible_axes(match, shardings) and not all(hasattr(part.site, "shardable_axes") for part in match.passes):
+            return _with_obstacle(match, _WHOLE)
         return _typed(match, graph, shardings) if _is_explicit(match) else match
 
     matches = _each(matches, typed)

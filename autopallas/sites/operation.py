@@ -166,6 +166,11 @@ class Operation:
         return f"autopallas.kernels.{self.folder or self.name}"
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the kinds of its sites, each of which options can name; none where all sites are of one kind."""
+        return ()
+
+    @property
     def version(self) -> str:
         """Hash of what implementations outside of this package do; empty for an operation with a folder."""
         return ""

@@ -13,7 +13,17 @@ from autopallas.compat import Dtype
 if TYPE_CHECKING:
     from autopallas.sites.declared import DeclaredOperation
 
-__all__ = ["BlockSizes", "BlockSizesClass", "Dtype", "NoBlockSizes", "SiteSpec", "Sizes", "Spec", "plain_fields"]
+__all__ = [
+    "BlockSizes",
+    "BlockSizesClass",
+    "Dtype",
+    "NoBlockSizes",
+    "SiteSpec",
+    "Sizes",
+    "Spec",
+    "kind_of",
+    "plain_fields",
+]
 
 Sizes: TypeAlias = Mapping[str, int | bool | str]
 """Block sizes by name."""
@@ -110,6 +120,12 @@ class Spec:
     def to_dict(self) -> dict[str, object]:
         """Returns the fields as plain data: numbers and strings."""
         return plain_fields(self)
+
+
+def kind_of(spec: SiteSpec) -> str:
+    """Returns the kind of a site, where its operation has several: the spec's field ``kind``."""
+    found = getattr(spec, "kind", "")
+    return found if isinstance(found, str) else ""
 
 
 def plain_fields(spec: SiteSpec) -> dict[str, object]:

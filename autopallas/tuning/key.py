@@ -122,10 +122,11 @@ def _version_of_modules(operation: str) -> str:
     """Returns a hash of the syntax of kernels' modules, without comments and docstrings; a table of block sizes is not
     included."""
     package = Path(__file__).parents[1]
-    folders = [package / "sites", package / "kernels"]
-    folders += [package / "kernels" / folder for folder in operation_folders(operation)]
+    paths = [*(package / "sites").glob("*.py"), *(package / "kernels").glob("*.py")]
+    for folder in operation_folders(operation):
+        paths += (package / "kernels" / folder).rglob("*.py")
     total = hashlib.sha256(__version__.encode())
-    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+    for path in sorted(paths):
         if path.name != "tuned_block_sizes.py":
             total.update(f"\n{path.name}\n{syntax(path.read_text())}".encode())
     return total.hexdigest()[:16]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import arrays, attention, losses, mixtures, pairs, stacks
+from . import arrays, attention, losses, mixtures, pairs, respellings, stacks
 from .choices import Choices
 from .writing import Argument, Writer
 
@@ -25,6 +25,8 @@ _FIRST_GATHER = 24_000
 """From here on another fifth are losses of rows that are more often gathered, by numbers that differ by example."""
 _FIRST_WINDOW = 28_000
 """From here on a third fifth are losses of rows in windows, in reverse, or selected twice."""
+_FIRST_RESPELLING = 30_000
+"""From here on a fourth fifth are of what respellings replace."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ def random_program(
         family, w.gathers = "loss", True
     if seed >= _FIRST_WINDOW and seed % 5 == 4:
         family, w.windows = "loss", True
+    if seed >= _FIRST_RESPELLING and seed % 5 == 2:
+        family = "respelling"
     w.features.add(f"family: {family}")
     w.features |= {"x64"} if w.x64 else set()
     core: list[str]
@@ -108,6 +112,9 @@ def random_program(
     elif family == "pair":
         size, core = pairs.operands(w, "p")
         head, write = "loss", lambda: pairs.body(w, "p", size, *core)
+    elif family == "respelling":
+        size, core = respellings.operands(w, "r")
+        head, write = "respelt", lambda: respellings.body(w, "r", size, *core)
     elif family == "mixture":
         size, core = mixtures.operands(w, "m")
         head, write = "mix", lambda: mixtures.body(w, "m", size, *core)

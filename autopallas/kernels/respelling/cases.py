@@ -1,0 +1,60 @@
+"""Offers the samples of all kinds as cases, to measure rows of the tables on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from autopallas.compat import ArrayFunction, Shaped
+from autopallas.kernels.respelling.kind import Sample
+from autopallas.kernels.respelling.kinds import kind_named, kind_names
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.workbench.cases import Case, Direction
+
+__all__ = ["ORIGINALS", "case_of", "direct", "in_direction", "table_grid", "types"]
+
+_SAMPLES: Mapping[str, Sample] = {
+    f"{name}:{sample}": given for name in kind_names() for sample, given in kind_named(name).samples.items()
+}
+ORIGINALS: Mapping[str, ArrayFunction] = {name: sample.function for name, sample in _SAMPLES.items()}
+
+
+def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
+    """Returns a case for each row of the tuned table; none for other platforms than CPUs."""
+    if platform != "cpu":
+        return ()
+    return tuple(_case(name, sample.arguments) for name, sample in _SAMPLES.items())
+
+
+def _case(name: str, given: Sequence[Shaped]) -> Case:
+    sizes = ((letter, size) for t in given[:1] for letter, size in zip("ABCDEFGH", t.shape, strict=False))
+    return Case(OPERATION.name, "forward", given[0].dtype.name, name, tuple(sizes))
+
+
+def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the types of the arguments."""
+    return _SAMPLES[case.mask].arguments
+
+
+def in_direction(case: Case, function: ArrayFunction) -> ArrayFunction:
+    """Returns the function: gradients are samples of their own."""
+    return function
+
+
+def case_of(given: Sequence[Shaped], variant: str, direction: Direction) -> Case:
+    """Returns the case of a sample's arguments.
+
+    Raises:
+      ValueError: they are of no sample, or a backward is asked for.
+    """
+    wanted = _SAMPLES[variant].arguments
+    if direction != "forward" or [(t.shape, t.dtype) for t in given] != [(t.shape, t.dtype) for t in wanted]:
+        shapes = ", ".join(f"{t.dtype.name}[{','.join(map(str, t.shape))}]" for t in wanted)
+        raise ValueError(f"{variant} is measured forward, at {shapes}")
+    return _case(variant, wanted)
+
+
+def direct(case: Case) -> ArrayFunction | None:
+    """Returns None: no function computes a respelling directly."""
+    return None

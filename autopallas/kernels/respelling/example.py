@@ -1,0 +1,32 @@
+"""Makes inputs to measure respellings on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from autopallas.compat import ArrayFunction, Shaped
+from autopallas.kernels.example import harmless, is_float, normal
+from autopallas.kernels.respelling.kinds import kind_named
+from autopallas.kernels.respelling.site import RespellingSite
+
+__all__ = ["operands", "program"]
+
+
+def operands(site: RespellingSite, types: Sequence[Shaped], key: int = 0) -> list[np.ndarray]:
+    """Returns an array for each operand of a site: normally distributed where it is floating."""
+    random = np.random.default_rng(key)
+    filled = harmless(random, types)
+    for i, array in enumerate(filled):
+        if is_float(array.dtype):
+            filled[i] = normal(random, array.shape, array.dtype)
+    fill = kind_named(site.form.kind).fill
+    return filled if fill is None else fill(site.form, random, filled)
+
+
+def program() -> tuple[ArrayFunction, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns a program with one respelling, and the types of its arguments."""
+    sample = next(iter(kind_named("convolution").samples.values()))
+    return sample.function, sample.arguments

@@ -1,0 +1,102 @@
+"""Defines what a kind of respelling declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from autopallas.compat import ArrayFunction, JaxprEqn
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.spec import Parameters, Plain, RespellingSpec
+
+__all__ = ["Found", "Kind", "Numerics", "Sample", "of_equation"]
+
+Numerics: TypeAlias = Literal["identical", "reordered", "tolerance"]
+"""How a respelling's results relate to the original's.
+
+"identical": bit for bit.  "reordered": the same operations, with sums (or products) in another order.  "tolerance":
+other roundings, within the tolerance of every operation.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A place that a kind can respell.
+
+    Attributes:
+      parameters: what the kind needs to know beyond the types.
+      operands: the numbers of the values that it reads.
+      results: the numbers of the values that it gives.
+    """
+
+    parameters: Parameters
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A typical computation, to measure a row of the table on.
+
+    Attributes:
+      function: the computation as people write it.
+      arguments: the types of its arguments.
+    """
+
+    function: ArrayFunction
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of respelling.
+
+    Attributes:
+      name: its name in options, reports and tables, and of its module.
+      primitives: names of the primitives whose equations are looked at.
+      numerics: how the results relate to the original's.
+      instead: what is written instead, in words.
+      match: ``match(graph, node)`` returns the respelling of a node with one of the primitives, or None.
+      original: ``original(spec, *operands)`` computes the original, as a list.
+      respelt: ``respelt(spec, *operands)`` computes the same otherwise, as a list.
+      feature: ``feature(spec)`` names what, beside the size, decides which of the two is faster.
+      samples: what to measure, by name.
+      assumptions: what has to hold for the results to be equal, in words.
+      fill: ``fill(spec, random, arrays)`` may replace the arrays of a search by such that occur.
+    """
+
+    name: str
+    primitives: tuple[str, ...]
+    numerics: Numerics
+    instead: str
+    match: Callable[[Graph, Node], Found | None]
+    original: Callable[..., list[jax.Array]]
+    respelt: Callable[..., list[jax.Array]]
+    feature: Callable[[RespellingSpec], str]
+    samples: Mapping[str, Sample]
+    assumptions: tuple[str, ...] = ()
+    fill: Callable[[RespellingSpec, np.random.Generator, Sequence[np.ndarray]], list[np.ndarray]] | None = field(
+        default=None
+    )
+
+
+def of_equation(
+    parameters: Callable[[JaxprEqn], Mapping[str, Plain] | None],
+) -> Callable[[Graph, Node], Found | None]:
+    """Returns the ``match`` of a kind that respells single equations.
+
+    Args:
+      parameters: returns the parameters of an equation, or None where it is to be left alone.
+    """
+
+    def match(graph: Graph, node: Node) -> Found | None:
+        if any(number in graph.literals for number in node.inputs):
+            return None
+        found = parameters(node.equation)
+        return None if found is None else Found(tuple(sorted(found.items())), node.inputs, node.outputs)
+
+    return match

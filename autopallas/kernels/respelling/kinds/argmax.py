@@ -1,0 +1,85 @@
+"""Positions of the largest and smallest elements, as the first position that holds the extremum.
+
+JAX computes them by a reduction of pairs, which CPUs do one by one.  Two plain reductions run on vectors: the extremum,
+and the least position whose element equals it, or is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_EXACT = 2**24
+"""Positions up to which a float32 counts: reductions of floats are faster than those of integers."""
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    (operand,) = equation.invars
+    axes, dtype = equation.params["axes"], operand.aval.dtype
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real or len(axes) != 1 or 0 in operand.aval.shape:
+        return None
+    index = str(jnp.dtype(equation.params["index_dtype"]))
+    if operand.aval.shape[axes[0]] > jnp.iinfo(index).max:
+        return None
+    return {"function": equation.primitive.name, "axis": axes[0], "index_dtype": index}
+
+
+def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    function = lax.argmax if spec["function"] == "argmax" else lax.argmin
+    return [function(x, cast(int, spec["axis"]), jnp.dtype(cast(str, spec["index_dtype"])))]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    axis = cast(int, spec["axis"])
+    extremum = (jnp.max if spec["function"] == "argmax" else jnp.min)(x, axis, keepdims=True)
+    found = (x == extremum) | (x != x)
+    count = x.shape[axis]
+    places = lax.broadcasted_iota(jnp.float32 if count <= _EXACT else jnp.int32, x.shape, axis)
+    return [jnp.min(jnp.where(found, places, count), axis).astype(cast(str, spec["index_dtype"]))]
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns how long the axis is and where it stands."""
+    ((shape, dtype),) = spec.operands
+    axis = cast(int, spec["axis"])
+    length = "short" if shape[axis] < 32 else "long"
+    where = "last" if axis == len(shape) - 1 else "other"
+    return f"{'floats' if jnp.issubdtype(dtype, jnp.floating) else 'integers'}, {length} {where} axis"
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    shapes = ((1, 32000), (64, 512), (4096, 8), (16, 32000), (128, 4096), (65536, 8), (128, 50257), (524288, 16))
+    for shape in shapes:
+        for axis in range(len(shape)):
+
+            def function(x: jax.Array, axis: int = axis) -> jax.Array:
+                return jnp.argmax(x, axis)
+
+            yield f"{shape[0]}x{shape[1]}-{axis}", Sample(function, (jax.ShapeDtypeStruct(shape, jnp.float32),))
+
+
+KIND = Kind(
+    name="argmax",
+    primitives=("argmax", "argmin"),
+    numerics="identical",
+    instead="the extremum, and the first position that holds it",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+)

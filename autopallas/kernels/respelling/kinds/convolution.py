@@ -1,0 +1,387 @@
+"""Grouped convolutions as sums over taps: depthwise ones and their gradients, and the gradients of grouped weights.
+
+A convolution has taps where its window is small (``w``): each adds a shifted slice of x times one weight.  Where the
+result is small instead, as that of a weight's gradient, each of its elements is one product of x, shifted, with the
+whole window (``y``).  Padding and the zeros between dilated elements are multiplied like any other element, as in the
+original, so that infinities and NaNs give the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_MOST_TAPS = 64
+_UNROLLED = 12
+"""Taps above which a loop over the first axis of the window, or of the result, keeps the program short."""
+_BLOCK = 2**14
+"""Elements that each step of a sum over a large window takes, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """A convolution, with the axes of its arrays in the order in which the program has them.
+
+    Attributes:
+      lhs, rhs, out: axes of (batch, features, *space); of ``rhs`` (result's features, features of a group, *space).
+      strides, lhs_dilation, rhs_dilation, padding: for each axis of space.
+      groups: number of groups.
+      of_batch: whether the batch is divided into groups, and not the features.
+      window, result: sizes of the window and of the result.
+      examples: size of the result's batch.
+      features: features of a group that are summed over.
+      per_group: features of the result, of each group.
+      dtype: that of the result.
+      accumulation: that of the sums.
+    """
+
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    out: tuple[int, ...]
+    strides: tuple[int, ...]
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    groups: int
+    of_batch: bool
+    window: tuple[int, ...]
+    result: tuple[int, ...]
+    examples: int
+    features: int
+    per_group: int
+    dtype: Dtype
+    accumulation: Dtype
+
+    @property
+    def few_weights(self) -> bool:
+        """Whether the sum is over the window, not over the result."""
+        return math.prod(self.window) <= min(math.prod(self.result), _MOST_TAPS)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each group has one feature, so that no product of matrices is left."""
+        if self.few_weights:
+            return self.features == 1 and self.per_group == 1 and not self.of_batch
+        return self.per_group == 1 and self.of_batch and self.examples == 1
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.window if self.few_weights else self.result)
+
+
+def _of(spec: RespellingSpec) -> _Convolution:
+    (_, left_dtype), (right, right_dtype) = spec.operands
+    ((given, dtype),) = spec.results
+
+    def numbers(name: str) -> tuple[int, ...]:
+        return cast("tuple[int, ...]", spec[name])
+
+    rhs, out, groups = numbers("rhs"), numbers("out"), cast(int, spec["groups"])
+    return _Convolution(
+        lhs=numbers("lhs"),
+        rhs=rhs,
+        out=out,
+        strides=numbers("strides"),
+        lhs_dilation=numbers("lhs_dilation"),
+        rhs_dilation=numbers("rhs_dilation"),
+        padding=cast("tuple[tuple[int, int], ...]", spec["padding"]),
+        groups=groups,
+        of_batch=cast(bool, spec["of_batch"]),
+        window=tuple(right[axis] for axis in rhs[2:]),
+        result=tuple(given[axis] for axis in out[2:]),
+        examples=given[out[0]],
+        features=right[rhs[1]],
+        per_group=right[rhs[0]] // groups,
+        dtype=dtype,
+        accumulation=jnp.promote_types(jnp.promote_types(left_dtype, right_dtype), jnp.float32),
+    )
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    """Returns the parameters of a grouped convolution that one of the two sums computes with few taps."""
+    params = equation.params
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*equation.invars, *equation.outvars))
+    if groups == 1 or not floats or any(0 in v.aval.shape for v in (*equation.invars, *equation.outvars)):
+        return None
+    sizes = params["dimension_numbers"]
+    window = math.prod(equation.invars[1].aval.shape[axis] for axis in sizes.rhs_spec[2:])
+    result = math.prod(equation.outvars[0].aval.shape[axis] for axis in sizes.out_spec[2:])
+    if len(sizes.lhs_spec) == 2 or min(window, result) > _MOST_TAPS:
+        return None
+    return {
+        "lhs": tuple(sizes.lhs_spec),
+        "rhs": tuple(sizes.rhs_spec),
+        "out": tuple(sizes.out_spec),
+        "strides": tuple(params["window_strides"]),
+        "padding": tuple(map(tuple, params["padding"])),
+        "lhs_dilation": tuple(params["lhs_dilation"]),
+        "rhs_dilation": tuple(params["rhs_dilation"]),
+        "groups": groups,
+        "of_batch": params["batch_group_count"] > 1,
+    }
+
+
+def _original(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    own = _of(spec)
+    found = lax.conv_general_dilated(
+        x,
+        w,
+        own.strides,
+        own.padding,
+        own.lhs_dilation,
+        own.rhs_dilation,
+        lax.ConvDimensionNumbers(own.lhs, own.rhs, own.out),
+        1 if own.of_batch else own.groups,
+        own.groups if own.of_batch else 1,
+        preferred_element_type=own.dtype,
+    )
+    return [found]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array, w: jax.Array) -> list[jax.Array]:
+    own = _of(spec)
+    around = [(0, 0, 0)] * x.ndim
+    for axis, (low, high), dilation in zip(own.lhs[2:], own.padding, own.lhs_dilation, strict=True):
+        around[axis] = (low, high, dilation - 1)
+    if any(around[axis] != (0, 0, 0) for axis in range(x.ndim)):
+        x = lax.pad(x, jnp.zeros((), x.dtype), around)
+    if own.elementwise:
+        found = _weighted(own, x, w) if own.few_weights else _correlated(own, x, w)
+    else:
+        found = _contracted(own, x, w)
+    return [found.astype(own.dtype)]
+
+
+def _places(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.product(*map(range, sizes))
+
+
+def _slice(
+    own: _Convolution, x: jax.Array, begin: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
+) -> jax.Array:
+    """Returns the elements of x from ``begin`` on, so many with such steps along each axis of space."""
+    low, high, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    for axis, first, size, step in zip(own.lhs[2:], begin, sizes, steps, strict=True):
+        low[axis], high[axis], strides[axis] = first, first + (size - 1) * step + 1, step
+    return lax.slice(x, low, high, strides)
+
+
+def _weighted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Computes a depthwise convolution: the sum of shifted slices, each times a weight for each channel."""
+    weights = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0]))[..., 0, :].astype(own.accumulation)
+    shape = [1] * x.ndim
+    shape[own.lhs[1]] = own.groups
+
+    def some(x: jax.Array, weights: jax.Array) -> jax.Array:
+        """Returns the sum over the window of which there are weights."""
+        total: jax.Array | None = None
+        for place in _places(weights.shape[:-1]):
+            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
+            part = _slice(own, x, begin, own.result, own.strides).astype(own.accumulation)
+            term = part * weights[place].reshape(shape)
+            total = term if total is None else total + term
+        assert total is not None
+        return total
+
+    if own.taps <= _UNROLLED:
+        return lax.transpose(some(x, weights), _order(own.lhs, own.out))
+    axis, reach = own.lhs[2], (own.result[0] - 1) * own.strides[0] + 1
+
+    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        part = lax.dynamic_slice_in_dim(x, row * own.rhs_dilation[0], reach, axis)
+        return total + some(part, lax.dynamic_slice_in_dim(weights, row, 1)), None
+
+    sizes = dict(zip(own.lhs, (own.examples, own.groups, *own.result), strict=True))
+    start = jnp.zeros([sizes[a] for a in range(x.ndim)], own.accumulation)
+    total, _ = lax.scan(add, start, jnp.arange(own.window[0], dtype=jnp.int32))
+    return lax.transpose(total, _order(own.lhs, own.out))
+
+
+def _order(given: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Returns the permutation from the axes ``given`` for (batch, features, *space) to those ``wanted``."""
+    own = dict(zip(wanted, given, strict=True))
+    return tuple(own[axis] for axis in range(len(given)))
+
+
+def _correlated(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Computes a depthwise weight's gradient: for each element of the result, the sum of x times the window.
+
+    The batch of x has the channels, and so have the result's features.  The sum goes over blocks of the first axis of
+    space: the elements of a block are added up one by one, and at the end with each other.
+    """
+    w = lax.transpose(w, _order(own.rhs, own.lhs))  # the axes of x: its features are summed over
+    axis, count = own.lhs[2], own.window[0]
+    step, steps = own.rhs_dilation[0], count * own.features * math.prod(own.window[1:]) * own.groups // _BLOCK
+    block = max(1, count // max(1, steps))
+    others = [a + 1 for a in range(x.ndim) if a != own.lhs[0]]
+
+    def rows(begin: int | jax.Array, given: int) -> jax.Array:
+        """Returns so many rows of the result, from ``begin`` on, one after the other."""
+        places = list(_places((given, *own.result[1:])))
+        span = (given - 1) * own.strides[0] + 1
+
+        def of(first: int | jax.Array, size: int) -> list[jax.Array]:
+            start = begin * own.strides[0] + first * step
+            part = lax.dynamic_slice_in_dim(x, start, span + (size - 1) * step, axis)
+            wide = lax.dynamic_slice_in_dim(w, first, size, axis).astype(own.accumulation)
+            sizes = [wide.shape[a] for a in own.lhs[2:]]
+            starts = ([i * stride for i, stride in zip(o, own.strides, strict=True)] for o in places)
+            return [_slice(own, part, s, sizes, own.rhs_dilation).astype(own.accumulation) * wide for s in starts]
+
+        def add(sums: list[jax.Array], first: jax.Array) -> tuple[list[jax.Array], None]:
+            return [s + term for s, term in zip(sums, of(first, block), strict=True)], None
+
+        shape = list(w.shape)
+        shape[axis] = block
+        firsts = jnp.arange(0, count - block + 1, block, dtype=jnp.int32)
+        sums, _ = lax.scan(add, [jnp.zeros(shape, own.accumulation)] * len(places), firsts)
+        found = jnp.stack(sums).sum(others)
+        left = count % block
+        return found + jnp.stack(of(count - left, left)).sum(others) if left else found
+
+    if own.taps <= _UNROLLED:
+        found = rows(0, own.result[0])
+    else:
+        found = lax.map(lambda row: rows(row, 1), jnp.arange(own.result[0], dtype=jnp.int32))
+    found = found.reshape(1, *own.result, own.groups)
+    return lax.transpose(found, _order((0, found.ndim - 1, *range(1, found.ndim - 1)), own.out))
+
+
+def _contracted(own: _Convolution, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Computes a grouped convolution by a product of matrices for each tap, batched over the groups."""
+    space = len(own.window)
+    x = lax.transpose(x, (own.lhs[0], *own.lhs[2:], own.lhs[1]))  # [batch, *space, features]
+    w = lax.transpose(w, (*own.rhs[2:], own.rhs[1], own.rhs[0]))
+    w = w.reshape(*own.window, own.features, own.groups, own.per_group)
+    axes = replace(own, lhs=(0, space + 1, *range(1, space + 1)))
+    letters = "abcdefgh"[:space]
+    rows = "gn{}i" if own.of_batch else "n{}gi"
+
+    def product(part: jax.Array, weights: jax.Array, kept: str, summed: str) -> jax.Array:
+        where = 0 if own.of_batch else part.ndim - 1
+        groups = (own.groups, part.shape[where] // own.groups)
+        part = part.reshape(*part.shape[:where], *groups, *part.shape[where + 1 :])
+        left, right = rows.format(kept + summed), f"{summed}igf"
+        return jnp.einsum(f"{left},{right}->n{kept}gf", part, weights, preferred_element_type=own.accumulation)
+
+    if own.few_weights:
+        total: jax.Array | None = None
+        for place in _places(own.window):
+            begin = [i * step for i, step in zip(place, own.rhs_dilation, strict=True)]
+            term = product(_slice(axes, x, begin, own.result, own.strides), w[place], letters, "")
+            total = term if total is None else total + term
+        assert total is not None
+        found = total
+    else:
+        parts = []
+        for place in _places(own.result):
+            begin = [i * stride for i, stride in zip(place, own.strides, strict=True)]
+            parts.append(product(_slice(axes, x, begin, own.window, own.rhs_dilation), w, "", letters))
+        found = jnp.stack(parts, 1).reshape(-1, *own.result, own.groups, own.per_group)
+    found = found.reshape(*found.shape[:-2], own.groups * own.per_group)
+    return lax.transpose(found, _order((0, space + 1, *range(1, space + 1)), own.out))
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns what is computed, the number of taps, and where the channels stand."""
+    own = _of(spec)
+    many = "" if own.elementwise else ", many groups" if own.groups > 16 else ", few groups"
+    taps = next(limit for limit in (4, 9, 25, _MOST_TAPS) if own.taps <= limit)
+    order = "channels last" if own.lhs[0 if own.of_batch else 1] == len(own.lhs) - 1 else "channels first"
+    dilated = ", dilated" if max(own.lhs_dilation) > 1 else ", strided" if max(own.strides) > 1 else ""
+    what = "depthwise" if own.elementwise else "grouped"
+    where = "window" if own.few_weights else "result"
+    return f"{what}{many}, {taps} taps of the {where}{dilated}, {order}"
+
+
+_WINDOWS: tuple[tuple[str, tuple[int, ...], int], ...] = (
+    ("causal", (4,), 1),
+    ("3x3", (3, 3), 1),
+    ("3x3-stride", (3, 3), 2),
+    ("5x5", (5, 5), 1),
+    ("7x7", (7, 7), 1),
+    ("3x3-grouped", (3, 3), 1),
+)
+"""Name, window and stride of each sample."""
+_SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((1, 128, 256), (1, 14, 14, 160)),
+    ((2, 1024, 256), (4, 28, 28, 160)),
+    ((8, 2048, 512), (4, 56, 56, 192)),
+)
+"""Shapes with the channels last, in one and in two dimensions of space: one size for each bucket."""
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    """Yields depthwise convolutions in one and two dimensions and grouped ones, and the gradients of each."""
+    for (name, window, stride), shapes in itertools.product(_WINDOWS, _SHAPES):
+        shape, groups = shapes[len(window) - 1], 32 if "grouped" in name else shapes[len(window) - 1][-1]
+        padding = "SAME" if len(window) == 2 else ((3, 0),)
+        letters = "HW"[: len(window)]
+        for order in ("last", "first"):
+            data = f"N{letters}C" if order == "last" else f"NC{letters}"
+            own = shape if order == "last" else (shape[0], shape[-1], *shape[1:-1])
+            numbers = (data, f"{letters}IO", data)
+            base = f"{name}-{order}-{math.prod(shape)}"
+
+            def convolve(
+                x: jax.Array,
+                w: jax.Array,
+                stride: int = stride,
+                padding: str | Sequence[tuple[int, int]] = padding,
+                numbers: tuple[str, str, str] = numbers,
+                groups: int = groups,
+                rank: int = len(window),
+            ) -> jax.Array:
+                return lax.conv_general_dilated(
+                    x, w, (stride,) * rank, padding, dimension_numbers=numbers, feature_group_count=groups
+                )
+
+            x = jax.ShapeDtypeStruct(own, jnp.float32)
+            w = jax.ShapeDtypeStruct((*window, shape[-1] // groups, shape[-1]), jnp.float32)
+            y = jax.eval_shape(convolve, x, w)
+            yield base, Sample(convolve, (x, w))
+            yield f"{base}-dx", Sample(_transposed(convolve, x, 0), (w, y))
+            yield f"{base}-dw", Sample(_transposed(convolve, w, 1), (x, y))
+
+
+def _transposed(
+    convolve: Callable[[jax.Array, jax.Array], jax.Array], kind: jax.ShapeDtypeStruct, place: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the gradient of a convolution for one of its operands, of (the other one, the cotangent)."""
+
+    def gradient(other: jax.Array, cotangent: jax.Array) -> jax.Array:
+        linear = (lambda x: convolve(x, other)) if place == 0 else (lambda w: convolve(other, w))
+        found: jax.Array = jax.linear_transpose(linear, kind)(cotangent)[0]
+        return found
+
+    return gradient
+
+
+KIND = Kind(
+    name="convolution",
+    primitives=("conv_general_dilated",),
+    numerics="reordered",
+    instead="a sum over the taps of the window, or of the result, of shifted slices times weights",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+)

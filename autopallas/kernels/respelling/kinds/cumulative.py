@@ -1,0 +1,140 @@
+"""Cumulative sums, products, maxima, minima and logarithms of sums of exponentials, as loops over the axis.
+
+JAX computes them by a tree of slices, which CPUs are slow at.  A loop adds one slice after the other.  Floating sums
+carry what rounding lost (Kahan, 1965, doi:10.1145/363707.363723), so that the loop is at least as exact as the tree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopallas.compat import Dtype, JaxprEqn
+from autopallas.kernels.respelling.kind import Kind, Sample, of_equation
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+
+__all__ = ["KIND"]
+
+_LONGEST_PRODUCT = 1024
+"""Elements above which the roundings of a product one by one would add up to more than the tolerance."""
+_STEPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "cumsum": lax.add,
+    "cumprod": lax.mul,
+    "cummax": lax.max,
+    "cummin": lax.min,
+    "cumlogsumexp": jnp.logaddexp,
+}
+
+
+def _parameters(equation: JaxprEqn) -> Mapping[str, Plain] | None:
+    (operand,) = equation.invars
+    axis, name = equation.params["axis"], equation.primitive.name
+    dtype, shape = operand.aval.dtype, operand.aval.shape
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real or 0 in shape or shape[axis] < 2:
+        return None
+    if name == "cumprod" and jnp.issubdtype(dtype, jnp.floating) and shape[axis] > _LONGEST_PRODUCT:
+        return None
+    return {"function": name, "axis": axis, "reverse": bool(equation.params["reverse"])}
+
+
+def _original(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    function = getattr(lax, cast(str, spec["function"]))
+    return [function(x, axis=spec["axis"], reverse=spec["reverse"])]
+
+
+def _respelt(spec: RespellingSpec, x: jax.Array) -> list[jax.Array]:
+    name, axis = cast(str, spec["function"]), cast(int, spec["axis"])
+    dtype, floating = x.dtype, jnp.issubdtype(x.dtype, jnp.floating)
+    wide = jnp.promote_types(dtype, jnp.float32) if floating else dtype
+    rounds = name in ("cumsum", "cumprod", "cumlogsumexp")
+    moved = jnp.moveaxis(x, axis, 0)
+    own = wide if rounds else dtype
+    step, start = _STEPS[name], jnp.full(moved.shape[1:], _identity(name, own), own)
+
+    def plain(carried: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = step(carried, given.astype(own))
+        return found, found.astype(dtype)
+
+    def exact(carried: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        total, lost = carried
+        term = given.astype(own) - lost
+        found = total + term
+        lost = jnp.where(jnp.isfinite(found), (found - total) - term, 0)
+        return (found, lost), found.astype(dtype)
+
+    reverse = cast(bool, spec["reverse"])
+    if name == "cumsum" and floating:
+        found = lax.scan(exact, (start, jnp.zeros_like(start)), moved, reverse=reverse)[1]
+    else:
+        found = lax.scan(plain, start, moved, reverse=reverse)[1]
+    return [jnp.moveaxis(found, 0, axis)]
+
+
+def _identity(name: str, dtype: Dtype) -> float | int:
+    """Returns what leaves any number as it is: for sums of floats it is -0.0."""
+    if name in ("cumsum", "cumprod"):
+        return (-0.0 if jnp.issubdtype(dtype, jnp.floating) else 0) if name == "cumsum" else 1
+    largest = name == "cummin"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return float("inf") if largest else -float("inf")
+    limits = jnp.iinfo(dtype)
+    return int(limits.max if largest else limits.min)
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns the function, and how long the axis is and where it stands."""
+    ((shape, dtype),) = spec.operands
+    axis = cast(int, spec["axis"])
+    others = math.prod(shape) // shape[axis]
+    length = "short" if shape[axis] < 64 else "long"
+    inner = math.prod(shape[axis + 1 :])
+    where = "alone" if others == 1 else "minor" if inner == 1 else "outer, few beside it" if inner < 16 else "outer"
+    kind = "floats" if jnp.issubdtype(dtype, jnp.floating) else "integers"
+    return f"{spec['function']} of {kind}, {length} axis, {where}"
+
+
+_SHAPES: Mapping[str, tuple[tuple[tuple[int, ...], int], ...]] = {
+    "outer": (((128, 256), 0), ((8, 256, 256), 1), ((2048, 4096), 0)),
+    "minor": (((128, 256), 1), ((512, 1024), 1), ((2048, 4096), 1)),
+    "few": (((2048, 8), 0), ((65536, 8), 0), ((524288, 8), 0)),
+    "alone": (((32768,), 0), ((524288,), 0)),
+    "short": (((32, 1024), 0), ((64, 32, 256), 1), ((32, 262144), 0)),
+}
+"""Shapes and axes by where the axis stands, one for each bucket."""
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for name, (where, shapes), dtype in itertools.product(_STEPS, _SHAPES.items(), (jnp.float32, jnp.int32)):
+        for shape, axis in shapes if dtype == jnp.float32 or name == "cumsum" else ():
+
+            def function(x: jax.Array, name: str = name, axis: int = axis) -> jax.Array:
+                found: jax.Array = getattr(lax, name)(x, axis=axis)
+                return found
+
+            if name == "cumprod" and shape[axis] > _LONGEST_PRODUCT:
+                continue
+            own = f"{name}-{where}-{math.prod(shape)}" + ("-counts" if dtype == jnp.int32 else "")
+            yield own, Sample(function, (jax.ShapeDtypeStruct(shape, dtype),))
+
+
+KIND = Kind(
+    name="cumulative",
+    primitives=tuple(_STEPS),
+    numerics="reordered",
+    instead="a loop over the axis",
+    match=of_equation(_parameters),
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+)

@@ -1,0 +1,174 @@
+"""Products with one-hot matrices as gathers, and their transposes as sums by index.
+
+``one_hot(ids, n) @ table`` picks rows of a table; ``one_hot(ids, n).T @ rows`` adds rows up by their ids.  An id out of
+range stands for a row of zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.spec import Plain, RespellingSpec
+from autopallas.patterns.expressions import Scope
+from autopallas.patterns.indexing import is_position
+
+__all__ = ["KIND"]
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    """Returns a product that is contracted over the classes of a one-hot matrix, or over all of its other axes."""
+    (left, right), batch = node.equation.params["dimension_numbers"]
+    if any(batch) or not all(jnp.issubdtype(graph.dtype(n), jnp.floating) for n in (*node.inputs, *node.outputs)):
+        return None
+    for side, (summed, others) in enumerate(((left, right), (right, left))):
+        value, other = node.inputs[side], node.inputs[1 - side]
+        rank = len(graph.shape(value))
+        if not _may_be_one_hot(graph, value) or other in graph.literals:
+            continue
+        for classes in range(rank):
+            rest = [axis for axis in range(rank) if axis != classes]
+            picks = tuple(summed) == (classes,)
+            if not picks and sorted(summed) != rest:
+                continue
+            ids = _ids(graph, value, classes)
+            if ids is None:
+                continue
+            along = tuple(others) if picks else tuple(others[list(summed).index(axis)] for axis in rest)
+            parameters: dict[str, Plain] = {
+                "along": along,
+                "axes": tuple(-1 if axis is None else rest.index(axis) for axis in ids[1]),
+                "classes": graph.shape(value)[classes],
+                "first": side == 0,
+                "picks": picks,
+                "rows": tuple(graph.shape(value)[axis] for axis in rest),
+            }
+            return Found(tuple(parameters.items()), (ids[0], other), node.outputs)
+    return None
+
+
+def _may_be_one_hot(graph: Graph, value: int) -> bool:
+    """Returns whether a value is a comparison of integers, as a float, perhaps transposed."""
+    node = graph.definitions.get(value)
+    if node is not None and node.name == "transpose":
+        node = graph.definitions.get(node.inputs[0])
+    inner = None if node is None or node.name != "convert_element_type" else graph.definitions.get(node.inputs[0])
+    return inner is not None and inner.name == "eq" and jnp.issubdtype(graph.dtype(inner.inputs[0]), jnp.integer)
+
+
+def _ids(graph: Graph, value: int, classes: int) -> tuple[int, list[int | None]] | None:
+    """Returns the ids of a one-hot matrix, and for each of their axes the axis of the matrix, or None for an axis of
+    size 1; None where it is none."""
+    scope = Scope(graph)
+    space = scope.space
+    whole = space.full(value)
+    outer = space.operands(space.canonical(whole))
+    compared = None if outer is None else space.operands(outer[0])
+    if compared is None:
+        return None
+    for positions, ids in (compared, compared[::-1]):
+        if not is_position(scope, positions, whole.view[classes][1]):
+            continue
+        ids = space.canonical(ids)
+        own = [space.resolve(atoms) for _, atoms in space.view(whole.view)]
+        axes: list[int | None] = []
+        for offset, atoms in space.view(ids.view):
+            if offset or atoms and space.resolve(atoms) not in own:
+                return None
+            axes.append(own.index(space.resolve(atoms)) if atoms else None)
+        wanted = [axis for axis, atoms in enumerate(own) if atoms and axis != classes]
+        if sorted(axis for axis in axes if axis is not None) == wanted and ids.value not in graph.literals:
+            return ids.value, axes
+    return None
+
+
+def _in_order(spec: RespellingSpec, ids: jax.Array) -> jax.Array:
+    """Returns the ids with the axes of the one-hot matrix, but for its classes."""
+    axes = cast("tuple[int, ...]", spec["axes"])
+    order = sorted(range(ids.ndim), key=lambda place: axes[place])  # those of size 1 are the first
+    return jnp.transpose(ids, order).reshape(cast("tuple[int, ...]", spec["rows"]))
+
+
+def _original(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax.Array]:
+    ids = _in_order(spec, ids)
+    matrix = jax.nn.one_hot(ids, cast(int, spec["classes"]), dtype=other.dtype)
+    along = cast("tuple[int, ...]", spec["along"])
+    summed = (ids.ndim,) if spec["picks"] else tuple(range(ids.ndim))
+    given, axes = ((matrix, other), (summed, along)) if spec["first"] else ((other, matrix), (along, summed))
+    (_, dtype), *_ = spec.results
+    return [jax.lax.dot_general(*given, (axes, ((), ())), preferred_element_type=dtype)]
+
+
+def _respelt(spec: RespellingSpec, ids: jax.Array, other: jax.Array) -> list[jax.Array]:
+    ids = _in_order(spec, ids)
+    classes, along = cast(int, spec["classes"]), cast("tuple[int, ...]", spec["along"])
+    (_, dtype), *_ = spec.results
+    known = (ids >= 0) & (ids < classes)
+    if spec["picks"]:
+        rows = jnp.moveaxis(other, along[0], 0)
+        found = rows.at[jnp.where(known, ids, 0)].get(mode="promise_in_bounds")
+        found = jnp.where(known.reshape(*ids.shape, *(1,) * (rows.ndim - 1)), found, 0).astype(dtype)
+        own, rest = ids.ndim, rows.ndim - 1
+        return [found if spec["first"] else jnp.transpose(found, (*range(own, own + rest), *range(own)))]
+    rows = jnp.moveaxis(other, along, range(len(along)))
+    shape = rows.shape[len(along) :]
+    wide = jnp.promote_types(jnp.promote_types(other.dtype, dtype), jnp.float32)
+    index = jnp.where(known, ids, classes).reshape(-1)
+    sums = jnp.zeros((classes, *shape), wide).at[index].add(rows.reshape(-1, *shape).astype(wide), mode="drop")
+    return [(sums if spec["first"] else jnp.moveaxis(sums, 0, -1)).astype(dtype)]
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns the direction, and how many rows and classes there are."""
+    rows, classes = math.prod(spec.operands[0][0]), cast(int, spec["classes"])
+    many = "few" if classes < 64 else "some" if classes < 2048 else "many"
+    return f"{'picks' if spec['picks'] else 'sums'}, {many} classes, {'many' if rows >= 64 else 'few'} rows"
+
+
+def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Draws ids in range."""
+    ids, other = arrays
+    return [random.integers(0, cast(int, spec["classes"]), ids.shape).astype(ids.dtype), other]
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for rows, classes, width in itertools.product((16, 256, 2048), (16, 512, 8192), (64, 512)):
+
+        def picks(ids: jax.Array, table: jax.Array, classes: int = classes) -> jax.Array:
+            return jax.nn.one_hot(ids, classes, dtype=table.dtype) @ table
+
+        def sums(ids: jax.Array, rows: jax.Array, classes: int = classes) -> jax.Array:
+            return jax.nn.one_hot(ids, classes, dtype=rows.dtype).T @ rows
+
+        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        yield (
+            f"{rows}x{classes}x{width}-picks",
+            Sample(picks, (ids, jax.ShapeDtypeStruct((classes, width), jnp.float32))),
+        )
+        yield f"{rows}x{classes}x{width}-sums", Sample(sums, (ids, jax.ShapeDtypeStruct((rows, width), jnp.float32)))
+
+
+KIND = Kind(
+    name="one_hot",
+    primitives=("dot_general",),
+    numerics="reordered",
+    instead="a gather of the rows, or a sum of rows by their ids",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+    assumptions=("the other operand of a product with a one-hot matrix is finite",),
+    fill=_fill,
+)

@@ -1,0 +1,122 @@
+"""Sorts of floats through integers that have the same order.
+
+JAX compares floats by several operations, so that NaNs come last and -0.0 equals 0.0.  Integers of the same order are
+compared by one.  Where the sorted floats themselves are needed beside other operands, they are sorted as one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas.compat import Dtype
+from autopallas.graph import Graph, Node
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["KIND"]
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    """Returns a sort by one floating key, with or without further operands."""
+    params = node.equation.params
+    first = graph.dtype(node.inputs[0])
+    if params["num_keys"] != 1 or not jnp.issubdtype(first, jnp.floating) or first.itemsize < 2:
+        return None
+    shape = graph.shape(node.inputs[0])
+    if any(n in graph.literals for n in node.inputs) or 0 in shape or shape[params["dimension"]] < 2:
+        return None
+    key = node.outputs[0]
+    read = len(node.inputs) == 1 or bool(graph.users.get(key)) or key in graph.returned
+    results = node.outputs if read else node.outputs[1:]
+    parameters = (("dimension", params["dimension"]), ("key", read), ("stable", bool(params["is_stable"])))
+    return Found(parameters, node.inputs, results)
+
+
+def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    found = lax.sort(operands, cast(int, spec["dimension"]), cast(bool, spec["stable"]), 1)
+    return list(found if spec["key"] else found[1:])
+
+
+def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    x, *others = operands
+    dimension, stable = cast(int, spec["dimension"]), cast(bool, spec["stable"])
+    if not others:
+        found = lax.sort(_key(x, equal_zeros=False), dimension, stable, 1)
+        return [_value(found, x.dtype)]
+    others = [x, *others] if spec["key"] else others
+    return list(lax.sort((_key(x, equal_zeros=True), *others), dimension, stable, 1)[1:])
+
+
+def _integer(dtype: Dtype) -> Dtype:
+    return np.dtype(f"int{8 * np.dtype(dtype).itemsize}")
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Reverses the order of negative numbers, which floats have by their magnitude; its own inverse."""
+    width = 8 * bits.dtype.itemsize - 1
+    largest = jnp.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
+    return bits ^ (lax.shift_right_arithmetic(bits, jnp.asarray(width, bits.dtype)) & largest)
+
+
+def _key(x: jax.Array, equal_zeros: bool) -> jax.Array:
+    """Returns integers in the order of floats, every NaN the last."""
+    if equal_zeros:
+        x = jnp.where(x == 0, jnp.zeros((), x.dtype), x)
+    return _flipped(lax.bitcast_convert_type(jnp.where(x != x, jnp.full((), jnp.nan, x.dtype), x), _integer(x.dtype)))
+
+
+def _value(key: jax.Array, dtype: Dtype) -> jax.Array:
+    return lax.bitcast_convert_type(_flipped(key), dtype)
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns how many operands are sorted together, and how long the axis is."""
+    shape, _ = spec.operands[0]
+    length = "short" if shape[cast(int, spec["dimension"])] < 32 else "long"
+    together = len(spec.operands) - (0 if spec["key"] else 1)
+    return f"{together} operands, {length} axis" if len(spec.operands) > 1 else f"alone, {length} axis"
+
+
+def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Numbers the further integers along the axis, as for an argsort."""
+    axis = cast(int, spec["dimension"])
+
+    def one(array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind not in "iu":
+            return array
+        along = np.arange(array.shape[axis], dtype=array.dtype)
+        return np.broadcast_to(along.reshape([-1 if d == axis else 1 for d in range(array.ndim)]), array.shape).copy()
+
+    return [arrays[0], *map(one, arrays[1:])]
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for shape in ((1, 32000), (4096, 8), (16, 32000), (65536, 8), (128, 50257), (524288, 16)):
+        given = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        name = f"{shape[0]}x{shape[1]}"
+        yield f"sort-{name}", Sample(lambda x: lax.sort(x), given)
+        yield f"argsort-{name}", Sample(lambda x: jnp.argsort(x), given)
+        yield f"both-{name}", Sample(lambda x: lax.sort_key_val(x, lax.broadcasted_iota(jnp.int32, x.shape, 1)), given)
+
+
+KIND = Kind(
+    name="sort",
+    primitives=("sort",),
+    numerics="reordered",
+    instead="a sort of integers that have the order of the floats",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+    fill=_fill,
+)

@@ -1,0 +1,85 @@
+"""Describes a respelling as it stands in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.sites.calls import replaced_at
+from autopallas.sites.operation import Kernel, Operation
+from autopallas.sites.spec import BlockSizes
+
+__all__ = ["RespellingSite"]
+
+
+@dataclass(frozen=True)
+class RespellingSite:
+    """Equations that are written otherwise.
+
+    Attributes:
+      form: what they compute; under ``vmap``, of one example.
+      axes: for each ``vmap`` around it, the innermost first: per operand 0 or None, and the size.
+    """
+
+    form: RespellingSpec
+    axes: tuple[tuple[tuple[int | None, ...], int], ...] = ()
+
+    @property
+    def operation(self) -> Operation:
+        return OPERATION
+
+    @property
+    def spec(self) -> RespellingSpec:
+        """Canonical description, which implementations and tables know."""
+        examples = self.form.mapped
+        for _, size in self.axes:
+            examples *= size
+        return replace(self.form, mapped=examples)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the derivative is computed otherwise too.  Within a program the equations of a gradient are sites of
+        their own; a gradient that is taken outside is the original's."""
+        return False
+
+    def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return ()
+
+    def forward(
+        self, kernel: Kernel, block_sizes: BlockSizes | None, operands: Sequence[jax.Array]
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Returns (the program's results, no residuals)."""
+
+        def one(*given: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(kernel.forward(self.form, block_sizes, given))
+
+        run: Callable[..., tuple[jax.Array, ...]] = one
+        for axes, size in self.axes:
+            run = jax.vmap(run, in_axes=axes, axis_size=size)
+        return run(*operands), ()
+
+    def backward(
+        self,
+        kernel: Kernel,
+        block_sizes: BlockSizes | None,
+        operands: Sequence[jax.Array],
+        results: Sequence[jax.Array],
+        residuals: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array],
+        active: Sequence[int],
+    ) -> tuple[jax.Array, ...]:
+        """Returns the cotangents of the operands at the positions ``active``, by JAX's derivative."""
+
+        def varied(*chosen: jax.Array) -> tuple[jax.Array, ...]:
+            return self.forward(kernel, block_sizes, replaced_at(operands, active, chosen))[0]
+
+        found: tuple[jax.Array, ...] = jax.vjp(varied, *(operands[i] for i in active))[1](tuple(cotangents))
+        return found
+
+    def batched(self, axes: Sequence[int | None], size: int) -> RespellingSite:
+        """Returns the site under vmap: operands with an axis have it in front, and so has each result."""
+        return replace(self, axes=(*self.axes, (tuple(axes), size)))

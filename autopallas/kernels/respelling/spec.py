@@ -1,0 +1,72 @@
+"""Describes a respelling as plain data: its kind, the parameters of what it replaces, and the types."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from autopallas.kernels.respelling.kinds import kind_named
+from autopallas.sites.spec import Dtype, plain_fields
+
+__all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
+
+Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | None"
+Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
+"""Parameters by name, sorted."""
+ArrayType: TypeAlias = tuple[tuple[int, ...], Dtype]
+"""Shape and dtype of an array."""
+
+
+@dataclass(frozen=True)
+class RespellingSpec:
+    """One respelling.
+
+    Attributes:
+      kind: its kind, the name of a module in ``kinds``.
+      parameters: what the kind knows of the replaced equations, beyond the types.
+      operands: the types of the operands.
+      results: the types of the results.
+      mapped: number of examples under ``vmap``, all axes together.
+    """
+
+    kind: str
+    parameters: Parameters
+    operands: tuple[ArrayType, ...]
+    results: tuple[ArrayType, ...]
+    mapped: int = 1
+
+    def __getitem__(self, name: str) -> Plain:
+        """Returns a parameter."""
+        return dict(self.parameters)[name]
+
+    @property
+    def widest_dtype(self) -> Dtype:
+        """Dtype under which tables file the respelling: that of its first floating operand, else of its first."""
+        dtypes = [dtype for _, dtype in self.operands]
+        return next((d for d in dtypes if not np.issubdtype(d, np.integer) and d != np.bool_), dtypes[0])
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the largest operand or result, of all examples together."""
+        return self.mapped * max(math.prod(shape) for shape, _ in (*self.operands, *self.results))
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Returns in words what has to hold for the result to equal the original's."""
+        return kind_named(self.kind).assumptions
+
+    def programs(self) -> str:
+        """Returns what is written instead, in words."""
+        return kind_named(self.kind).instead
+
+    def to_dict(self) -> dict[str, object]:
+        """Returns the fields as plain data: numbers and strings."""
+        return plain_fields(self)
+
+    def __str__(self) -> str:
+        types = ", ".join(f"{dtype.name}[{','.join(map(str, shape))}]" for shape, dtype in self.operands)
+        parameters = " ".join(f"{name}={value}" for name, value in self.parameters)
+        several = f", {self.mapped} times" if self.mapped > 1 else ""
+        return f"{self.kind} of {types} {parameters}{several}".strip()

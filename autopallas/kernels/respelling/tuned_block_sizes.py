@@ -1,0 +1,29 @@
+"""Evidence for respellings, by kind, feature and size.  There are no block sizes."""
+
+from __future__ import annotations
+
+from autopallas.kernels.respelling.block_sizes import BlockSizes
+from autopallas.kernels.respelling.kinds import kind_named
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.kernels.respelling.spec import RespellingSpec
+from autopallas.tuning.table import Bucket, Table, table_device
+
+__all__ = ["BUCKETS", "TABLE", "find", "infer_block_sizes", "table_device", "table_key"]
+
+_LARGEST = 2**62
+
+BUCKETS: tuple[Bucket, ...] = (
+    *(Bucket(f"E{4 * least}", {"E": (least + 1, 16 * least)}) for least in (2**13, 2**17, 2**21)),
+    Bucket("other", {"E": (0, _LARGEST)}),
+)
+"""By the elements of the largest array."""
+
+
+def _filed(spec: RespellingSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
+    feature = kind_named(spec.kind).feature(spec)
+    several = ", mapped" if spec.mapped > 1 else ""
+    return direction, {"E": spec.elements}, f"{spec.kind}, {feature}{several}"
+
+
+TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)
+table_key, find, infer_block_sizes = TABLE.key, TABLE.find, TABLE.infer_block_sizes

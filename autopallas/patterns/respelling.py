@@ -1,0 +1,53 @@
+"""Finds equations that a platform may compute slowly, each kind by its primitives."""
+
+from __future__ import annotations
+
+from autopallas import jaxprs
+from autopallas.faults import contained
+from autopallas.graph import Graph, Node
+from autopallas.graph.extract import jaxpr_of, nodes_between
+from autopallas.kernels.respelling.kind import Found, Kind
+from autopallas.kernels.respelling.kinds import kinds_by_primitive
+from autopallas.kernels.respelling.operation import OPERATION
+from autopallas.kernels.respelling.site import RespellingSite
+from autopallas.kernels.respelling.spec import ArrayType, RespellingSpec
+from autopallas.patterns.match import Match, NearMiss
+
+__all__ = ["find"]
+
+
+def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[NearMiss]]:
+    """Finds every respelling in a graph.  There are no near misses: an equation that no kind knows is no fault."""
+    kinds = kinds_by_primitive()
+    found: list[Match] = []
+    for node in graph.nodes:
+        for kind in kinds.get(node.name, ()):
+            if kind.assumptions and not assume_finite:
+                continue
+            with contained(jaxprs.location(node.equation), OPERATION.name, "recognition"):
+                place = kind.match(graph, node)
+                match = None if place is None else _match(graph, node, kind, place)
+                if match is not None:
+                    found.append(match)
+                    break
+    return found, []
+
+
+def _match(graph: Graph, node: Node, kind: Kind, place: Found) -> Match | None:
+    nodes, free = nodes_between(graph, place.operands, place.results)
+    if free or any(one.equation.effects for one in nodes):
+        return None
+    types = [tuple((graph.shape(n), graph.dtype(n)) for n in numbers) for numbers in (place.operands, place.results)]
+    operands: tuple[ArrayType, ...]
+    operands, results = types
+    return Match(
+        op=OPERATION.name,
+        site=RespellingSite(RespellingSpec(kind.name, place.parameters, operands, results)),
+        direction="forward",
+        operands=place.operands,
+        results=place.results,
+        equations=tuple(nodes),
+        original=jaxpr_of(graph, nodes, place.operands, place.results),
+        body=node.body,
+        location=jaxprs.location(node.equation),
+    )

@@ -1,0 +1,209 @@
+"""``python -m benchmarks.respellings``: models as people write them, before and after respelling, by default options.
+
+A ratio of 3 says that the original takes 3 times the processor time, by the median of ratios that are formed within
+rounds.  The first step is tracing, compiling and one run, in processor seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import autopallas
+from autopallas.tuning import measure
+from benchmarks import environment
+
+RESULTS = Path(__file__).parent / "results" / "respellings-cpu.json"
+Arrays: TypeAlias = dict[str, jax.Array]
+Model: TypeAlias = Callable[[Arrays, jax.Array], jax.Array]
+
+_KEY = jax.random.key(0)
+
+
+def _weights(**shapes: tuple[int, ...]) -> Arrays:
+    keys = jax.random.split(_KEY, len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / max(1, int(jnp.prod(jnp.array(shape[:-1])))) ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def _conv(x: jax.Array, w: jax.Array, groups: int = 1, stride: int = 1) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (stride, stride), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, (0, 1, 2), keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.var(x, (0, 1, 2), keepdims=True) + 1e-5)
+
+
+def mobilenet() -> tuple[Model, Arrays, jax.Array]:
+    """Four inverted residual blocks (Sandler et al., 2018, arXiv:1801.04381)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(4):
+        shapes |= {f"up{i}": (1, 1, 32, 192), f"mid{i}": (3, 3, 1, 192), f"down{i}": (1, 1, 192, 32)}
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for i in range(4):
+            y = jnp.clip(_norm(_conv(x, w[f"up{i}"])), 0, 6)
+            y = jnp.clip(_norm(_conv(y, w[f"mid{i}"], 192)), 0, 6)
+            x = x + _norm(_conv(y, w[f"down{i}"]))
+        return x
+
+    return model, _weights(**shapes), jax.random.normal(_KEY, (4, 28, 28, 32))
+
+
+def convnext() -> tuple[Model, Arrays, jax.Array]:
+    """Three blocks (Liu et al., 2022, arXiv:2201.03545)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(3):
+        shapes |= {f"mid{i}": (7, 7, 1, 192), f"up{i}": (192, 768), f"down{i}": (768, 192)}
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for i in range(3):
+            y = _conv(x, w[f"mid{i}"], 192)
+            y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+            x = x + jax.nn.gelu(y @ w[f"up{i}"]) @ w[f"down{i}"]
+        return x
+
+    return model, _weights(**shapes), jax.random.normal(_KEY, (2, 28, 28, 192))
+
+
+def resnext() -> tuple[Model, Arrays, jax.Array]:
+    """Two blocks of 32 groups (Xie et al., 2017, arXiv:1611.05431)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(2):
+        shapes |= {f"up{i}": (1, 1, 256, 128), f"mid{i}": (3, 3, 4, 128), f"down{i}": (1, 1, 128, 256)}
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        for i in range(2):
+            y = jax.nn.relu(_norm(_conv(x, w[f"up{i}"])))
+            y = jax.nn.relu(_norm(_conv(y, w[f"mid{i}"], 32)))
+            x = jax.nn.relu(x + _norm(_conv(y, w[f"down{i}"])))
+        return x
+
+    return model, _weights(**shapes), jax.random.normal(_KEY, (2, 28, 28, 256))
+
+
+def mamba() -> tuple[Model, Arrays, jax.Array]:
+    """A block with a causal convolution and an associative scan (Gu and Dao, 2023, arXiv:2312.00752)."""
+    width, state = 256, 16
+
+    def combine(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    def model(w: Arrays, x: jax.Array) -> jax.Array:
+        u, gate = jnp.split(x @ w["in"], 2, -1)
+        numbers = ("NWC", "WIO", "NWC")
+        u = lax.conv_general_dilated(u, w["conv"], (1,), [(3, 0)], dimension_numbers=numbers, feature_group_count=width)
+        u = jax.nn.silu(u)
+        step = jax.nn.softplus(u @ w["step"])
+        a = jnp.exp(-step[..., None] * jnp.exp(w["a"]))
+        b = (step * u)[..., None] * (u @ w["b"])[..., None, :]
+        h = lax.associative_scan(combine, (a, b), axis=1)[1]
+        y = jnp.einsum("btdn,btn->btd", h, u @ w["c"])
+        return (y * jax.nn.silu(gate)) @ w["out"]
+
+    weights = _weights(
+        **{"in": (128, 2 * width), "conv": (4, 1, width), "step": (width, width), "a": (width, state)},
+        b=(width, state),
+        c=(width, state),
+        out=(width, 128),
+    )
+    return model, weights, jax.random.normal(_KEY, (2, 1024, 128))
+
+
+def embedding() -> tuple[Model, Arrays, jax.Array]:
+    """Rows of a table by a product with one-hot rows."""
+
+    def model(w: Arrays, ids: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(ids.astype(jnp.int32), 8192) @ w["table"]
+
+    return model, _weights(table=(8192, 512)), jax.random.randint(_KEY, (1024,), 0, 8192).astype(jnp.float32)
+
+
+def sampler() -> tuple[Model, Arrays, jax.Array]:
+    """The smallest probability kept by top-p sampling, and the likeliest token."""
+
+    def model(w: Arrays, logits: jax.Array) -> jax.Array:
+        probabilities = jnp.sort(jax.nn.softmax(logits * w["scale"]), -1)[:, ::-1]
+        kept = jnp.cumsum(probabilities, -1) - probabilities < 0.9
+        return jnp.where(kept, probabilities, 1).min(-1) + jnp.argmax(logits, -1)
+
+    return model, {"scale": jnp.ones(())}, jax.random.normal(_KEY, (16, 50257))
+
+
+MODELS = {f.__name__: f for f in (mobilenet, convnext, resnext, mamba, embedding, sampler)}
+_WITHOUT_GRADIENT = ("sampler",)
+
+
+def _step(model: Model) -> Callable[[Arrays, jax.Array], Any]:
+    def loss(w: Arrays, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(model(w, x)))
+
+    return jax.value_and_grad(loss)
+
+
+def row(name: str, direction: str, rounds: int) -> dict[str, Any]:
+    """What a model costs by default options, beside the original."""
+    model, *arguments = MODELS[name]()
+    function: Any = model if direction == "forward" else _step(model)
+    optimized = autopallas.optimize(function)
+    candidates, first = {"original": jax.jit(function), "autopallas": optimized}, {}
+    for label, candidate in candidates.items():
+        begin = time.process_time()
+        jax.block_until_ready(candidate(*arguments))
+        first[label] = round(time.process_time() - begin, 3)
+    measured = measure(candidates, tuple(arguments), baseline="original", repetitions=rounds, seconds=120.0)
+    ratio, timing = measured.ratio("autopallas", clock="cpu"), measured["autopallas"]
+    memory = [measured[label].temporary_bytes for label in candidates]
+    return {
+        "model": name, "direction": direction, "replaced": dict(optimized.report().counts()),
+        "cpu_ratio": ratio and [round(x, 3) for x in (ratio.median, ratio.lower, ratio.upper)],
+        "temporary_bytes": memory, "first_step": first, "rounds": len(timing.cpu),
+        "failure": timing.failure and str(timing.failure), "load": round(os.getloadavg()[0], 2),
+        "processor": environment.processor(), "versions": environment.versions(), "flags": environment.flags(),
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def main(given: Sequence[str]) -> int:
+    """Runs the command line; 1 where a model is slower than 0.97 times the original."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.respellings", description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--output", type=Path, help=f"a file for the rows, as JSON, such as {RESULTS.name}")
+    options = parser.parse_args(given)
+    environment.restart_with_allocator_settings()
+    rows = []
+    for name in options.models:
+        for direction in ("forward",) if name in _WITHOUT_GRADIENT else ("forward", "train step"):
+            rows.append(found := row(name, direction, options.rounds))
+            median, lower, upper = found["cpu_ratio"] or [float("nan")] * 3
+            memory = found["temporary_bytes"][1] / max(1, found["temporary_bytes"][0])
+            begin = found["first_step"]["autopallas"] / found["first_step"]["original"]
+            print(
+                f"{name:10} {direction:10}  {median:6.2f} [{lower:.2f}, {upper:.2f}]  memory {memory:.2f}  first step "
+                f"{begin:.2f}  {found['replaced']} {found['failure'] or ''}"
+            )
+        if options.output:
+            options.output.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    return int(not all(found["cpu_ratio"] and found["cpu_ratio"][0] >= 0.97 for found in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""Random programs of what respellings replace: convolutions, cumulative operations, windows, sorts, one-hot rows."""
+
+from __future__ import annotations
+
+from .writing import Writer
+
+__all__ = ["body", "operands"]
+
+
+def operands(w: Writer, at: str) -> tuple[dict[str, int], list[str]]:
+    """Rows of a sequence with channels, and ids as arguments."""
+    c = w.choices
+    size = {"t": c.pick(f"{at}.t", [6, 1, 5, 9], 0.5), "d": c.pick(f"{at}.d", [4, 6, 2], 0.4), "v": 7}
+    scale = c.pick(f"{at}.magnitude", [1.0, 30.0, 1000.0], 0.3)
+    w.features.add(f"magnitude {scale:g}")
+    x = w.normal("x", (2, size["t"], size["d"]), w.dtype(f"{at}.x", 0.4), scale)
+    return size, [x, w.integers("ids", (2, size["t"]), -1, size["v"])]
+
+
+def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """Writes the steps; those that jump where a number changes a little stand on the argument itself."""
+    c = w.choices
+    first = c.pick(f"{at}.first", {"none": None, "sort": _sort, "argmax": _argmax}, 0.5)
+    if first is not None:
+        x = first(w, f"{at}.first", x)
+    steps = {"convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot}
+    for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
+        name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
+        w.features.add(f"step: {name}")
+        x = w.set("x", w.cast(f"{at}.cast {n}", steps[name](w, f"{at}.{n}", size, x, ids), 0.15))
+        x = w.set("x", f"jnp.tanh({x} / 8)") if c.chance(f"{at}.tanh {n}", 0.4) else x
+    return w.set("result", c.pick(f"{at}.result", [x, f"jnp.sin({x}).sum(-1)", f"{x}.mean((0, 1))"], 0.5))
+
+
+def _sort(w: Writer, at: str, x: str) -> str:
+    axis = w.choices.pick(f"{at}.axis", [-1, 1], 0.5)
+    forms = {
+        "sort": f"jnp.sort({x}, {axis})",
+        "argsort": f"jnp.take_along_axis({x}, jnp.argsort({x}, {axis}), {axis})",
+        "descending": f"jnp.flip(jnp.sort({x}, {axis}), {axis})",
+        "two": f"lax.sort(({x}, jnp.cos({x})), dimension={axis} % 3, num_keys=1)[1]",
+        "median": f"{x} - jnp.median({x}, {axis}, keepdims=True)",
+    }
+    w.features.add("first: sort")
+    return w.set("x", w.choices.pick(f"{at}.form", forms, 0.7))
+
+
+def _argmax(w: Writer, at: str, x: str) -> str:
+    name = w.choices.pick(f"{at}.name", ["argmax", "argmin"], 0.4)
+    axis = w.choices.pick(f"{at}.axis", [-1, 1], 0.5)
+    w.features.add("first: argmax")
+    return w.set("x", f"{x} + jnp.{name}({x}, {axis}, keepdims=True).astype({x}.dtype)")
+
+
+def _convolution(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    c, d = w.choices, size["d"]
+    taps = c.pick(f"{at}.taps", [3, 1, 2, 4], 0.5)
+    groups = c.pick(f"{at}.groups", [d, 2], 0.4)
+    dilation = c.pick(f"{at}.dilation", [1, 2], 0.3)
+    high = c.pick(f"{at}.high", [0, 1, -1], 0.3)
+    low = (taps - 1) * dilation - high
+    weights = w.normal("w", (taps, d // groups, d), "float32", 0.5)
+    first = c.chance(f"{at}.channels first", 0.3)
+    given, numbers = (f"{x}.swapaxes(1, 2)", "('NCW', 'WIO', 'NCW')") if first else (x, "('NWC', 'WIO', 'NWC')")
+    w.features.add("depthwise" if groups == d else "grouped")
+    call = (
+        f"lax.conv_general_dilated({given}, {weights}.astype({x}.dtype), (1,), [({low}, {high})], "
+        f"rhs_dilation=({dilation},), dimension_numbers={numbers}, feature_group_count={groups})"
+    )
+    return f"{call}.swapaxes(1, 2)" if first else call
+
+
+def _cumulative(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    c = w.choices
+    name = c.pick(f"{at}.name", ["cumsum", "cummax", "cummin", "cumlogsumexp", "cumprod"], 0.6)
+    axis, reverse = c.pick(f"{at}.axis", [1, 2, 0], 0.5), c.chance(f"{at}.reverse", 0.3)
+    given = f"jnp.cos({x})" if name == "cumprod" else x
+    w.features.add(name)
+    return f"lax.{name}({given}, axis={axis}, reverse={reverse})"
+
+
+def _window(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    c = w.choices
+    kind = c.pick(f"{at}.kind", {"add": "0.0, lax.add", "max": "-jnp.inf, lax.max", "min": "jnp.inf, lax.min"}, 0.6)
+    width, across = c.pick(f"{at}.width", [2, 3], 0.5), c.pick(f"{at}.across", [1, 2], 0.3)
+    return f"lax.reduce_window({x}, {kind}, (1, {width}, {across}), (1, 1, 1), 'SAME')"
+
+
+def _one_hot(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    table = w.normal("table", (size["v"], size["d"]))
+    forms = {
+        "matmul": f"jax.nn.one_hot({ids}, {size['v']}) @ {table}",
+        "einsum": f"jnp.einsum('vd,btv->btd', {table}, jax.nn.one_hot({ids}, {size['v']}))",
+        "compared": f"({ids}[..., None] == jnp.arange({size['v']})).astype({table}.dtype) @ {table}",
+        "summed": f"(jax.nn.one_hot({ids}, {size['v']}).reshape(-1, {size['v']}).T @ jnp.sin({x}).reshape(-1, "
+        f"{size['d']}))[:1] + 0 * {table}[:1]",
+    }
+    w.features.add("one-hot")
+    return f"{x} + ({w.choices.pick(f'{at}.form', forms, 0.6)}).astype({x}.dtype)"
