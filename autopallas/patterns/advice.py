@@ -157,3 +157,13 @@ SORT_TOKENS = (
     "Sort the tokens by expert, repeated for each of their choices, and call jax.lax.ragged_dot with the number of "
     "tokens of each expert: it computes no rows but those of tokens."
 )
+
+# ---------------------------------------------------------------------- recurrences
+
+STATE = (
+    "Write a step's state as decay * state + key[:, None] * value[None, :], in one type of at least 32 bits, with a "
+    "decay that does not read the state and is the same along its columns."
+)
+READOUT = "Read the state by one sum over all its rows, query @ state, and compute the rest from the result."
+STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
+LOOP_GRADIENT = "Take the gradient of one loss of the loop's stacked result, in the same function: jax.value_and_grad(loss)(parameters)."

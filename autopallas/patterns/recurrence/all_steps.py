@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from autopallas import jaxprs
 from autopallas.compat import JaxprEqn
 from autopallas.graph.custom_rules import ELEMENTWISE
+from autopallas.patterns.advice import STEP_ALONE
 from autopallas.patterns.match import Mismatch
 
 __all__ = ["check_all_steps"]
@@ -40,5 +41,7 @@ def check_all_steps(equations: Iterable[JaxprEqn]) -> None:
             name = equation.primitive.name
             if name not in ELEMENTWISE and name not in _ARRAYS and name not in _HOLDERS:
                 operation, where = jaxprs.operation_name(equation), jaxprs.location(equation)
-                raise Mismatch(f"{operation} at {where} is not known to compute the same for all steps at once")
+                raise Mismatch(
+                    f"{operation} at {where} is not known to compute the same for all steps at once", advice=STEP_ALONE
+                )
             todo += [iter(jaxprs.open_jaxpr(body)[0].eqns) for _, _, body in jaxprs.bodies(equation)]

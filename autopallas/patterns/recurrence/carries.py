@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from autopallas.compat import JaxprAtom, Var
 from autopallas.kernels.recurrence.structure import Factor, Known, Labels, MatrixState, Readout, Term
+from autopallas.patterns.advice import READOUT, STATE
 from autopallas.patterns.match import Mismatch
 from autopallas.patterns.recurrence.interpret import Interpretation, Opaque
 from autopallas.patterns.recurrence.step import Step
@@ -60,7 +61,9 @@ def carries_of(step: Step) -> Carries:
             left.remove(value.carry)
         states = [p for p in left if not depends[p] & ~solved & ~(1 << p)]
         if not states:
-            raise Mismatch("; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other")
+            raise Mismatch(
+                "; ".join(dict.fromkeys(reasons.values())) or "what it carries depends on each other", advice=STATE
+            )
         found = Interpretation(step, states, [value.carry for value in known])
         opaque = {p: update.reason for p in states if isinstance(update := found.updates[p], Opaque)}
         if not opaque:
@@ -69,7 +72,7 @@ def carries_of(step: Step) -> Carries:
         nonlinear.update(opaque)
     waiting = [place for place in left if place not in states]
     if waiting:
-        raise Mismatch("a carried value is computed from another one that depends on itself")
+        raise Mismatch("a carried value is computed from another one that depends on itself", advice=STATE)
     for place in states:
         _check_diagonal(found, place)
     return Carries(states, known, last, found, reasons)
@@ -113,13 +116,13 @@ def _check_diagonal(found: Interpretation, place: int) -> None:
             continue
         own = {label for label in part.carried.axes if label is not None}
         if part.carried.after or part.carried.place != place:
-            raise Mismatch("a carried value is added to another one")
+            raise Mismatch("a carried value is added to another one", advice=STATE)
         if part.carried.rounded:
-            raise Mismatch("the state is rounded to a narrower type from step to step")
+            raise Mismatch("the state is rounded to a narrower type from step to step", advice=STATE)
         if own & part.summed:
-            raise Mismatch("the state is multiplied by a matrix from step to step")
+            raise Mismatch("the state is multiplied by a matrix from step to step", advice=STATE)
         if part.carried.axes != value.axes:
-            raise Mismatch("the axes of the state change places from step to step")
+            raise Mismatch("the axes of the state change places from step to step", advice=STATE)
 
 
 # ---------------------------------------------------------------------- states that are matrices
@@ -178,7 +181,7 @@ class _Matrix:
           Mismatch: it is no such matrix, or too small.
         """
         if not self.is_real:
-            raise Mismatch("the state is complex")
+            raise Mismatch("the state is complex", advice=STATE)
         reads: list[tuple[Var, Sum]] = []
         for variable in readouts:
             value = self.found.values[variable]
@@ -186,7 +189,7 @@ class _Matrix:
             places = {part.carried.place for part in value.parts if part.carried is not None}
             if self.place in places:
                 if places != {self.place}:
-                    raise Mismatch("a sum reads two states")
+                    raise Mismatch("a sum reads two states", advice=READOUT)
                 reads.append((variable, self._in_own_labels(value)))
         rows = self._rows([value for _, value in reads])
         decay = [part for part in self.value.parts if part.carried is not None]
@@ -225,29 +228,29 @@ class _Matrix:
                 continue
             for label, own in zip(part.carried.axes, self.value.axes, strict=True):
                 if label is not None and own is not None and names.setdefault(label, own) != own:
-                    raise Mismatch("a sum reads the state twice, with axes in another order")
+                    raise Mismatch("a sum reads the state twice, with axes in another order", advice=READOUT)
         if len(set(names.values())) != len(names):
-            raise Mismatch("terms of a sum read the state along different axes")
+            raise Mismatch("terms of a sum read the state along different axes", advice=READOUT)
         return value.renamed(names)
 
     def _rows(self, reads: Sequence[Sum]) -> set[int]:
         """Returns the labels that all readouts sum over."""
         found = [self.own & part.summed for value in reads for part in value.parts if part.carried is not None]
         if not found or any(own != found[0] for own in found) or not found[0]:
-            raise Mismatch("the state is not summed over where it is read")
+            raise Mismatch("the state is not summed over where it is read", advice=READOUT)
         return set(found[0])
 
     def _outer(self, added: Sequence[Part], rows: set[int]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """Returns the factors of keys and of values in what is added to the state."""
         if len(added) > 1 or (added and added[0].summed):
-            raise Mismatch("what is added to the state is no product")
+            raise Mismatch("what is added to the state is no product", advice=STATE)
         factors = added[0].factors if added else ()
         return _divided(factors, rows)
 
     def _query(self, part: Part, rows: set[int]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
         """Returns the factors that the state is summed with, and those of the sum."""
         if part.summed - rows:
-            raise Mismatch("a readout sums over more than the state's rows")
+            raise Mismatch("a readout sums over more than the state's rows", advice=READOUT)
         return _divided(part.factors, rows)
 
     def _check(
@@ -260,14 +263,14 @@ class _Matrix:
             for label in labels:
                 extent *= sizes[label]
             if labels is rows and extent < _LEAST:
-                raise Mismatch("the state has few rows")
+                raise Mismatch("the state has few rows", advice=STATE)
         allowed = self.own - columns
         if any(set(factor.axes) - {None} - allowed for query, _ in split for factor in query):
-            raise Mismatch("a query has an axis that the state lacks")
+            raise Mismatch("a query has an axis that the state lacks", advice=READOUT)
         left = self.own - rows
         for _, value in reads:
             if not left <= {label for label in value.axes if label is not None}:
-                raise Mismatch("a readout sums over columns")
+                raise Mismatch("a readout sums over columns", advice=READOUT)
 
     def _term(self, coefficient: float, factors: Sequence[Value]) -> Term:
         own = (Factor(self.number[f.variable], f.axes, f.inverse, f.case) for f in factors)

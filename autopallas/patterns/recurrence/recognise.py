@@ -24,6 +24,7 @@ from autopallas.kernels.recurrence.operation import OPERATION
 from autopallas.kernels.recurrence.site import RecurrenceSite
 from autopallas.kernels.recurrence.spec import RecurrenceSpec
 from autopallas.kernels.recurrence.structure import Known, MatrixState
+from autopallas.patterns.advice import AT_HAND, LOOP_GRADIENT
 from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.recurrence.all_steps import check_all_steps
@@ -77,7 +78,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                         candidates.append(_Candidate(scan, step, *readers.of(scan, step)))
             except Mismatch as mismatch:
                 if gated:
-                    misses.append(_miss(graph, scan, mismatch.reason))
+                    misses.append(_miss(graph, scan, mismatch))
     if not candidates:
         return [], misses
     matches: list[Match] = []
@@ -88,7 +89,7 @@ def find(graph: Graph, assume_finite: bool = True) -> tuple[list[Match], list[Ne
                 with bounded(graph):
                     matches.append(finder.match(candidate))
             except Mismatch as mismatch:
-                misses.append(_miss(graph, candidate.scan, mismatch.reason))
+                misses.append(_miss(graph, candidate.scan, mismatch))
     return matches, misses
 
 
@@ -150,9 +151,10 @@ class _Readers:
         return [*backwards], [b for b, _ in counts.most_common(_MOST_OTHERS)], stacks
 
 
-def _miss(graph: Graph, scan: Scan, reason: str) -> NearMiss:
+def _miss(graph: Graph, scan: Scan, mismatch: Mismatch) -> NearMiss:
     numbers = [graph.numbers[scan.outer][v] for v in scan.equation.outvars]
-    return NearMiss(OPERATION.name, jaxprs.location(scan.equation), reason, max(numbers, default=-1))
+    location, last = jaxprs.location(scan.equation), max(numbers, default=-1)
+    return NearMiss(OPERATION.name, location, mismatch.reason, last, advice=mismatch.advice)
 
 
 _PATH = frozenset({
@@ -251,7 +253,7 @@ class _Finder:
         scan = candidate.scan
         numbers = [self.graph.numbers[scan.outer][v] for v in scan.equation.outvars]
         if self.read.isdisjoint(numbers):
-            raise Mismatch("nothing needs its results")
+            raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         given = {self.graph.numbers[scan.outer][a] for a in scan.equation.invars if isinstance(a, Var)}
         first = [(i, number) for i, number in enumerate(numbers) if number not in numbers[:i]]
         own = [(i, number) for i, number in first if number not in given]  # it may stack what it reads
@@ -263,7 +265,7 @@ class _Finder:
             needed = [i for i, number in own if number in self.read]
             step = candidate.step.with_results([i - scan.carried for i in needed if i >= scan.carried])
         if not needed:
-            raise Mismatch("nothing needs its results")
+            raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         lead = pairs[0].lead if pairs else Lead.of(self.graph, scan)
         return _Assembly(self.graph, scan, step, lead, needed, self.nodes).match(pairs, self.analyses)
 
@@ -281,10 +283,12 @@ class _Finder:
         if not candidate.backwards and not candidate.stacks:
             return candidate.step, []
         if not needed:
-            raise Mismatch("nothing needs its results")
+            raise Mismatch("nothing needs its results", advice=LOOP_GRADIENT)
         if len(needed) > 1:
-            raise Mismatch("its backward gets the cotangents of several results")
-        raise Mismatch("the reversed loop that reads its values could not be shown to be its backward")
+            raise Mismatch("its backward gets the cotangents of several results", advice=LOOP_GRADIENT)
+        raise Mismatch(
+            "the reversed loop that reads its values could not be shown to be its backward", advice=LOOP_GRADIENT
+        )
 
     def _of_step(self, candidate: _Candidate, step: Step, result: int) -> list[Pair]:
         """Returns the pairs with every loop that reads what the candidate computes; without such a loop, with the first
@@ -521,15 +525,15 @@ class _Assembly:
                 is_available(self.graph, number, (self.scan.outer,), home, across=True)
                 or _is_known(self.graph, number, home)
             ):
-                raise Mismatch("an operand is not known where its backward is", number)
+                raise Mismatch("an operand is not known where its backward is", number, advice=AT_HAND)
         try:
             gradients = [(self.of_source[source], number) for source, number in pair.sources.items()]
             gradients += [(self.of_place[place], number) for place, number in pair.first.items()]
             gradients += [(self.of_place[self.scan.carried + i], number) for i, number in pair.slices.items()]
         except KeyError:
-            raise Mismatch("its backward gives the cotangent of a constant") from None
+            raise Mismatch("its backward gives the cotangent of a constant", advice=LOOP_GRADIENT) from None
         if not gradients:
-            raise Mismatch("its backward gives nothing")
+            raise Mismatch("its backward gives nothing", advice=LOOP_GRADIENT)
         return BackwardMatch(home, pair.cotangent, tuple(sorted(gradients)))
 
 

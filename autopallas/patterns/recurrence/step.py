@@ -9,6 +9,7 @@ from autopallas import compat
 from autopallas.compat import JaxprAtom, JaxprEqn, Literal, Var
 from autopallas.graph import Body, Graph
 from autopallas.graph.loop_slices import is_zero
+from autopallas.patterns.advice import CAPTURED, SIDE_EFFECTS
 from autopallas.patterns.match import Mismatch
 
 __all__ = ["Scan", "Step", "scans"]
@@ -137,11 +138,13 @@ def _flatten(
 ) -> None:
     """Appends the equations of a body; ``names`` gets the values of the variables that have others."""
     if body.constvars:
-        raise Mismatch("a step reads arrays that are part of the program's text")
+        raise Mismatch("a step reads arrays that are part of the program's text", advice=CAPTURED)
     numbers.update(graph.numbers[body])
     for position, equation in enumerate(body.equations):
         if compat.has_side_effects(equation):
-            raise Mismatch(f"a step has an effect beside its results, by {equation.primitive.name}")
+            raise Mismatch(
+                f"a step has an effect beside its results, by {equation.primitive.name}", advice=SIDE_EFFECTS
+            )
         children = body.children.get(position, [])
         if names and any(isinstance(atom, Var) and atom in names for atom in equation.invars):
             equation = equation.replace(invars=[_named(names, atom) for atom in equation.invars])
