@@ -166,4 +166,7 @@ STATE = (
 )
 READOUT = "Read the state by one sum over all its rows, query @ state, and compute the rest from the result."
 STEP_ALONE = "Keep in the loop what depends on the state, and compute everything else before it, for all steps at once."
-LOOP_GRADIENT = "Take the gradient of one loss of the loop's stacked result, in the same function: jax.value_and_grad(loss)(parameters)."
+LOOP_GRADIENT = (
+    "Take the gradient of one loss of the loop's stacked result, in the same function, with "
+    "jax.value_and_grad(loss)(parameters)."
+)
