@@ -25,6 +25,9 @@ ORACLE_LIMIT = 8 * 4096 * 4096
 LIBRARY_LIMIT = 8 * 2048 * 2048
 """How many scores there may be for JAX's own function to be run: beyond, it takes long and says nothing new."""
 
+_CAUSAL = ("causal", "causal32", "window", "causal_padded", "masked")
+_PADDED = ("padded", "causal_padded", "masked")
+
 
 def live_keys(length: int) -> int:
     """How many keys of a padded row are real."""
@@ -38,10 +41,12 @@ def library(mask: str, query: jax.Array, key: jax.Array, value: jax.Array, *rest
         extra = {"is_causal": True}
     elif mask == "window":
         extra = {"is_causal": True, "local_window_size": (window_size(key.shape[1]) - 1, 0)}
-    elif mask == "padded":
-        extra = {"key_value_seq_lengths": rest[0]}
+    elif mask in ("padded", "causal_padded"):
+        extra = {"key_value_seq_lengths": rest[0], "is_causal": mask == "causal_padded"}
     elif mask == "bias":
         extra = {"bias": rest[0]}
+    elif mask == "masked":
+        extra = {"mask": rest[0]}
     result: jax.Array = jax.nn.dot_product_attention(query, key, value, **extra)
     return result
 
@@ -75,7 +80,10 @@ def candidates(case: Case) -> dict[str, Candidate]:
 
 
 def arguments(case: Case) -> tuple[jax.Array, ...]:
-    """Query, key, value, then lengths or the bias, and last the cotangent where there is a backward pass."""
+    """Query, key, value, then lengths, the bias or the mask, and last the cotangent where there is a backward pass.
+
+    A mask is what trainers of language models give: causal, with padding at the end.
+    """
     batch, heads, head_size = case.size("B"), case.size("N"), case.size("D")
     queries, keys = _lengths(case)
     random = np.random.default_rng(0)
@@ -84,10 +92,13 @@ def arguments(case: Case) -> tuple[jax.Array, ...]:
         return jnp.asarray(random.standard_normal(shape, np.float32), case.dtype)
 
     given = [normal(batch, length, heads, head_size) for length in (queries, keys, keys)]
-    if case.mask == "padded":
+    if case.mask in ("padded", "causal_padded"):
         given.append(jnp.full((batch,), live_keys(keys), jnp.int32))
     elif case.mask == "bias":
         given.append(normal(1, heads, queries, keys))
+    elif case.mask == "masked":
+        live = np.tri(queries, keys, dtype=bool) & (np.arange(keys) < live_keys(keys))
+        given.append(jnp.asarray(np.broadcast_to(live, (batch, 1, queries, keys))))
     if case.direction == "forward+backward":
         given.append(normal(batch, queries, heads, head_size))
     return tuple(given)
@@ -108,11 +119,12 @@ def _scores(case: Case) -> int:
 def operations(case: Case) -> float:
     """Two multiply-adds per head size for each live pair of query and key; 2.5 times that in the backward pass."""
     queries, keys = _lengths(case)
-    if case.mask in ("causal", "causal32", "window"):
-        seen = window_size(keys) if case.mask == "window" else keys
-        pairs = sum(min(row + 1, seen, keys) for row in range(queries))
+    seen = window_size(keys) if case.mask == "window" else keys
+    stored = live_keys(keys) if case.mask in _PADDED else keys
+    if case.mask in _CAUSAL:
+        pairs = sum(max(0, min(row + 1, stored) - max(0, row + 1 - seen)) for row in range(queries))
     else:
-        pairs = queries * (live_keys(keys) if case.mask == "padded" else keys)
+        pairs = queries * stored
     forward = 4.0 * case.size("B") * case.size("N") * case.size("D") * pairs
     return forward * (3.5 if case.direction == "forward+backward" else 1.0)
 
@@ -130,9 +142,9 @@ def oracle(case: Case, arguments: tuple[Any, ...]) -> Any:
         key,
         value,
         cotangent,
-        causal=case.mask in ("causal", "causal32", "window"),
+        causal=case.mask in _CAUSAL,
         window=window_size(keys) if case.mask == "window" else None,
-        lengths=rest[0] if case.mask == "padded" else None,
+        lengths=np.full(query.shape[0], live_keys(keys)) if case.mask in _PADDED else None,
         bias=rest[0] if case.mask == "bias" else None,
     )
 

@@ -1,4 +1,5 @@
-"""The command line: ``python -m benchmarks`` measures, ``table`` regenerates a tuned table, ``gpu`` does both there."""
+"""The command line: ``python -m benchmarks`` measures, ``table`` regenerates a tuned table, ``gpu`` does both there,
+``programs`` measures programs of other libraries."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ examples:
   python -m benchmarks --filter "float32 causal T2048" --filter "forward+backward T1024"
   python -m benchmarks table attention                measure block sizes and regenerate the tuned table
   python -m benchmarks gpu --op grouped_matmul        correctness, stress and times of a GPU kernel, on an H100
+  python -m benchmarks programs                       unmodified programs of other libraries, by default options
 """
 
 
@@ -43,6 +45,10 @@ def main(arguments: Sequence[str]) -> int:
         from benchmarks import gpu
 
         return gpu.main(arguments[1:])
+    if arguments and arguments[0] == "programs":
+        from benchmarks.programs import cli
+
+        return cli.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     if unknown := [kernel for kernel in options.kernels if kernel not in KERNELS]:

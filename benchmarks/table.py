@@ -21,8 +21,8 @@ from autopallas.progress import Progress
 from autopallas.rewrite.sites import splice
 from autopallas.sites.device import Device
 from autopallas.tuning import Measurement, measure
-from autopallas.tuning.coverage import stated
-from autopallas.tuning.table import Key, Row
+from autopallas.tuning.coverage import form_of, stated
+from autopallas.tuning.table import Key, Row, of_form
 from benchmarks.case import ORIGINAL, TUNED, Case, benchmark
 from benchmarks.run import select
 
@@ -88,8 +88,8 @@ def tune(case: Case, implementation: str, count: int, seconds: float) -> Tuned:
         functions[name] = jax.jit(replaced(choice))
     reference = jax.device_get(functions[ORIGINAL](*arguments))
     measured = measure(functions, arguments, baseline=ORIGINAL, seconds=seconds, reference=reference)
-    key = tables.table_key(spec, implementation, case.direction)
     site = SimpleNamespace(op=case.kernel, spec=spec, direction=case.direction, original=traced)
+    key = of_form(tables.table_key(spec, implementation, case.direction), form_of(site, device))
     tried = {name: _ratio(measured, name, TOLERANCE[case.dtype]) for name in choices}
     best = _best(tried)
     if best is None:

@@ -175,7 +175,10 @@ def test_a_declared_operation_is_measured_without_a_module_for_it(
 def test_arithmetic_is_counted_over_live_pairs() -> None:
     sizes = (("B", 1), ("T", 4), ("N", 1), ("D", 1))
     counted = {m: attention.operations(Case("attention", "forward", "float32", m, sizes)) for m in attention.ORIGINALS}
-    assert counted == {"full": 64, "bias": 64, "causal": 40, "window": 28, "padded": 48, "full32": 64, "causal32": 40}
+    assert counted == {
+        **{"full": 64, "full32": 64, "bias": 64, "causal": 40, "causal32": 40, "window": 28},
+        **{"padded": 48, "causal_padded": 36, "masked": 36},
+    }
     assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
 
 
@@ -256,15 +259,17 @@ def test_table_has_a_case_for_every_bucket_and_kind_of_mask() -> None:
             spec = table.Place.of(attention.original(case), shapes).match.spec
             filed.add(tuned_block_sizes.table_key(spec, "xla", case.direction)[3:])
     squares = [b.name for b in tuned_block_sizes.BUCKETS if b.name.startswith("T")]
+    given = ("causal and dynamic", "dynamic, T x S input", "full, T x S input")
     assert filed == {
         *((bucket, mask) for bucket in squares for mask in ("full", "causal", "static", "dynamic")),
         *((bucket, mask) for bucket in ("decode", "other") for mask in ("full", "dynamic")),
+        *((f"T{length}", mask) for length in (256, 512, 1024, 2048) for mask in given),
     }
 
 
 def test_a_tuned_row_holds_what_was_measured_of_the_best_candidate() -> None:
     tuned = table.tune(small("forward", "padded"), "xla", count=1, seconds=0.1)
-    assert tuned.key == ("xla", "forward", "float32", "T256", "dynamic")
+    assert tuned.key == ("xla", "forward", "float32", "T256", "dynamic, batched")
     assert tuned.row is not None
     assert str(list(tuned.row.block_sizes.to_dict().values())) in tuned.tried
     assert tuned.row.evidence == "measured"

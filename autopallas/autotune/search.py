@@ -41,6 +41,8 @@ _QUICK_ROUNDS = 1
 """Rounds of a quick search, if one run of the original takes longer than ``_LONG_SECONDS``."""
 _LONG_SECONDS = 0.1
 _RUNS_BEFORE = 2
+_SINGLE_RUN_SHARE = 0.8
+"""Share of a gain that counts if one run of each was timed, after one other: fresh memory slows the original more."""
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "MemoryError", "out of memory", "Out of memory")
 
 
@@ -75,8 +77,15 @@ class _Works:
     """A candidate whose results are right."""
 
     compiled: jax.stages.Compiled
-    seconds: float
-    temporary_bytes: int
+    timing: Timing
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.wall[-1]
+
+    @property
+    def temporary_bytes(self) -> int:
+        return self.timing.temporary_bytes or 0
 
 
 @dataclass
@@ -94,7 +103,7 @@ class _Search:
     lean: Row[BlockSizes] | None = None
 
     def __post_init__(self) -> None:
-        self.rounds = _ROUNDS
+        self.rounds, self.runs_before = _ROUNDS, _RUNS_BEFORE
         self.begin = self.clock()
         self.limit = free_bytes()
 
@@ -117,15 +126,18 @@ class _Search:
         self.say("the original")
         compiled, failure = self._compiled(trial.original(), trial)
         if self.quick and compiled is not None:
-            reference = jax.device_get(compiled(*trial.arguments))
+            try:
+                reference = jax.device_get(compiled(*trial.arguments))
+            except Exception as error:
+                compiled, failure = None, Failure("run", f"{type(error).__name__}: {error}")
         if compiled is not None:
-            original = self._once(compiled, trial, reference)
+            original = self._once(compiled, trial, None if self.quick else reference, warm=self.quick)
             failure = original.failure
         if compiled is None or failure is not None:
             return None, None, f"the original cannot be run on its own: {failure}"
 
         if self.quick and original.wall[-1] > _LONG_SECONDS:
-            self.rounds = _QUICK_ROUNDS
+            self.rounds, self.runs_before = _QUICK_ROUNDS, 0
         works: dict[BlockSizes, _Works] = {}
         tried = 0
         for number, sizes in enumerate(candidates, 1):
@@ -143,7 +155,7 @@ class _Search:
             broken = self._once(compiled, trial, None).failure
             return None, None, "" if broken is None else f"the original fails too by now: {broken}"
         self.say("timing")
-        return self._raced(works, compiled, original.wall[-1], trial)
+        return self._raced(works, compiled, original, trial)
 
     def told(self, candidates: Sequence[BlockSizes]) -> list[Tried]:
         """Returns how far each candidate came."""
@@ -178,14 +190,14 @@ class _Search:
         except Exception as error:
             return None, Failure(stage, f"{type(error).__name__}: {error}")
 
-    def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree) -> Timing:
-        """Does one run that is compared, and one that is timed."""
+    def _once(self, compiled: jax.stages.Compiled, trial: Trial, reference: PyTree, warm: bool = False) -> Timing:
+        """Does one run that is compared, unless it is warm, and one that is timed."""
         measured = measure(
             {"it": compiled},
             trial.arguments,
             repetitions=1,
             minimum_repetitions=1,
-            warm_up=0,
+            warm_up=None if warm else 0,
             reference=reference,
             memory_limit=self.limit,
         )
@@ -212,7 +224,7 @@ class _Search:
             difference=None if timing.difference is None else timing.difference.maximum,
         )
         if compiled is not None and failure is None:
-            return _Works(compiled, timing.wall[-1], timing.temporary_bytes or 0)
+            return _Works(compiled, timing)
         assert failure is not None
         self.rejected.append(Rejected(sizes.to_dict(), failure.stage, failure.error))
         return None
@@ -221,7 +233,7 @@ class _Search:
 
     def _finalists(self, works: Mapping[BlockSizes, _Works], original_seconds: float) -> list[BlockSizes]:
         """Returns the few that may be the fastest, and the one that may need the least memory in acceptable time."""
-        runs = self.rounds + _RUNS_BEFORE
+        runs = self.rounds + self.runs_before
         room = self.left() - runs * original_seconds
         fastest = min(work.seconds for work in works.values())
         bearable = [s for s, work in works.items() if work.seconds <= _CLOSE * MEMORY_SLOWDOWN * original_seconds]
@@ -240,25 +252,38 @@ class _Search:
         self,
         works: Mapping[BlockSizes, _Works],
         original: jax.stages.Compiled,
-        original_seconds: float,
+        alone: Timing,
         trial: Trial,
     ) -> tuple[BlockSizes | None, Row[BlockSizes] | None, str]:
-        finalists = {str(sizes): sizes for sizes in self._finalists(works, original_seconds)}
-        if not finalists:
+        """Times the original and the best candidates in turns.
+
+        Args:
+          works: the candidates that work, each timed once.
+          original: the original, compiled.
+          alone: what one run of it took.
+          trial: the inputs.
+        """
+        seconds = alone.wall[-1]
+        finalists = {str(sizes): sizes for sizes in self._finalists(works, seconds)}
+        share, fastest = 1.0, min(works, key=lambda sizes: works[sizes].seconds)
+        if finalists:
+            measured = measure(
+                {ORIGINAL: original, **{name: works[sizes].compiled for name, sizes in finalists.items()}},
+                trial.arguments,
+                baseline=ORIGINAL,
+                seconds=max(self.left() - self.runs_before * (seconds + works[fastest].seconds), 0.0),
+                minimum_repetitions=self.rounds,
+                warm_up=self.runs_before - 1 if self.runs_before else None,
+            )
+        elif self.quick and not self.runs_before:  # no time is left for another run of each
+            finalists, share = {str(fastest): fastest}, _SINGLE_RUN_SHARE
+            measured = Measurement({ORIGINAL: alone, str(fastest): works[fastest].timing}, ORIGINAL)
+        else:
             return None, None, self._used_up()
-        fastest = min(work.seconds for work in works.values())
-        measured = measure(
-            {ORIGINAL: original, **{name: works[sizes].compiled for name, sizes in finalists.items()}},
-            trial.arguments,
-            baseline=ORIGINAL,
-            seconds=max(self.left() - _RUNS_BEFORE * (original_seconds + fastest), 0.0),
-            minimum_repetitions=self.rounds,
-            warm_up=_RUNS_BEFORE - 1,
-        )
         clock: Clock = "device" if all(measured[name].device for name in (ORIGINAL, *finalists)) else "wall"
         rows: dict[str, Row[BlockSizes]] = {}
         for name, sizes in finalists.items():
-            row = _row(sizes, measured, name, clock, self.quick)
+            row = _row(sizes, measured, name, clock, self.quick, share)
             if row is not None:
                 rows[name] = row = stated(row, self.match, Device.current())
                 if sizes in self.tried:
@@ -285,7 +310,10 @@ def _score(timing: Timing, clock: Clock) -> float | None:
     return statistics.fmean(sample) + statistics.pstdev(sample)
 
 
-def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quick: bool) -> Row[BlockSizes] | None:
+def _row(
+    sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quick: bool, share: float = 1.0
+) -> Row[BlockSizes] | None:
+    """Returns what a candidate cost; ``share`` is that of the gain that counts."""
     kernel, ratio = measured[name].spread(clock), measured.ratio(name, clock=clock)
     own, base = _score(measured[name], clock), _score(measured[ORIGINAL], clock)
     if kernel is None or ratio is None or kernel.median <= 0 or own is None or base is None:
@@ -296,7 +324,7 @@ def _row(sizes: BlockSizes, measured: Measurement, name: str, clock: Clock, quic
     if processors is not None:
         # In a few runs, wall time also depends on what else runs on the machine, and processor time does not show how
         # many processors are used: the gain has to show in both.
-        gain = min(gain, processors.median)
+        gain = min(gain, processors.median) * share
     return Row(
         block_sizes=sizes,
         kernel_us=float(f"{microseconds:.4g}"),
@@ -346,6 +374,7 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     observe: Callable[[Sequence[Tried]], None] | None = None,
     quick: bool = False,
+    alone: bool = False,
 ) -> Entry:
     """Measures the candidates for a site's block sizes against each other and the original.
 
@@ -361,6 +390,7 @@ def search(
       clock: a clock in seconds.
       observe: called with all candidates and how far each came, including those that failed or had no turn.
       quick: whether only the best guesses are tried; the result then says so.
+      alone: whether ``first`` is the only candidate, so that what it gains is measured once more.
 
     Returns:
       The result, with or without block sizes.
@@ -374,7 +404,7 @@ def search(
             for sizes in candidates_of(match, implementation, first, Device.current())
             if all(sizes.to_dict() != dict(r.block_sizes) for r in wrong)
         ]
-        every = every[:_QUICK_CANDIDATES] if quick else every
+        every = [first] if alone else every[:_QUICK_CANDIDATES] if quick else every
         candidates = []
         for sizes in every:
             estimate = sizes.temporary_bytes(spec, match.direction)

@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit status: 0, or 2 if the input was bad.
     """
     options = parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     run: Callable[[argparse.Namespace], int | Callable[[], int]] = options.run
     try:
         status = run(options)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from autopallas.cli import CommandError
@@ -25,6 +25,7 @@ from autopallas.sites.encoding import EncodingError, saved_site
 from autopallas.sites.operation import operation_named
 from autopallas.sites.spec import BlockSizes
 from autopallas.tuning.table import Key, Row, Table, table_device
+from autopallas.workbench import again
 from autopallas.workbench import trial_log as raw
 from autopallas.workbench.cases import DIRECTIONS, Case, Cases, cases_of
 from autopallas.workbench.tune import TARGETS, Outcome, Subject, TargetError, of_case, target_of, tune
@@ -59,6 +60,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table", action="store_true", help="write the rows found into the operation's checked-in table"
     )
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="measure what is found in so many processes, one after the other: rows then have the median of their "
+        "gains, and its lower quartile, which counts (default 1)",
+    )
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # a file for a further process: block sizes by their keys
     parser.add_argument("--output", metavar="DIR", help="write every configuration tried: results.csv, results.json")
     parser.add_argument("--again", action="store_true", help="search even where there is a result")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -72,12 +82,21 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
 def _tune(options: argparse.Namespace) -> int:
     try:
         target = target_of(options.target)
     except TargetError as error:
         raise CommandError(f"--target {options.target}: {error}") from None
+    if options.processes > 1 and (not options.table or target.generation is not None):
+        raise CommandError("--processes is of rows that are measured for --table")
     subjects = _subjects(options, target.device.platform)
+    only = None if options.only is None else again.asked(Path(options.only))
     if options.output is not None:
         _write(Path(options.output), [])  # so that an unwritable folder is reported before the search
     known: dict[Hashable, Outcome] = {}
@@ -91,7 +110,7 @@ def _tune(options: argparse.Namespace) -> int:
             key = (match.op, tuple(part.site for part in match.passes), match.direction)
             if key not in known:
                 try:
-                    known[key] = tune(subject, target, options.budget, options.again, compiler, options.objective)
+                    known[key] = tune(subject, target, options.budget, options.again, compiler, options.objective, only)
                 except Exception as error:
                     known[key] = Outcome(reasons=(one_line(error),))
             outcomes.append((subject, known[key]))
@@ -101,8 +120,17 @@ def _tune(options: argparse.Namespace) -> int:
     written: list[str] = []
     if options.output is not None:
         written += _write(Path(options.output), [result for outcome in known.values() for result in outcome.results])
+    if only is not None:
+        again.answer(Path(options.only), _rows(outcomes))
+        return 0
     if options.table:
-        written += _write_tables(outcomes, table_device(target.device))
+        rows = _rows(outcomes)
+        if options.processes > 1:
+            try:
+                rows = again.measured(rows, options.processes, options.arguments)
+            except again.ProcessError as error:
+                raise CommandError(f"{error}; what this one found is in its cache") from None
+        written += _write_tables(rows, table_device(target.device))
     if options.json:
         told_all = [_told(subject, outcome, options.objective) for subject, outcome in outcomes]
         print(json.dumps(told_all, indent=2))
@@ -256,9 +284,9 @@ def _write(folder: Path, results: Sequence[raw.Result]) -> list[str]:
     return [f"wrote {len(results)} results to {file}" for file in files]
 
 
-def _write_tables(outcomes: Sequence[tuple[Subject, Outcome]], device: str) -> list[str]:
-    """Writes the rows into the tables' files, beside those that were not tuned now."""
-    written, found = [], _rows(outcomes)
+def _write_tables(found: Mapping[str, Mapping[Key, Row[BlockSizes]]], device: str) -> list[str]:
+    """Writes the rows of each operation into the tables' files, beside those that were not tuned now."""
+    written = []
     for op, rows in found.items():
         table = operation_named(op).part("tuned_block_sizes").TABLE
         if not isinstance(table, Table):

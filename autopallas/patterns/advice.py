@@ -127,6 +127,14 @@ WHOLE_ROWS = (
 
 # ---------------------------------------------------------------------- grouped matmul, mixtures of experts
 
+ALL_TOKENS_AT_ONCE = (
+    "Compute all tokens at once, with jax.vmap in place of the loop, jax.lax.map or scan: it is recognised, and no "
+    "matrix is copied for a token."
+)
+BOTH_ENDS = (
+    "Give each interval both ends, jnp.where((start[e] <= row) & (row < end[e]), expert(rows), 0), and add up the "
+    "results. Or call jax.lax.ragged_dot with the sorted rows and the number of rows of each expert."
+)
 BETWEEN_EXPERTS = (
     "Between the products of an expert, write only what works element by element (activations, gates, scales, "
     "biases). Normalise tokens before the experts or after their weighted sum."

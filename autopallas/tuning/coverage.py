@@ -28,7 +28,7 @@ from autopallas.tuning.table import Row
 
 S = TypeVar("S")
 
-__all__ = ["Conditions", "conditions_of", "gap", "products", "stated"]
+__all__ = ["Conditions", "conditions_of", "form_of", "gap", "products", "stated"]
 
 REMEDY = 'AUTOPALLAS_AUTOTUNE=1 measures it on this machine, objective="always" replaces without evidence'
 """Advice to the user about a site that no row holds for."""
@@ -43,11 +43,15 @@ class Conditions:
       spelling: empty if its products are those of the operation's cases (``cases.py``); otherwise these products.
       holds_from: the gain from which a row holds for another batch size or spelling than its own: 0.0 for all of
         them, infinity for none.
+      form: what the invariants of a row end in that was measured for originals which compile as this one does; empty
+        if they compile as the operation's cases at batch size 1.  Such a row holds for all of these originals; another
+        one is asked for where there is none.
     """
 
     batch: int = 1
     spelling: str = ""
     holds_from: float = 0.0
+    form: str = ""
 
 
 def conditions_of(match: Workload) -> Conditions:
@@ -57,13 +61,25 @@ def conditions_of(match: Workload) -> Conditions:
     return found
 
 
-def gap(row: Row[object], match: Workload, device: Device) -> str:
+def form_of(match: Workload, device: Device) -> str:
+    """Returns what the invariants of a match's own row end in: nothing on devices other than CPUs."""
+    return conditions_of(match).form if device.platform == "cpu" else ""
+
+
+def gap(row: Row[object], match: Workload, device: Device, own_form: bool = False) -> str:
     """Returns why a row of the table does not hold for a match, or an empty string; checks nothing on devices other
-    than CPUs.  The match needs ``op``, ``spec``, ``direction`` and ``original``."""
+    than CPUs.  The match needs ``op``, ``spec``, ``direction`` and ``original``.
+
+    Args:
+      row: the row.
+      match: the site.
+      device: where it will run.
+      own_form: whether the row was measured for originals of the site's own form.
+    """
     if device.platform != "cpu":
         return ""
     asked = conditions_of(match)
-    if row.speedup < asked.holds_from:
+    if row.assured_gain < asked.holds_from and not own_form:
         if (asked.batch > 1) != (row.batch > 1):
             measured = f"the table's was measured at B={row.batch}, and this site has B={asked.batch}"
             return f"no row for this batch size: {measured}"

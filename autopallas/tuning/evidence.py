@@ -53,7 +53,7 @@ class Evidence:
         """Returns the evidence of a row of the site's own bucket; None if there is none, or only an estimate."""
         if row is None or row.evidence == "estimated":
             return None
-        time, memory = row.original_us / row.kernel_us, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
+        time, memory = row.assured_gain, max(row.original_bytes, 1) / max(row.kernel_bytes, 1)
         return Evidence(row.evidence, time, memory, objective, row.original_us)
 
     @property

@@ -44,9 +44,10 @@ class Choice:
 def of_table(match: Workload, implementation: str, device: Device, objective: str = "time") -> Choice:
     """Returns what the tables know of a match (its ``op``, ``spec``, ``direction`` and ``original``) on a device."""
     tables = operation_named(match.op).part("tuned_block_sizes")
-    found = tables.find(match.spec, device, implementation, match.direction, objective)
-    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective)
+    form = coverage.form_of(match, device)
+    found = tables.find(match.spec, device, implementation, match.direction, objective, form)
+    sizes = tables.infer_block_sizes(match.spec, device, implementation, match.direction, objective, form)
     if found is None:
         return Choice(sizes, "default")
-    uncovered = coverage.gap(found.row, match, device) if found.source == "table" else ""
+    uncovered = coverage.gap(found.row, match, device, found.own_form) if found.source == "table" else ""
     return Choice(sizes, found.source, found.row, gap=uncovered)

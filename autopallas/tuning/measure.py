@@ -163,7 +163,7 @@ def measure(
     repetitions: int = 15,
     seconds: float = 10.0,
     minimum_repetitions: int = 3,
-    warm_up: int = 2,
+    warm_up: int | None = 2,
     reference: PyTree = None,
     memory_limit: int | None = None,
     seed: int = 0,
@@ -189,7 +189,7 @@ def measure(
       seconds: the wall time of all rounds together, after which no further round begins.
       minimum_repetitions: the smallest number of rounds, whatever their time.
       warm_up: runs of each candidate between its first run and the first round.  Its memory is fresh at first, and
-        touching it for the first time can double the time of a run.
+        touching it for the first time can double the time of a run.  None: not even a first run, since all have run.
       reference: the expected result, a pytree like the candidates' results: gives :attr:`Timing.differences`.
       memory_limit: bytes; a candidate whose arguments, outputs and temporary memory need more is not run.
       seed: the seed of the order of the runs.
@@ -223,10 +223,10 @@ def measure(
     for name, candidate in candidates.items():
         say(f"compiling {name}")
         records[name].prepare(candidate, arguments, memory_limit, clocks)
-    for name, record in records.items():
+    for name, record in records.items() if warm_up is not None else ():
         say(f"warming up {name}")
         record.first_run(arguments, reference, clocks)
-        for _ in range(warm_up):
+        for _ in range(warm_up or 0):
             record.run(arguments)
 
     order = list(records.values())

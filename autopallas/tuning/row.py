@@ -53,6 +53,13 @@ class Row(Generic[S]):
       batch: how many independent parts the measured original had, such as sequences; 1 if there is no such axis.
       spelling: the matrix products of the measured original in einsum notation, if they differ from those of the
         operation's cases.
+
+    A ratio that one process measures differs from that of the next by a tenth and more.  So the times of a row may be
+    those of the median of several processes:
+
+    Attributes:
+      processes: how many measured it.
+      lower_gain: the lower quartile of their gains in time; None if there was one process.
     """
 
     block_sizes: S
@@ -66,6 +73,8 @@ class Row(Generic[S]):
     extensions: str | None = None
     batch: int = 1
     spelling: str = ""
+    processes: int = 1
+    lower_gain: float | None = None
 
     def of(self, block_sizes: Other) -> Row[Other]:
         """Returns the row with other block sizes, or with these in another form."""
@@ -74,6 +83,11 @@ class Row(Generic[S]):
     @property
     def speedup(self) -> float:
         return self.original_us / self.kernel_us
+
+    @property
+    def assured_gain(self) -> float:
+        """Gain in time that can be relied on: the lower quartile of several processes, or what one measured."""
+        return self.speedup if self.lower_gain is None else min(self.lower_gain, self.speedup)
 
     @property
     def measured_with(self) -> str:

@@ -7,7 +7,7 @@ sizes, never exact shapes; the first one that contains the sizes wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar, cast
 
 from autopallas.compat import Dtype
@@ -30,6 +30,7 @@ __all__ = [
     "Table",
     "bucket_of",
     "lookup",
+    "of_form",
     "table_device",
 ]
 
@@ -60,15 +61,25 @@ def bucket_of(sizes: Mapping[str, int], buckets: Sequence[Bucket]) -> Bucket | N
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A row, and whether its bucket is the requested one ("table") or the "nearest" that has a row."""
+    """A row, and whether its bucket is the requested one ("table") or the "nearest" that has a row.
+
+    Attributes:
+      own_form: whether it was measured for originals of the requested form (:class:`~.coverage.Conditions`).
+    """
 
     row: Row[BlockSizes]
     bucket: str
     source: Literal["table", "nearest"]
+    own_form: bool = False
 
 
 def lookup(
-    table: Mapping[str, Rows], device: str, key: Key, buckets: Sequence[Bucket], objective: str = "time"
+    table: Mapping[str, Rows],
+    device: str,
+    key: Key,
+    buckets: Sequence[Bucket],
+    objective: str = "time",
+    form: str = "",
 ) -> Found | None:
     """Returns the row of ``key``, else that of the nearest bucket in the order of ``buckets``, all else equal, or None.
 
@@ -80,7 +91,12 @@ def lookup(
       key: where the table files the requested spec.
       buckets: the buckets, in order.
       objective: under "memory", the row of least memory is taken, if there is one beside that of least time.
+      form: a row of this bucket whose invariants end so comes before all others.
     """
+    if form:
+        own = lookup({device: table.get(device, {})}, device, of_form(key, form), (), objective)
+        if own is not None:
+            return replace(own, own_form=True)
     implementation, direction, dtype, bucket, invariants = key
     endings = (LEAST_MEMORY, "") if objective == "memory" else ("",)
     names = [b.name for b in buckets]
@@ -94,6 +110,16 @@ def lookup(
                 if row is not None:
                     return Found(row, name, "table" if name == bucket and owner != _GENERIC else "nearest")
     return None
+
+
+def of_form(key: Key, form: str) -> Key:
+    """Returns the key of rows that were measured for originals of a form; without one the key itself.
+
+    Example:
+      >>> of_form(("xla", "forward", "float32", "T512", "full"), "batched")[-1]
+      'full, batched'
+    """
+    return (*key[:4], f"{key[4]}, {form}") if form else key
 
 
 class Spec(Protocol):
@@ -163,10 +189,11 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         implementation: str | None = None,
         direction: str = "forward",
         objective: str = "time",
+        form: str = "",
     ) -> Found | None:
         """Returns the row for a spec: its own bucket's, else the nearest one's, else None."""
         name = implementation or self.operation.usual(device)
-        return lookup(self, table_device(device), self.key(spec, name, direction), self.buckets, objective)
+        return lookup(self, table_device(device), self.key(spec, name, direction), self.buckets, objective, form)
 
     def infer_block_sizes(
         self,
@@ -175,10 +202,11 @@ class Table(Mapping[str, Rows], Generic[S, B]):
         implementation: str | None = None,
         direction: str = "forward",
         objective: str = "time",
+        form: str = "",
     ) -> B:
         """Returns block sizes from the table, or the default; they are valid for the shape in any case."""
         name = implementation or self.operation.usual(device)
-        found = self.find(spec, device, name, direction, objective)
+        found = self.find(spec, device, name, direction, objective, form)
         known: BlockSizes | None = None if found is None else found.row.block_sizes
         if (default := self.operation.hook(name, "default_block_sizes")) is not None:
             return cast(B, default(spec, device, known))

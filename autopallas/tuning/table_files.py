@@ -38,8 +38,14 @@ _FIGURES: Mapping[str, Callable[[str], object]] = {
     "versions": str,
     "batch": int,
     "spelling": str,
+    "processes": lambda text: int(text or 1),
+    "lower_gain": lambda text: float(text) if text else None,
 }
 """Columns of a row after its key, and how each is parsed; block sizes, by name, stand before the times."""
+
+
+_OF_SEVERAL = frozenset({"processes", "lower_gain"})
+"""Columns that only the files have of which a row was measured in several processes."""
 
 
 class _Figures(TypedDict):
@@ -55,6 +61,8 @@ class _Figures(TypedDict):
     versions: str
     batch: int
     spelling: str
+    processes: int
+    lower_gain: float | None
 
 
 def folder_of(device: str) -> str:
@@ -130,7 +138,7 @@ class Files(Mapping[str, Rows]):
     def _row(self, line: Mapping[str, str]) -> tuple[Key, Row[BlockSizes]]:
         implementation, direction, dtype, bucket, invariants = (line[name] for name in _KEY)
         sizes = {name: _size(text) for name, text in line.items() if name not in _KEY and name not in _FIGURES}
-        figures = cast(_Figures, {name: read(line[name]) for name, read in _FIGURES.items()})
+        figures = cast(_Figures, {name: read(line.get(name) or "") for name, read in _FIGURES.items()})
         return (implementation, direction, dtype, bucket, invariants), Row(self._block_sizes(**sizes), **figures)
 
     def text(self, rows: Sequence[tuple[Key, Row[BlockSizes]]]) -> str:
@@ -143,11 +151,13 @@ class Files(Mapping[str, Rows]):
 
         sizes = [field.name for field in dataclasses.fields(self._block_sizes)]
         written = io.StringIO()
-        columns = [*_KEY, "extensions", *sizes, *(name for name in _FIGURES if name != "extensions")]
+        several = any(row.processes > 1 for _, row in rows)
+        figures_written = [name for name in _FIGURES if several or name not in _OF_SEVERAL]
+        columns = [*_KEY, "extensions", *sizes, *(name for name in figures_written if name != "extensions")]
         writer = csv.DictWriter(written, columns, lineterminator="\n")
         writer.writeheader()
         for key, row in sorted(rows, key=order):
-            figures = {name: getattr(row, name) for name in _FIGURES}
+            figures = {name: getattr(row, name) for name in figures_written}
             writer.writerow({**dict(zip(_KEY, key, strict=True)), **row.block_sizes.to_dict(), **figures})
         return written.getvalue()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -16,11 +16,12 @@ from autopallas.sites.operation import Supported, operation_named
 from autopallas.sites.spec import BlockSizes, Sizes
 from autopallas.sites.workload import SiteWorkload
 from autopallas.tuning.cache import Cache
+from autopallas.tuning.coverage import form_of
 from autopallas.tuning.direct import Call, recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
-from autopallas.tuning.table import LEAST_MEMORY, Key, Row, table_device
+from autopallas.tuning.table import LEAST_MEMORY, Key, Row, of_form, table_device
 from autopallas.workbench.cases import Case, cases_of, match_of
 from autopallas.workbench.ranking import ranked
 from autopallas.workbench.trial_log import Result, results_of
@@ -139,6 +140,7 @@ def tune(
     again: bool = False,
     compiler: Compiler | None = None,
     objective: str = "time",
+    only: Mapping[Key, Sizes] | None = None,
 ) -> Outcome:
     """Finds the best block sizes of every implementation that supports a subject, the best implementation first.
 
@@ -151,6 +153,7 @@ def tune(
       again: whether to search even if the cache has a result.
       compiler: the compiler for a target that is not present.
       objective: the objective by which implementations are compared.
+      only: block sizes by their rows' keys: these alone are measured, and what has no such key is passed over.
     """
     match, reasons, results = subject.match, [], []
     working: list[Outcome] = []
@@ -159,8 +162,12 @@ def tune(
         if not isinstance(answer, Supported):
             reasons.append(f"{name}: {answer.reason}")
             continue
-        place: Key = tables.table_key(match.spec, name, match.direction)
+        place = of_form(tables.table_key(match.spec, name, match.direction), form_of(match, target.device))
         first = tables.infer_block_sizes(match.spec, target.device, name, match.direction)
+        if only is not None:
+            if place not in only:
+                continue
+            first = operation_named(match.op).part("block_sizes").BlockSizes(**only[place])
         tried: Sequence[Tried]
         if compiler is not None:
             with Progress(f"autopallas: tuning {match.op}") as say:
@@ -168,7 +175,7 @@ def tune(
             time, memory, reason, searched, digest = ranking.time, ranking.memory, ranking.reason, True, ""
             tried = ranking.tried
         else:
-            entry, searched, tried = _entry(subject, name, target.device, budget, first, again)
+            entry, searched, tried = _entry(subject, name, target.device, budget, first, again, only is not None)
             time = None if entry.row is None else entry.row.of(entry.block_sizes or {})
             memory, reason, digest = entry.lean, entry.reason, entry.digest
         results += results_of(match.op, place, table_device(target.device), match.spec, tried, time, memory)
@@ -188,7 +195,7 @@ def tune(
 
 
 def _entry(
-    subject: Subject, name: str, device: Device, budget: float, first: BlockSizes, again: bool
+    subject: Subject, name: str, device: Device, budget: float, first: BlockSizes, again: bool, alone: bool
 ) -> tuple[Entry, bool, Sequence[Tried]]:
     """Returns (one implementation's result on this device, whether it was searched for now, how far each came)."""
     match, cache = subject.match, Cache.current()
@@ -198,7 +205,8 @@ def _entry(
         entry, searched, tried = known, False, _remembered(known)
     else:
         found: list[Tried] = []
-        entry = search(match, name, key, first, budget, None if again else known, observe=found.extend)
+        earlier = None if again else known
+        entry = search(match, name, key, first, budget, earlier, observe=found.extend, alone=alone)
         cache.put(entry)
         searched, tried = True, found
     if subject.case is not None and entry.outcome == "tuned":

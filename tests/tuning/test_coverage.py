@@ -22,12 +22,13 @@ from autopallas.kernels.cross_entropy import tuned_block_sizes as cross_entropy_
 from autopallas.kernels.grouped_matmul import tuned_block_sizes as grouped_matmul_tables
 from autopallas.sites.device import Device
 from autopallas.tuning import processor
-from autopallas.tuning.coverage import gap, products, stated
+from autopallas.tuning.coverage import form_of, gap, products, stated
 from autopallas.tuning.entry import EntryError, parse
 from autopallas.tuning.evidence import Evidence
 from autopallas.tuning.key import key_of
 from autopallas.tuning.lookup import of_table
-from autopallas.tuning.table import Row
+from autopallas.tuning.table import Row, of_form
+from autopallas.workbench.again import joined
 from autopallas.workbench.cases import DIRECTIONS, Case, cases_of
 from autopallas.workbench.cases import match_of as match_of_case
 
@@ -43,6 +44,16 @@ def machine(monkeypatch):
 
     set_to("avx2")
     return set_to
+
+
+@pytest.fixture(autouse=True)
+def rows_of_one_sequence(monkeypatch):
+    """The tables' rows without those that were measured for several sequences."""
+    kept = {
+        device: {key: row for key, row in rows.items() if "batched" not in key[4]}
+        for device, rows in tuned_block_sizes.TABLE.rows.items()
+    }
+    monkeypatch.setattr(tuned_block_sizes.TABLE, "rows", kept)
 
 
 def einsum(query, key, value, mask="full", lengths=None):
@@ -267,6 +278,36 @@ def test_a_row_of_several_sequences_licenses_several_and_not_one(monkeypatch):
     planted(monkeypatch, several, extensions="avx2", batch=2)
     assert of_table(several, "xla", CPU).exact
     assert "B=2" in of_table(one, "xla", CPU).gap
+
+
+@pytest.mark.parametrize("spelling", [einsum, matmul])
+def test_a_row_of_its_own_form_comes_first(monkeypatch, spelling):
+    """Matmul compiles at B=1 as einsum does at B=2, and one row holds for both; not for einsum at B=1."""
+    shape = (1, 4, 1024, 64) if spelling is matmul else (2, 1024, 4, 64)
+    match = match_of(lambda q, k, v: spelling(q, k, v), *[jax.ShapeDtypeStruct(shape, "float32")] * 3)
+    assert form_of(match, CPU) == "batched"
+    assert form_of(match, Device("gpu", "some kind")) == ""
+    table = tuned_block_sizes
+    base, sizes = table.table_key(match.spec, "xla", "forward"), table.BlockSizes
+    rows = {
+        base: Row(sizes(256, 256), 100.0, 200.0, 10, 20, "measured", "2026-11-21", "jax"),
+        of_form(base, "batched"): Row(sizes(128, 128), 100.0, 150.0, 10, 20, "measured", "2026-11-21", "jax", batch=2),
+    }
+    monkeypatch.setattr(table.TABLE, "rows", {"cpu": rows})
+    found = of_table(match, "xla", CPU)
+    assert found.exact
+    assert (found.block_sizes, found.row.speedup) == (sizes(128, 128), 1.5)
+    one = of_table(match_of_case(square("forward", "float32", "full", 1024)), "xla", CPU)
+    assert (one.exact, one.row.speedup) == (True, 2.0)
+
+
+def test_several_processes_license_by_their_lower_quartile():
+    rows = [Row(None, 100.0, gain, 10, 20, "measured", "", "") for gain in (160.0, 100.0, 130.0)]
+    row = joined(rows)
+    assert (row.speedup, row.lower_gain, row.processes) == (1.3, 1.15, 3)
+    assert Evidence.of(row, "time").licenses
+    assert not Evidence.of(replace(row, lower_gain=1.05), "time").licenses
+    assert joined(rows[:1]) == rows[0]
 
 
 def test_a_row_of_such_a_processor_licenses_16_bit_numbers(monkeypatch, machine):

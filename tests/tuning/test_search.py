@@ -128,13 +128,59 @@ def test_one_result_serves_both_objectives(timings, user_cache):
 
 def test_the_candidate_of_least_memory_is_in_the_race_though_others_are_faster(monkeypatch):
     monkeypatch.setattr(module, "_FINALISTS", 1)
-    works = {
-        CANDIDATES[0]: module._Works(None, 1.0, 900),
-        CANDIDATES[1]: module._Works(None, 1.2, 300),
-        CANDIDATES[2]: module._Works(None, 9.0, 100),
+
+    def works(seconds, temporary_bytes):
+        return module._Works(None, Timing(wall=(seconds,), temporary_bytes=temporary_bytes))
+
+    every = {
+        CANDIDATES[0]: works(1.0, 900),
+        CANDIDATES[1]: works(1.2, 300),
+        CANDIDATES[2]: works(9.0, 100),
     }
     search = module._Search(match_of(attend, *qkv()), "xla", 1e3, lambda: 0.0, print)
-    assert search._finalists(works, original_seconds=1.0) == CANDIDATES[:2]
+    assert search._finalists(every, original_seconds=1.0) == CANDIDATES[:2]
+
+
+def test_a_long_original_is_run_few_times_by_a_quick_search(monkeypatch):
+    """Once for its result, once timed, and then only in turns with the candidate."""
+    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
+    calls, rounds = [], []
+    original, measure = Trial.original, module.measure
+
+    def counted(self):
+        function = original(self)
+
+        def run(*arguments):
+            jax.debug.callback(lambda: calls.append(1))
+            return function(*arguments)
+
+        return run
+
+    def watched(candidates, *arguments, **options):
+        found = measure(candidates, *arguments, **options)
+        rounds.extend(found[ORIGINAL].wall if ORIGINAL in candidates else ())
+        return found
+
+    monkeypatch.setattr(Trial, "original", counted)
+    monkeypatch.setattr(module, "measure", watched)
+    match = match_of(attend, *qkv())
+    entry = search(match, "xla", key_for(match), FIRST, 60.0, quick=True)
+    jax.effects_barrier()
+    assert (entry.outcome, entry.row.evidence) == ("tuned", "quickly measured")
+    assert len(calls) == 2 + len(rounds)
+
+
+def test_a_quick_search_without_time_for_turns_counts_less_of_the_gain(monkeypatch):
+    monkeypatch.setattr(module, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(module._Search, "_finalists", lambda self, works, original_seconds: [])
+    rows = []
+    make = module._row
+    monkeypatch.setattr(module, "_row", lambda *a: rows.append((make(*a[:-1]), make(*a))) or rows[-1][1])
+    match = match_of(attend, *qkv())
+    entry = search(match, "xla", key_for(match), FIRST, 60.0, quick=True)
+    ((whole, counted),) = rows
+    assert counted.speedup == pytest.approx(module._SINGLE_RUN_SHARE * whole.speedup, rel=1e-2)
+    assert entry.row.original_us == counted.original_us
 
 
 def test_every_candidate_is_told_how_far_it_came(monkeypatch, timings):
@@ -172,7 +218,7 @@ def test_the_original_is_a_candidate(timings, original, verdict):
 
 def test_a_wrong_candidate_is_never_chosen_and_is_remembered(monkeypatch, timings):
     wrong = CANDIDATES[:2]
-    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * 1.05, lse) for sizes in wrong})
+    planted(monkeypatch, "forward", {sizes: lambda out, *numbers: (out * 1.05, *numbers) for sizes in wrong})
     timings |= {str(sizes): (0.1, 0.1, 0.1) for sizes in wrong}
     entry = searched(match_of(attend, *qkv()))
     assert entry.sizes_for(BlockSizes) == CANDIDATES[2]
@@ -190,12 +236,12 @@ def test_a_candidate_whose_gradient_is_wrong_is_never_chosen(monkeypatch, timing
 
 
 def test_nan_is_wrong(monkeypatch):
-    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * jnp.nan, lse) for sizes in CANDIDATES})
+    planted(monkeypatch, "forward", {sizes: lambda out, *numbers: (out * jnp.nan, *numbers) for sizes in CANDIDATES})
     assert searched(match_of(attend, *qkv())).outcome == "failed"
 
 
 def test_what_was_wrong_is_not_tried_again(monkeypatch):
-    planted(monkeypatch, "forward", {sizes: lambda out, lse: (out * 2, lse) for sizes in CANDIDATES[:2]})
+    planted(monkeypatch, "forward", {sizes: lambda out, *numbers: (out * 2, *numbers) for sizes in CANDIDATES[:2]})
     match = match_of(attend, *qkv())
     first = searched(match)
     monkeypatch.undo()
@@ -205,23 +251,23 @@ def test_what_was_wrong_is_not_tried_again(monkeypatch):
     assert len(again.rejected) == 2
 
 
-def fails_at_lowering(out, lse):
+def fails_at_lowering(out, *numbers):
     raise NotImplementedError("no such layout")
 
 
-def fails_at_compiling(out, lse):
-    return jax.ffi.ffi_call("autopallas_no_such_target", jax.ShapeDtypeStruct(out.shape, out.dtype))(out), lse
+def fails_at_compiling(out, *numbers):
+    return jax.ffi.ffi_call("autopallas_no_such_target", jax.ShapeDtypeStruct(out.shape, out.dtype))(out), *numbers
 
 
-def fails_at_running(out, lse):
+def fails_at_running(out, *numbers):
     def broken(x):
         raise ValueError("illegal address")
 
-    return jax.pure_callback(broken, jax.ShapeDtypeStruct(out.shape, out.dtype), out), lse
+    return jax.pure_callback(broken, jax.ShapeDtypeStruct(out.shape, out.dtype), out), *numbers
 
 
-def needs_memory(out, lse):
-    return out + jnp.sort(jnp.sin(jnp.arange(50_000_000, dtype=jnp.float32)))[0].astype(out.dtype) * 0, lse
+def needs_memory(out, *numbers):
+    return out + jnp.sort(jnp.sin(jnp.arange(50_000_000, dtype=jnp.float32)))[0].astype(out.dtype) * 0, *numbers
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_a_shared_search_that_came_to_nothing_is_not_begun_again(monkeypatch):
 def test_tuning_ahead_of_time_covers_all_and_shows_the_best(monkeypatch, searches):
     rows = {"xla": row(3.0, memory=2.0), "reference": row(2.0, memory=4.0)}
 
-    def search(match, implementation, key, first, seconds, known, observe):
+    def search(match, implementation, key, first, seconds, known, observe, alone):
         return result(match, implementation, rows[implementation])
 
     monkeypatch.setattr(tune, "search", search)
@@ -267,7 +267,7 @@ def test_tuning_ahead_of_time_covers_all_and_shows_the_best(monkeypatch, searche
 
 
 def test_tuning_ahead_of_time_tells_why_one_was_passed_over(monkeypatch):
-    def search(match, implementation, key, first, seconds, known, observe):
+    def search(match, implementation, key, first, seconds, known, observe, alone):
         if implementation == "reference":
             return Entry(key.description, "failed", reason="no such instruction")
         return result(match, implementation, row())

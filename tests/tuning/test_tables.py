@@ -137,7 +137,7 @@ def test_inferred_block_sizes_are_valid_for_any_shape_on_any_device(data):
     assert all(0 <= value <= max(lengths.values()) for value in found.to_dict().values())
 
 
-TOLD = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac"}
+TOLD = {"extensions": "amx", "batch": 4, "spelling": "ab,bc->ac", "processes": 3, "lower_gain": 1.25}
 
 
 @pytest.fixture
@@ -155,7 +155,9 @@ def test_rows_are_read_as_they_were_written_in_the_order_of_the_buckets(files):
     assert files.get("cpu") is None
 
 
-@pytest.mark.parametrize("names", [(), ("extensions",), ("batch",), ("spelling",), tuple(TOLD)])
+@pytest.mark.parametrize(
+    "names", [(), ("extensions",), ("batch",), ("spelling",), ("lower_gain", "processes"), tuple(TOLD)]
+)
 def test_what_a_row_holds_for_is_written(files, names):
     stated = dataclasses.replace(row(8, 8), **{name: TOLD[name] for name in names})
     files.write("cpu", {key("c"): stated})

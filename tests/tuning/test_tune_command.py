@@ -24,7 +24,7 @@ from autopallas.tuning.direct import recorded
 from autopallas.tuning.entry import Entry
 from autopallas.tuning.key import key_of
 from autopallas.tuning.table import Row
-from autopallas.workbench import tune
+from autopallas.workbench import again, tune
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -139,6 +139,8 @@ def test_bad_input_is_told_in_one_line(capsys, program, shapes, reason):
         (["attention", "--target", "gpu"], "only TPUs can be tuned for"),
         (["attention", "--target", "tpu-v1"], "invalid choice: 'tpu-v1'"),
         (["attention", "--objective", "beauty"], "invalid choice: 'beauty'"),
+        (["attention", "--processes", "3"], "--processes is of rows that are measured for --table"),
+        (["attention", "--processes", "0", "--table"], "not a whole number above 0"),
     ],
 )
 def test_what_does_not_go_together_is_told_in_one_line(capsys, arguments, reason):
@@ -196,7 +198,7 @@ def no_search(monkeypatch):
     """Searches that find what they are told at once; what was searched for."""
     begun = []
 
-    def search(match, implementation, key, first, seconds, known=None, observe=None):
+    def search(match, implementation, key, first, seconds, known=None, observe=None, alone=False):
         begun.append((str(match.spec), seconds))
         sizes = first.to_dict()
         fast, lean = (Row(sizes | {"query_block": n}, n, 99.0, n, 999, "measured", "2026-11-21", "jax") for n in (8, 4))
@@ -208,7 +210,7 @@ def no_search(monkeypatch):
 
 
 def test_without_shapes_the_tables_grid_is_tuned(capsys, no_search):
-    arguments = ("attention", "--filter", "T256 causal", "--filter", "T1024 full", "--budget", "7", "--json")
+    arguments = ("attention", "--filter", "B1 T256 causal", "--filter", "B1 T1024 full", "--budget", "7", "--json")
     results = json.loads(run(capsys, *arguments))
     assert len(results) == 8, "two places, each in two dtypes and two directions"
     assert {seconds for _, seconds in no_search} == {7.0}
@@ -227,7 +229,7 @@ def test_the_table_is_written_with_the_rows_that_were_found(capsys, no_search, t
     before = tuned_block_sizes.TABLE.files.read("cpu")
     shutil.copytree(table_files.DATA, tmp_path / "data")
     monkeypatch.setattr(table_files, "DATA", tmp_path / "data")
-    arguments = ("attention", "--filter", "T256 causal float32", "--direction", "forward")
+    arguments = ("attention", "--filter", "B1 T256 causal float32", "--direction", "forward")
     assert "wrote 2 rows" in run(capsys, *arguments, "--table")
     written = tuned_block_sizes.TABLE.files.read("cpu")
     key = ("xla", "forward", "float32", "T256", "causal")
@@ -237,8 +239,31 @@ def test_the_table_is_written_with_the_rows_that_were_found(capsys, no_search, t
     assert [item for item in written if item[0] not in (key, lean)] == [item for item in before if item[0] != key]
 
 
+def test_rows_of_several_processes_have_their_median_and_lower_quartile(capsys, tmp_path, monkeypatch):
+    shutil.copytree(table_files.DATA, tmp_path / "data")
+    monkeypatch.setattr(table_files, "DATA", tmp_path / "data")
+    shapes = ", ".join(["f32[2,40,2,16]"] * 3)
+    arguments = ("attention", "--shapes", shapes, "--direction", "forward", "--table", "--processes", "2")
+    before = tuned_block_sizes.TABLE.files.read("cpu")
+    assert "wrote" in run(capsys, *arguments)
+    written = [(key, row) for key, row in tuned_block_sizes.TABLE.files.read("cpu") if (key, row) not in before]
+    ((key, row),) = [(key, row) for key, row in written if not key[4].endswith("least memory")]
+    assert key == ("xla", "forward", "float32", "T256", "full, batched")
+    assert (row.processes, row.batch) == (2, 2)
+    assert row.lower_gain > 0
+    assert row.assured_gain == min(row.lower_gain, row.speedup)
+
+
+def test_a_further_process_that_fails_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(again.sys, "executable", "false")
+    shapes = ", ".join(["f32[1,40,2,16]"] * 3)
+    arguments = ("attention", "--shapes", shapes, "--direction", "forward", "--table", "--processes", "2")
+    assert main(["tune", *arguments]) == 2
+    assert "a further process could not measure: status 1" in capsys.readouterr().err
+
+
 def test_an_operation_without_a_table_is_named(capsys, monkeypatch):
-    def search(match, implementation, key, first, seconds, known=None, observe=None):
+    def search(match, implementation, key, first, seconds, known=None, observe=None, alone=False):
         row = Row(first.to_dict(), 8.0, 99.0, 8, 999, "measured", "2026-11-21", "jax")
         return Entry(key.description, "tuned", row.block_sizes, row, "", (), seconds)
 

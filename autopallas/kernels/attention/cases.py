@@ -56,9 +56,22 @@ def padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Arra
     return _weighted(jnp.where(mask[:, None, None, :], scores, jnp.finfo(scores.dtype).min), value)
 
 
+def causal_padded(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Computes attention with both masks, added as a finite fill, as language models of public code do."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool)) & (jnp.arange(key.shape[1]) < lengths[:, None])[:, None, None, :]
+    return _weighted(scores + jnp.where(mask, 0, jnp.finfo(scores.dtype).min).astype(scores.dtype), value)
+
+
 def bias(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array) -> jax.Array:
     scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
     return _weighted(scores + bias, value)
+
+
+def masked(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Computes attention with a mask that the program is given, [B, 1, T, S], as language models' trainers do."""
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1]).astype(query.dtype)
+    return _weighted(jnp.where(mask, scores, jnp.finfo(scores.dtype).min), value)
 
 
 def _weighted(scores: jax.Array, value: jax.Array) -> jax.Array:
@@ -71,7 +84,9 @@ ORIGINALS: dict[str, Callable[..., jax.Array]] = {
     "causal": causal,
     "window": window,
     "padded": padded,
+    "causal_padded": causal_padded,
     "bias": bias,
+    "masked": masked,
     "full32": full32,
     "causal32": causal32,
 }
@@ -105,10 +120,12 @@ def types(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype))
 
     given = [of(batch, length, heads, head_size) for length in (queries, keys, keys)]
-    if case.mask == "padded":
+    if "padded" in case.mask:
         given.append(jax.ShapeDtypeStruct((batch,), jnp.dtype(jnp.int32)))
     elif case.mask == "bias":
         given.append(of(1, heads, queries, keys))
+    elif case.mask == "masked":
+        given.append(jax.ShapeDtypeStruct((batch, 1, queries, keys), jnp.dtype(bool)))
     if case.direction == "forward+backward":
         given.append(of(batch, queries, heads, head_size))
     return tuple(given)
@@ -149,7 +166,7 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
             for mask in ("full32", "causal32")
             for length, heads, batch in ((2048, 16, 4), (4096, 16, 1), (8192, 4, 1))
         )
-    masks = ("full", "causal", "window", "padded")
+    masks, given = ("full", "causal", "window", "padded"), ("causal_padded", "masked", "bias")
     squares = ((256, 8), (512, 8), (1024, 8), (2048, 8), (4096, 4), (8192, 2), (16384, 2))
     return tuple(
         case
@@ -163,6 +180,12 @@ def table_grid(platform: str = "cpu") -> tuple[Case, ...]:
                 if length <= 4096 or direction == "forward"
             ),
             *(cross(direction, d, m, t, s) for t, s in ((1, 2048), (512, 2048)) for m in ("full", "padded")),
+            *(square(direction, d, mask, length) for length in (256, 512, 1024, 2048) for mask in given),
+            *(
+                square(direction, d, mask, length, batch=2)
+                for length in (256, 512, 1024, 2048)
+                for mask in ("full", "causal", "padded", *given)
+            ),
         )
     )
 

@@ -156,9 +156,31 @@ def picture(
 
 
 def mask_class(spec: AttentionSpec, implementation: str | None = None) -> str:
-    """Returns the class of the mask, on which times depend; hidden tiles count if the implementation skips them."""
-    fill = fill_of(spec) if implementation is None or implementation in IMPLEMENTATIONS else None
-    return classify(spec) if fill is None or fill.mask is None else fill.mask
+    """Returns the class of the mask, on which times depend; hidden tiles count if the implementation skips them.
+
+    It is one of :func:`~.tiles.classify`, or "causal and dynamic" or "static and dynamic" if positions alone leave keys
+    out, and side inputs leave out more of them.
+    """
+    skips = implementation is None or implementation in IMPLEMENTATIONS
+    fill = fill_of(spec) if skips else None
+    if fill is not None and fill.mask is not None:
+        return fill.mask
+    found = classify(spec)
+    if fill is None and found != "dynamic":
+        return found
+    by_positions = _known_from_positions(spec, skips)
+    return found if by_positions is None else f"{by_positions} and dynamic"
+
+
+def _known_from_positions(spec: AttentionSpec, skips: bool) -> Literal["causal", "static"] | None:
+    """Returns the class of what positions alone leave out of a mask that side inputs decide too; None for nothing."""
+    rows, columns = (_parts(length, _COARSE) for length in (spec.query_length, spec.key_length))
+    found = tile_states(spec, rows, columns).states if skips else tile_map(spec, rows, columns)
+    left_out = (found == DEAD) | (found == HIDDEN)
+    if not np.any(left_out):
+        return None
+    causal = [[start >= stop for start, _ in columns] for _, stop in rows]
+    return "causal" if np.array_equal(left_out, np.asarray(causal)) else "static"
 
 
 def usual(spec: AttentionSpec, operands: Operands, dout: Array | None = None) -> Array:

@@ -66,9 +66,9 @@ def backward(
     # wgmma multiplies 16-bit operands: a cotangent that the original does not round is split into a sum of two, which
     # are concatenated along the head, and the values are repeated for them.
     split = spec.reads_weights != query.dtype or dout.dtype != query.dtype
-    if split and head_size_of(2 * size) is None:
-        return xla.backward(spec, block_sizes, operands, residuals, cotangents)
     shift, factor = _normalizers(spec, block_sizes, operands, residuals.shift)
+    if split and head_size_of(2 * size) is None:
+        return xla.backward(spec, block_sizes, operands, residuals._replace(shift=shift, factor=factor), cotangents)
     # Everything after the probabilities is linear in the cotangent, which is multiplied by their factor instead.
     scaled = dout.astype(F32) * factor[..., None]
     unit = _unit(scaled, value) if query.dtype == np.float16 else None

@@ -46,10 +46,13 @@ class Residuals(NamedTuple):
     Attributes:
       out: the result of :class:`Results`.
       shift: a number for each row, [B, K, G, T]: the logsumexp, or the maximum if the spec has statistics.
+      factor: [B, K, G, T]: the probabilities are exp(x - shift) times it, more precisely than without; None where that
+        is not known, or if the spec has statistics.
     """
 
     out: Array
     shift: Array
+    factor: Array | None = None
 
 
 class Results(NamedTuple):
@@ -60,15 +63,17 @@ class Results(NamedTuple):
       rows: numbers for each row, each [B, K, G, T], of the spec's ``accumulation_dtype``: the logsumexp alone; or, if
         the spec has statistics, the sum of the exponentials, their maximum, each statistic, and, if there is a
         ``where`` weight, whether it keeps any key.
+      factor: that of :class:`Residuals`.
     """
 
     out: Array
     rows: tuple[Array, ...]
+    factor: Array | None = None
 
     @property
     def residuals(self) -> Residuals:
         logsumexp_or_maximum = self.rows[0] if len(self.rows) == 1 else self.rows[1]
-        return Residuals(self.out, logsumexp_or_maximum)
+        return Residuals(self.out, logsumexp_or_maximum, self.factor)
 
 
 class Cotangents(NamedTuple):

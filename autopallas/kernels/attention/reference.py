@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from autopallas.kernels.attention.block_sizes import BlockSizes
 from autopallas.kernels.attention.operands import Cotangents, Gradients, Operands, Residuals, Results
 from autopallas.kernels.attention.spec import AttentionSpec, Weight
-from autopallas.kernels.attention.tile_values import Tile, exponentials, heights, weighted
+from autopallas.kernels.attention.tile_values import Tile, exponentials, heights, logsumexp, weighted
 from autopallas.sites.device import Device
 from autopallas.sites.operation import Supported, Unsupported
 
@@ -53,7 +53,8 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes | None, operands: Opera
     p = weighted(spec.weights, e / total if spec.statistics is None else e, here)
     out = _einsum("bkgts,bksd->bkgtd", p, value.astype(dtype), dtype, spec.value_precision).astype(spec.result_dtype)
     if spec.statistics is None:
-        return Results(out, (jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))[..., 0],))
+        found, factor = logsumexp(maximum, total)
+        return Results(out, (found[..., 0],), factor[..., 0])
     further = (
         jnp.sum(weighted(y, e, here), -1)
         if isinstance(y, tuple)
@@ -86,7 +87,7 @@ def backward(
         merged = list(sides)
         for n, side in zip(differentiable, floating, strict=True):
             merged[n] = side
-        out, rows = forward(spec, block_sizes, Operands(query, key, value, tuple(merged), sink))
+        out, rows, _ = forward(spec, block_sizes, Operands(query, key, value, tuple(merged), sink))
         if spec.statistics is None:
             return out
         further = zip(spec.statistics, rows[2:], strict=False)

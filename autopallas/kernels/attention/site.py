@@ -415,8 +415,11 @@ class AttentionSite:
         The result is the program's.  The residuals are the kernel's numbers for each row, and the kernel's own result,
         if it cannot be computed from the program's.
         """
-        out, rows = kernel.forward(self.spec, block_sizes, self._canonical(operands))
-        residuals = tuple(write(x, self.rows, self.sizes, self.axes[:4]) for x in rows)
+        out, rows, factor = kernel.forward(self.spec, block_sizes, self._canonical(operands))
+        saved = rows
+        if self.spec.has_factor:
+            saved += (jnp.ones_like(rows[0]) if factor is None else factor,)
+        residuals = tuple(write(x, self.rows, self.sizes, self.axes[:4]) for x in saved)
         if self.finishes:
             residuals += (write(out, self._inner_result, self.sizes, (*self.axes[:4], self.value_labels)),)
         return (self._finish(out, rows, operands),), residuals
@@ -426,10 +429,15 @@ class AttentionSite:
         """View under which the kernel's own result is saved if factors follow it."""
         return (*self.rows, (0, self.value_labels))
 
+    @property
+    def _row_residuals(self) -> int:
+        """Number of residuals with one number for each row."""
+        return self.spec.row_results + self.spec.has_factor
+
     def residual_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns shapes and dtypes of the residuals."""
         rows = tuple(math.prod(self.sizes[a] for a in labels) for _, labels in self.rows)
-        found = (jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype),) * self.spec.row_results
+        found = (jax.ShapeDtypeStruct(rows, self.spec.accumulation_dtype),) * self._row_residuals
         if not self.finishes:
             return found
         return *found, jax.ShapeDtypeStruct((*rows, self.spec.value_head_size), self.spec.result_dtype)
@@ -459,8 +467,9 @@ class AttentionSite:
 
         _, pull, given = jax.vjp(prepare, *(operands[i] for i in active), has_aux=True)
         axes = (*self.axes[:4], self.value_labels)
-        count = self.spec.row_results
-        rows = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
+        count = self._row_residuals
+        saved = [read(Operand(0, self.rows), (x,), self.sizes, axes[:4]) for x in residuals[:count]]
+        rows, factors = saved[: self.spec.row_results], saved[self.spec.row_results :]
         outside: list[jax.Array] = []
         dsums: list[jax.Array] = []
         if self.finishes:
@@ -475,9 +484,9 @@ class AttentionSite:
             dout, dsums, *outside = pull_finish(cotangents[0])
         else:
             out, dout = (read(Operand(0, self.result), (x,), self.sizes, axes) for x in (results[0], cotangents[0]))
-        saved = Results(out, tuple(rows)).residuals
+        known = Results(out, tuple(rows), *factors).residuals
         dq, dk, dv, dsides, dsink = kernel.backward(
-            self.spec, block_sizes, given, saved, Cotangents(dout, tuple(dsums))
+            self.spec, block_sizes, given, known, Cotangents(dout, tuple(dsums))
         )
         inside = pull(Operands(dq, dk, dv, self._differentiable(dsides), dsink))
         return tuple(a + b for a, b in zip(inside, outside, strict=True)) if outside else tuple(inside)
@@ -496,7 +505,7 @@ class AttentionSite:
         sources = [self.query, self.key, self.value, *terms, *further, *sides]
         sources += [t.source for terms in (*self.sinks, self.factors) for t in terms if t.source is not None]
         sources += [] if self.row_program is None else self.row_program.sources
-        residuals = (self.rows,) * self.spec.row_results + (self._inner_result,) * self.finishes
+        residuals = (self.rows,) * self._row_residuals + (self._inner_result,) * self.finishes
         labels = frozenset(label for group in self.axes[:4] for label in group)
         uses = tuple(source for source in sources if isinstance(source, Operand))
         return ShardableAxes(uses, (self.result,), residuals, labels, (frozenset(),))

@@ -138,6 +138,11 @@ class AttentionSpec:
         return 1 if self.statistics is None else 2 + len(self.statistics) + self.keeps
 
     @property
+    def has_factor(self) -> bool:
+        """Whether a factor of the probabilities is saved for the backward."""
+        return self.statistics is None
+
+    @property
     def sums(self) -> tuple[tuple[Weight, ...], ...]:
         """Weights of the statistics that are sums."""
         return tuple(statistic for statistic in self.statistics or () if isinstance(statistic, tuple))
@@ -155,7 +160,8 @@ class AttentionSpec:
 
     @cached_property
     def mask_class(self) -> str:
-        """The class of the mask: "full", "causal", "static" (another one of positions) or "dynamic" (of side inputs).
+        """The class of the mask: "full", "causal", "static" (another one of positions), "dynamic" (of side inputs),
+        "causal and dynamic" or "static and dynamic" (of both).
 
         Masked keys are dead, or hidden by a low score."""
         from autopallas.kernels.attention.fills import mask_class

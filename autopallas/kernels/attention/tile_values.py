@@ -28,6 +28,7 @@ __all__ = [
     "halves",
     "heights",
     "logits",
+    "logsumexp",
     "narrow",
     "reciprocal",
     "row_maximum",
@@ -150,6 +151,22 @@ def exponentials_vjp(
         return half * dhalf, sides
 
     return one_half * half, pull
+
+
+def logsumexp(maximum: Array, total: Array) -> tuple[Array, Array]:
+    """Returns the logsumexp of rows, and the factor with which the probabilities are exp(x - logsumexp) times it.
+
+    The factor is 1 but for rounding.  The logsumexp's rounding error, about 1e-7 of its size, would be the relative
+    error of the probabilities: in a row whose keys are all masked with -1e9 it is -1e9 + log(S) = -1e9, and every
+    probability would be 1.
+
+    Args:
+      maximum: the greatest logit of each row; -inf for a row without any.
+      total: the sum of exp(x - maximum).
+    """
+    found = jnp.where(maximum == -jnp.inf, -jnp.inf, maximum + jnp.log(total))
+    factor = jnp.exp(found - maximum) * reciprocal(total)
+    return found, jnp.where(jnp.isfinite(found), factor, 1)
 
 
 def reciprocal(total: Array) -> Array:

@@ -49,11 +49,17 @@ BUCKETS: tuple[Bucket, ...] = (
 )
 
 
+_OF_BOTH = ("xla", "xla_heads")
+"""Implementations whose rows distinguish masks that positions decide in part and side inputs in part."""
+
+
 def _filed(spec: AttentionSpec, implementation: str, direction: str) -> tuple[str, dict[str, int], str]:
     """Files a spec by direction, sizes, and as invariants the mask class and whether a T x S side input is read."""
     # A bias or mask that fills tiles has to be read: measurements without one do not apply.
     reads_tiles = any(side.varies[3] and side.varies[4] for side in spec.sides)
     mask = mask_class(spec, implementation)
+    if implementation not in _OF_BOTH:
+        mask = mask.removeprefix("causal and ").removeprefix("static and ")
     invariants = f"{mask}, T x S input" if reads_tiles else mask
     return direction, {"T": spec.query_length, "S": spec.key_length}, invariants
 
@@ -65,7 +71,8 @@ _CASES = "abcd,aecd->acbe; abcd,aceb->acde"
 _HOLDS_FROM = {
     ("forward", "causal"): 1.6,
     ("forward", "static"): 1.6,
-    **{("forward+backward", mask): 1.2 for mask in ("full", "causal", "static", "dynamic")},
+    ("forward", "causal and dynamic"): 1.6,
+    **{("forward+backward", mask): 1.2 for mask in ("full", "causal", "static", "dynamic", "causal and dynamic")},
 }
 """Smallest gain with which a row holds for other batch sizes and spellings: those tried gained less by this factor."""
 
@@ -77,15 +84,17 @@ def conditions(match: Workload) -> Conditions:
     head in any spelling.  With B > 1, or with several heads spelled with matmul, XLA fuses the same attention into one
     kernel without a T x S array, or makes it faster otherwise.  If the row's gain is large, the tiles that a causal or
     static mask leaves out outweigh that.  With the gradients in the same program the original is also faster, by less.
+
+    Both of these are one form, "batched": matmul at B=1 and einsums at B=2 gain the same within a tenth
+    (docs/tuning.md), so that rows measured at B=2 hold for both.
     """
     spec = match.spec
     assert isinstance(spec, AttentionSpec)
-    found, parts = products(match.original), spec.batch * spec.key_heads * spec.groups
-    return Conditions(
-        spec.batch,
-        "" if found == _CASES or parts == 1 else found or "none",
-        _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf),
-    )
+    found, heads = products(match.original), spec.key_heads * spec.groups
+    spelling = "" if found == _CASES or spec.batch * heads == 1 else found or "none"
+    batched = heads > 1 and (spec.batch > 1 or bool(spelling))
+    holds_from = _HOLDS_FROM.get((match.direction, spec.mask_class), math.inf)
+    return Conditions(spec.batch, spelling, holds_from, "batched" if batched else "")
 
 
 TABLE = Table(OPERATION, BUCKETS, _filed, BlockSizes)

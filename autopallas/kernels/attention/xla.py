@@ -44,8 +44,8 @@ from autopallas.kernels.attention.tile_values import (
     exponentials_vjp,
     greatest,
     logits,
+    logsumexp,
     narrow,
-    reciprocal,
     row_maximum,
     weighted,
     weighted_vjp,
@@ -86,13 +86,11 @@ class _ForwardRows(NamedTuple):
     Attributes:
       attention, place: the attention, and which rows these are.
       q: the queries, [..., G t, D].
-      values: whether the result is computed, not only the numbers for each row.
     """
 
     attention: _Attention
     place: _Rows
     q: Array
-    values: bool
 
 
 class _Running(NamedTuple):
@@ -111,7 +109,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
     own = _Attention(spec, plan, operands, usual(spec, operands) if plan.hides else None)
     shape = (spec.batch, spec.key_heads, spec.groups, spec.query_length)
     out = jnp.zeros((*shape, spec.value_head_size), spec.result_dtype)
-    statistics = (jnp.zeros(shape, spec.accumulation_dtype),) * spec.row_results
+    numbers = (jnp.zeros(shape, spec.accumulation_dtype),) * (spec.row_results + spec.has_factor)
 
     def rows(place: _Rows, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         running = _stream(own, place)
@@ -119,7 +117,7 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
             result = running.accumulator / running.total
             if running.kept is not None:
                 result = jnp.where(running.kept, result, 0)
-            found = [running.maximum + jnp.log(running.total)]
+            found = [*logsumexp(running.maximum, running.total)]
         else:
             result = running.accumulator
             kept = () if running.kept is None else (running.kept,)
@@ -129,23 +127,22 @@ def forward(spec: AttentionSpec, block_sizes: BlockSizes, operands: Operands) ->
         return store(carry[0], place.window("BKGT-"), place.restored(result)), *stored
 
     with jax.named_scope("autopallas_attention_xla"):
-        result, *numbers = _over_rows(plan, spec, rows, (out, *statistics))
-    return Results(result, tuple(numbers))
+        result, *found = _over_rows(plan, spec, rows, (out, *numbers))
+    return Results(result, tuple(found[: spec.row_results]), *found[spec.row_results :])
 
 
-def _stream(own: _Attention, place: _Rows, values: bool = True) -> _Running:
-    """Returns the state of a block of rows after all tiles that count; without ``values``, the row numbers alone."""
-    rows = _ForwardRows(own, place, place.rows(own.operands.query), values)
-    start = _initial(own, place, values)
+def _stream(own: _Attention, place: _Rows) -> _Running:
+    """Returns the state of a block of rows after all tiles that count."""
+    rows = _ForwardRows(own, place, place.rows(own.operands.query))
 
     def reveals(carry: _Running) -> Array:
         assert own.bounded is not None
         return ~(own.bounded & jnp.all(carry.maximum >= own.plan.least))
 
-    return own.plan.over_columns(place.block, partial(_advanced, rows), start, reveals)
+    return own.plan.over_columns(place.block, partial(_advanced, rows), _initial(own, place), reveals)
 
 
-def _initial(own: _Attention, place: _Rows, values: bool) -> _Running:
+def _initial(own: _Attention, place: _Rows) -> _Running:
     """Returns the state of a block of rows before its first tile; a sink is already in its maximum and sum."""
     spec, sink, shape = own.spec, own.operands.sink, place.shape
     dtype = spec.accumulation_dtype
@@ -159,8 +156,8 @@ def _initial(own: _Attention, place: _Rows, values: bool) -> _Running:
     return _Running(
         maximum,
         total,
-        jnp.zeros((*shape, spec.value_head_size if values else 0), dtype),
-        jnp.zeros((*shape, 1), bool) if spec.keeps and values else None,
+        jnp.zeros((*shape, spec.value_head_size), dtype),
+        jnp.zeros((*shape, 1), bool) if spec.keeps else None,
         tuple(jnp.full((*shape, 1), 0 if isinstance(s, tuple) else -jnp.inf, dtype) for s in spec.statistics or ()),
     )
 
@@ -177,8 +174,6 @@ def _advanced(rows: _ForwardRows, key_start: Start, key_size: int, programs: Til
     shrink = jnp.exp(carry.maximum - finite_maximum)
     e = exponentials(programs.inner_weights, x, finite_maximum, here)
     total = carry.total * shrink + jnp.sum(e, axis=-1, keepdims=True)
-    if not rows.values:
-        return carry._replace(maximum=maximum, total=total)
     p = weighted(programs.weights, e, here)
     accumulator = carry.accumulator * shrink
     accumulator = accumulator + _times_values(spec, place, p, place.columns(operands.value, columns))
@@ -261,43 +256,13 @@ def backward(
     start = _Accumulators.zeros(spec, operands)
     own = _Attention(spec, plan, operands, usual(spec, operands, cotangents.out) if plan.hides else None)
     with jax.named_scope("autopallas_attention_xla_backward"):
-        normalizers = jnp.where(residuals.shift == -jnp.inf, 0, residuals.shift), jnp.ones_like(residuals.shift)
-        if spec.statistics is None:
-            normalizers = _normalizers(own, residuals.shift)
-        reading = _Backward(own, residuals.out, cotangents, *normalizers)
+        shift, factor = residuals.shift, residuals.factor
+        if spec.statistics is not None:
+            shift = jnp.where(shift == -jnp.inf, 0, shift)
+        factor = jnp.ones_like(shift) if factor is None else factor
+        reading = _Backward(own, residuals.out, cotangents, shift, factor)
         found = _over_rows(plan, spec, partial(_add_rows, reading), start)
     return found.finished(spec, operands)
-
-
-def _normalizers(own: _Attention, logsumexp: Array) -> tuple[Array, Array]:
-    """Returns (shift, factor), each [B, K, G, T], such that the probabilities are exp(x - shift) * factor.
-
-    The logsumexp is used if it is precise enough.  Its rounding error, about 1e-7 of its size, is the relative error of
-    the probabilities: in a row whose keys are all masked with -1e9 the logsumexp is -1e9 + log(S) = -1e9, and every
-    probability would be 1.  If there are such rows, or if the sum may not be positive, maximum and sum are recomputed.
-    """
-    spec, plan = own.spec, own.plan
-
-    def recomputed() -> tuple[Array, Array]:
-        def rows(place: _Rows, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            running = _stream(own, place, values=False)
-            found = (running.maximum, reciprocal(running.total))
-            window = place.window("BKGT")
-            shift, factor = (store(c, window, place.restored(f)[..., 0]) for c, f in zip(carry, found, strict=True))
-            return shift, factor
-
-        empty = jnp.zeros_like(logsumexp)
-        shift, factor = _over_rows(plan, spec, rows, (empty, empty))
-        return shift, factor
-
-    if spec.inner_weights:
-        return recomputed()
-    large = jnp.isfinite(logsumexp) & (jnp.abs(logsumexp) > _LARGE_LOGSUMEXP)
-    shift, factor = lax.cond(jnp.any(large), recomputed, lambda: (logsumexp, jnp.ones_like(logsumexp)))
-    return shift, factor
-
-
-_LARGE_LOGSUMEXP = 256.0
 
 
 class _BackwardRows(NamedTuple):

@@ -45,6 +45,7 @@ from autopallas.patterns.carry import is_available
 from autopallas.patterns.match import BackwardMatch, Match, Mismatch, NearMiss, bounded
 from autopallas.patterns.mixture_of_experts.axes import choice_axes, passed_on
 from autopallas.patterns.mixture_of_experts.loops import added_on_the_way, even_sums, loop_at, selected_on_the_way
+from autopallas.patterns.mixture_of_experts.one_by_one import one_by_one
 from autopallas.patterns.mixture_of_experts.picks import GATHERED, PICKED
 from autopallas.patterns.mixture_of_experts.reading import read
 from autopallas.patterns.mixture_of_experts.refusals import DENSE
@@ -137,6 +138,10 @@ def find(graph: Graph, alive: frozenset[int], assume_finite: bool) -> tuple[list
     for root, miss in misses.items():
         if root not in matches:
             places.setdefault(miss.location, miss)
+    with contained():
+        for miss in one_by_one(graph, alive):
+            if miss.value not in matches and not any(miss.value in match.replaced for match in matches.values()):
+                places.setdefault(miss.location, miss)
     return [matches[root] for root in sorted(matches)], list(places.values())
 
 

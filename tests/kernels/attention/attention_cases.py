@@ -291,7 +291,7 @@ def oracle(case: Case, dtype: Any) -> dict[str, np.ndarray]:
 
 def named(results: Results, gradients: Gradients) -> dict[str, np.ndarray]:
     """Everything that an implementation returns, by name."""
-    out, (logsumexp,) = results
+    out, (logsumexp,), _ = results
     dquery, dkey, dvalue, dsides, dsink = gradients
     found = {"out": out, "logsumexp": logsumexp, "dquery": dquery, "dkey": dkey, "dvalue": dvalue, "dsink": dsink}
     found |= {f"dside{n}": d for n, d in enumerate(dsides)}

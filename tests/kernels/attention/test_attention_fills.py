@@ -107,11 +107,20 @@ def test_no_mask_is_found(form):
 def test_a_positional_part_is_found_beside_side_inputs():
     score = traced(lambda s, i, j, m: jnp.where(seen(i, j) & m, s, -1e9), SCORE, QUERY, KEY, side(0, bool))
     spec = Case("padded", score=score, sides=(PADDING,), draw="m", query_length=300, key_length=300).spec()
-    assert spec.mask_class == "full"
+    assert spec.mask_class == "causal and dynamic"
+    assert mask_class(spec, "pallas_gpu") == "full", "which skips no hidden tile"
     assert int((tile_states(spec, edges(300, 64), edges(300, 64)).states == HIDDEN).sum()) == 10
     spec = replace(spec, live=traced(lambda i, j, m: seen(i, j) & m, QUERY, KEY, side(0, bool)))
-    assert spec.mask_class == "dynamic"
+    assert (mask_class(spec, "xla"), mask_class(spec, "pallas_gpu")) == ("causal and dynamic", "dynamic")
     assert int((tile_states(spec, edges(300, 64), edges(300, 64)).states == HIDDEN).sum()) == 10
+
+
+def test_a_positional_part_that_is_not_causal():
+    window = traced(lambda s, i, j, m: jnp.where((jnp.abs(i - j) < 40) & m, s, -1e9), SCORE, QUERY, KEY, side(0, bool))
+    spec = Case("padded", score=window, sides=(PADDING,), draw="m", query_length=300, key_length=300).spec()
+    assert spec.mask_class == "static and dynamic"
+    padding = traced(lambda s, i, j, m: jnp.where(m, s, -1e9), SCORE, QUERY, KEY, side(0, bool))
+    assert replace(spec, score=padding).mask_class == "full", "nothing is known before the program runs"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +220,7 @@ def check(name: str, case: Case, kind: str, sizes: BlockSizes) -> None:
     with mode(True) if name == "pallas_tpu" else nullcontext():
         found, wanted = (both(name, replace(spec, assume_finite=a), sizes)(*given) for a in (True, False))
     if kind == "a hidden score is huge":  # and so is what gradients of queries and keys are rounded by
-        found, wanted = ((out, rows, gradients[2:]) for out, rows, gradients in (found, wanted))
+        found, wanted = ((*results, gradients[2:]) for *results, gradients in (found, wanted))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))

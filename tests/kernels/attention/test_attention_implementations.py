@@ -207,7 +207,7 @@ class AttentionImplementation:
         *arrays, dout = case.operands()
 
         def run(module, spec, sizes, operands, dout):
-            out, rows = results = module.forward(spec, sizes, operands)
+            out, rows, _ = results = module.forward(spec, sizes, operands)
             cotangents = Cotangents(dout, (jnp.sin(rows[0]), jnp.cos(rows[2])))
             return (out, *rows, *module.backward(spec, sizes, operands, results.residuals, cotangents))
 
@@ -246,7 +246,7 @@ class AttentionImplementation:
         with jax.enable_x64(True):
             query, key, value, *_ = case.operands(jnp.float64)
             spec = promoted_spec(case.spec())
-            out, (logsumexp,) = module.forward(spec, self.sizes, Operands(query, key, value))
+            out, (logsumexp,), _ = module.forward(spec, self.sizes, Operands(query, key, value))
             assert out.dtype == logsumexp.dtype == np.float64
             scores = np.einsum("bkgtd,bksd->bkgts", query, key) * 0.3
             scores = np.where(np.tri(32, dtype=bool), scores, -np.inf)

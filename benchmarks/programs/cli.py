@@ -1,0 +1,92 @@
+"""``python -m benchmarks programs``: unmodified programs of other libraries, by default options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.programs import measure, missing, programs
+
+__all__ = ["main"]
+
+RESULTS = Path(__file__).parents[1] / "results" / "programs-cpu.json"
+
+_DESCRIPTION = """\
+Runs unmodified programs of other libraries as they are written and under autopallas.optimize with default options.
+
+Each row has the ratio of processor times (2.0: the original takes twice as long), temporary memory, and what the
+first step costs: without a search, with the quick search of a first run, and with what that search left in the cache.
+The libraries are those of the extra "programs"; a program whose library is missing is left out, and said.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line.
+
+    Returns:
+      1 where a program failed or fell short of a bar, 2 where nothing could be measured, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks programs", description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="show the programs and measure nothing")
+    parser.add_argument(
+        "--filter", action="append", default=[], metavar="WORDS",
+        help="only programs whose names have all these words; given several times: any of them",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each program, in turns (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="first steps of each kind (%(default)s)")
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="keeps what quick searches find; by default forgotten"
+    )
+    stays = f"rows as JSON, such as {RESULTS.name}; rows of other machines and programs in it stay"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=stays)
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    chosen = [one for one in programs() if _selected(one.name, options.filter)]
+    if options.list:
+        for program in chosen:
+            absent = missing(program)
+            print(program.name + (f"   (needs {', '.join(absent)})" if absent else ""))
+        return 0
+    absent = {name for program in chosen for name in missing(program)}
+    if absent:
+        left = sum(bool(missing(program)) for program in chosen)
+        print(f"{left} programs left out: {', '.join(sorted(absent))} not installed; pip install '.[programs]'")
+    chosen = [program for program in chosen if not missing(program)]
+    if not chosen:
+        print("no program to measure; see --list")
+        return 2
+    rows: list[measure.Row] = []
+    with tempfile.TemporaryDirectory() as forgotten:
+        for program in chosen:
+            rows.append(measure.measured(program, options.rounds, options.repeats, options.cache or Path(forgotten)))
+            print(measure.line(rows[-1]), flush=True)
+            if options.output:
+                _write(rows, options.output)
+    print("\n" + measure.summary(rows))
+    short = [(row, found) for row in rows if (found := measure.verdicts(row))]
+    for row, found in short:
+        print(f"short of a bar: {row['program']}: {'; '.join(found)}")
+    return int(bool(short))
+
+
+def _selected(name: str, wanted: Sequence[str]) -> bool:
+    return not wanted or any(all(word.lower() in name.lower() for word in words.split()) for words in wanted)
+
+
+def _machine(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["program"], row["vector_extensions"], row["versions"]["jax"]
+
+
+def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes rows among those that a file has already, of which they take the place."""
+    kept = json.loads(path.read_text()) if path.exists() else []
+    new = {_machine(row): row for row in [*kept, *rows]}
+    path.write_text("[\n" + ",\n".join(json.dumps(new[key]) for key in sorted(new)) + "\n]\n")

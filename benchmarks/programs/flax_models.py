@@ -1,0 +1,66 @@
+"""Layers of flax, put together as its guides do, and a model that is written with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.programs.program import Built, Program, images, tokens
+
+__all__ = ["PROGRAMS"]
+
+
+def _encoder(length: int, dtype: Any) -> Built:
+    from flax import nnx
+
+    rngs, width = nnx.Rngs(0), 512
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.first, self.second = (nnx.LayerNorm(width, rngs=rngs, dtype=dtype) for _ in range(2))
+            self.attend = nnx.MultiHeadAttention(8, width, dtype=dtype, decode=False, rngs=rngs)
+            self.up, self.down = (
+                nnx.Linear(*sizes, dtype=dtype, rngs=rngs) for sizes in ((width, 4 * width), (4 * width, width))
+            )
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = x + self.attend(self.first(x))
+            return x + self.down(jax.nn.gelu(self.up(self.second(x))))
+
+    blocks = [Block() for _ in range(2)]
+    definitions, states = zip(*map(nnx.split, blocks), strict=True)
+
+    def forward(states: Any, x: jax.Array) -> jax.Array:
+        for definition, state in zip(definitions, states, strict=True):
+            x = nnx.merge(definition, state)(x)
+        return x
+
+    return forward, (states, images(1, length, width).astype(dtype))
+
+
+def _mixture(batch: int, length: int) -> Built:
+    from nano_moe.config import NanoMoEConfig
+    from nano_moe.train import create_train_state, train_step
+
+    config = NanoMoEConfig(
+        vocab_size=4096, n_layers=2, n_heads=4, d_model=256, d_ff=1024, n_experts=8, block_size=length, dropout_rate=0.0
+    )
+    state = create_train_state(jax.random.key(0), config)
+    ids = tokens(batch, length, config.vocab_size)
+
+    def step(state: Any, ids: jax.Array, following: jax.Array) -> Any:
+        return train_step(state, ids, following, config)
+
+    return step, (state, ids, jnp.roll(ids, -1, 1))
+
+
+PROGRAMS = (
+    Program("flax encoder forward B1 T4096 f32", ("flax",), functools.partial(_encoder, 4096, jnp.float32)),
+    Program("flax encoder forward B1 T2048 bf16", ("flax",), functools.partial(_encoder, 2048, jnp.bfloat16)),
+    Program(
+        "nano-moe mixture train B4 T256 f32", ("nano-moe-jax", "flax", "optax"), functools.partial(_mixture, 4, 256)
+    ),
+)
