@@ -14,7 +14,7 @@ FUZZ_PROGRAMS ?= 2000
 # again.  Without this the unfused program looks worse than it is.  (The C library of Linux reads these.)
 ALLOCATOR := MALLOC_MMAP_MAX_=0 MALLOC_ARENA_MAX=1 MALLOC_TRIM_THRESHOLD_=8589934592
 
-.PHONY: help demo test nightly test-line test-other-line test-corpus forms fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench docs clean
+.PHONY: help demo test nightly test-line test-other-line test-corpus forms fuzz fuzz-record fuzz-mutations check-tpu check-tpu-line check-gpu check-gpu-line faults soak jax-suite lint bench programs programs-line docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Lists the targets
@@ -29,10 +29,11 @@ test:  ## Runs the tests on both lines: Python 3.11 with JAX 0.10, later Pythons
 	$(MAKE) --no-print-directory TIER=compatibility test-other-line || status=1; \
 	exit $$status
 
-nightly:  ## Runs all cases of all tests on both lines, which takes about an hour on two cores
+nightly:  ## Runs all cases of all tests on both lines, and programs of other libraries: about two hours on two cores
 	@status=0; \
 	$(MAKE) --no-print-directory TIER=nightly test-line || status=1; \
 	$(MAKE) --no-print-directory TIER=nightly test-other-line || status=1; \
+	$(MAKE) --no-print-directory programs || status=1; \
 	exit $$status
 
 test-line: $(VENV)/.installed  ## Runs the tests on the default Python alone (TIER: fast, compatibility, nightly; ARGS: of pytest)
@@ -99,6 +100,14 @@ lint: $(VENV)/.installed  ## Checks style and types
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
+
+programs:  ## Measures unmodified programs of other libraries in .venv-programs, which takes about 40 minutes (ARGS="--help")
+	@python="$$(.ci/find-python 3.11)" || exit 1; \
+	$(MAKE) --no-print-directory VENV=.venv-programs PYTHON="$$python" programs-line
+
+programs-line: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[programs]'
+	$(ALLOCATOR) $(VENV)/bin/python -m benchmarks programs $(ARGS)
 
 bench: $(VENV)/.installed  ## Runs the benchmarks (ARGS="--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)

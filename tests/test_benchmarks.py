@@ -176,8 +176,15 @@ def test_arithmetic_is_counted_over_live_pairs() -> None:
     sizes = (("B", 1), ("T", 4), ("N", 1), ("D", 1))
     counted = {m: attention.operations(Case("attention", "forward", "float32", m, sizes)) for m in attention.ORIGINALS}
     assert counted == {
-        **{"full": 64, "full32": 64, "bias": 64, "causal": 40, "causal32": 40, "window": 28},
-        **{"padded": 48, "causal_padded": 36, "masked": 36},
+        "full": 64,
+        "full32": 64,
+        "bias": 64,
+        "causal": 40,
+        "causal32": 40,
+        "window": 28,
+        "padded": 48,
+        "causal_padded": 36,
+        "masked": 36,
     }
     assert attention.operations(Case("attention", "forward+backward", "float32", "full", sizes)) == 3.5 * 64
 

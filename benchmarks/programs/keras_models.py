@@ -61,7 +61,9 @@ def _program(name: str, build: Any, *arguments: Any, **options: Any) -> Program:
 PROGRAMS = (
     _program("keras MobileNet train B4 96x96 f32", _application, "MobileNet", 4, 96),
     _program("keras MobileNetV2 train B4 96x96 f32", _application, "MobileNetV2", 4, 96),
-    _program("keras ConvNeXtTiny train B1 64x64 f32", _application, "ConvNeXtTiny", 1, 64, include_preprocessing=False),
+    _program(
+        "keras ConvNeXtTiny train B1 128x128 f32", _application, "ConvNeXtTiny", 1, 128, include_preprocessing=False
+    ),
     _program("keras EfficientNetB0 train B4 96x96 f32", _application, "EfficientNetB0", 4, 96),
     _program("keras transformer train B4 T512 f32", _transformer, 4, 512),
 )

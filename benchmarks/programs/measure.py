@@ -122,7 +122,7 @@ def line(row: Row) -> str:
         f"memory {memory[OPTIMIZED] / memory[ORIGINAL]:.2f} (smallest {memory[MEMORY] / memory[ORIGINAL]:.2f})",
         f"first step {first[OPTIMIZED] / first[ORIGINAL]:.2f} of {first[ORIGINAL]:.1f} s",
         f"searching {first['searched']:.1f} s, afterwards {first['cached']:.1f} s",
-        f"difference {row['max_difference']:.1e}",
+        f"difference {row['difference']:.1e}",
         sites,
     )
     return "  ".join(parts)

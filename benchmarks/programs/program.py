@@ -32,12 +32,12 @@ class Program:
         return "train step" if "train" in self.name.split() else "forward"
 
 
-def train_step(loss: Callable[..., Any], rate: float = 1e-3) -> Callable[..., Any]:
+def train_step(loss: Callable[..., Any], rate: float = 1.0) -> Callable[..., Any]:
     """Returns a step of gradient descent.
 
     Args:
       loss: of a tree of parameters and a batch, a scalar.
-      rate: what gradients are multiplied by.
+      rate: what gradients are multiplied by; as large as here, they show in the result.
     """
 
     def step(parameters: Any, *batch: Any) -> tuple[Any, jax.Array]:

@@ -1,0 +1,124 @@
+"""The benchmark of other libraries' programs: its command line, what it compares, and what it says of rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import cli
+from benchmarks.programs import child, measure, missing, programs
+from benchmarks.programs import cli as programs_cli
+from benchmarks.programs.program import Program, train_step
+
+BYTES = {"original": 100, "optimized": 100, "memory": 50}
+FIRST = {"original": 1.0, "optimized": 1.1, "searched": 3.0, "cached": 1.2}
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    return {
+        "program": "a library's model train B1 f32", "cpu_ratio": [2.0, 1.9, 2.1], "temporary_bytes": BYTES,
+        "first_step_cpu_seconds": FIRST, "difference": 1e-6, "vector_extensions": "avx2", "versions": {"jax": "0.12"},
+        "sites": [{"op": "attention", "kind": None, "verdict": "applied"}], **changed,
+    }  # fmt: skip
+
+
+def test_at_least_ten_programs_of_several_libraries_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["programs", "--list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(programs()) >= 10
+    assert len({line.split()[0] for line in listed}) >= 5
+    assert {program.direction for program in programs()} == {"train step", "forward"}
+
+
+def test_a_filter_chooses_by_all_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["programs", "--list", "--filter", "gpt-2 b4", "--filter", "whisper"])
+    listed = capsys.readouterr().out.splitlines()
+    assert listed
+    assert all("Whisper" in line or ("GPT-2" in line and "B4" in line) for line in listed)
+
+
+@pytest.mark.parametrize("options", [["--rounds", "0"], ["--repeats", "-1"], ["--rounds", "many"]])
+def test_a_number_that_means_nothing_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["programs", *options])
+    assert stopped.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_nothing_chosen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["programs", "--filter", "no such program"]) == 2
+    assert "--list" in capsys.readouterr().out
+
+
+def test_a_program_whose_library_is_missing_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = Program("absent forward", ("no-such-distribution",), lambda: (jnp.sum, ()))
+    assert missing(absent) == ["no-such-distribution"]
+    monkeypatch.setattr(programs_cli, "programs", lambda: [absent])
+    assert cli.main(["programs"]) == 2
+    assert "no-such-distribution not installed" in capsys.readouterr().out
+
+
+def test_a_program_that_fails_is_a_row_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    unknown = Program("unknown forward", (), lambda: (jnp.sum, ()))  # a process of its own does not find it
+    monkeypatch.setattr(programs_cli, "programs", lambda: [unknown])
+    assert cli.main(["programs", "--output", str(tmp_path / "rows.json"), "--repeats", "1"]) == 1
+    (written,) = json.loads((tmp_path / "rows.json").read_text())
+    assert "original: ValueError" in written["failure"]
+    assert "short of a bar: unknown forward: failed" in capsys.readouterr().out
+
+
+def test_rows_take_the_place_of_their_own_kind_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    programs_cli._write([row(difference=1.0), row(vector_extensions="avx512_bf16")], file)
+    programs_cli._write([row(difference=2.0)], file)
+    found = {one["vector_extensions"]: one["difference"] for one in json.loads(file.read_text())}
+    assert found == {"avx2": 2.0, "avx512_bf16": 1e-6}
+
+
+def test_what_falls_short_is_named() -> None:
+    assert measure.verdicts(row()) == []
+    assert "slower" in measure.verdicts(row(cpu_ratio=[0.96, 0.9, 1.0]))[0]
+    more = BYTES | {"optimized": 106}
+    assert "memory 1.06" in measure.verdicts(row(temporary_bytes=more, cpu_ratio=[1.2, 1.2, 1.2]))[0]
+    assert measure.verdicts(row(temporary_bytes=more)) == []
+    assert "first step 1.40" in measure.verdicts(row(first_step_cpu_seconds=FIRST | {"optimized": 1.4}))[0]
+    assert measure.verdicts(row(first_step_cpu_seconds=FIRST | {"optimized": 1.3})) == []
+    assert measure.verdicts(row(failure="steps: no luck")) == ["failed: steps: no luck"]
+
+
+def test_means_are_geometric_and_leave_out_what_failed() -> None:
+    said = measure.summary([row(), row(cpu_ratio=[0.5, 0.5, 0.5]), row(failure="no")])
+    assert said.startswith("2 programs, geometric means: 1.00 times as fast; temporary memory 1.00, and 0.50")
+    assert "2 of 2 sites are replaced" in said
+    assert measure.summary([row(failure="no")]) == "no program ran"
+
+
+def test_of_a_steps_state_the_change_is_compared() -> None:
+    state = {"w": jnp.full(4, 1e3), "key": jax.random.key(0)}
+    good, bad = ({"w": state["w"] + change, "key": state["key"]} for change in (1.0, 1.5))
+    assert child.difference((good, jnp.zeros(())), (bad, jnp.zeros(())), (state,)) == pytest.approx(0.5)
+    assert child.difference(np.ones(4), np.full(4, 1.5), (state,)) == pytest.approx(0.5)
+    assert child.difference(jnp.zeros(3), jnp.ones(3), (jnp.ones(3),)) == pytest.approx(3**0.5)
+
+
+def test_a_program_is_measured_with_its_sites() -> None:
+    def loss(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
+
+    found = child._steps((train_step(loss), (jnp.ones((8, 16)), jnp.ones((4, 8)), jnp.arange(4))), rounds=2)
+    assert [site["op"] for site in found["sites"]] == ["cross_entropy"]
+    assert found["rounds"] == 2
+    assert found["difference"] < 1e-5
+    assert found["failure"] is None
+    text = measure.line(found | {"program": "p", "first_step_cpu_seconds": FIRST})
+    assert "1 cross_entropy" in text
