@@ -93,7 +93,7 @@ class Trial:
                 return run(*replaced_at(operands, active, chosen))
 
             results, pull = jax.vjp(varied, *(operands[i] for i in active))
-            return [*results, *pull(list(cotangents))]
+            return [*results, *_of_values(part, active, pull(list(cotangents)))]
 
         return self._all(one)
 
@@ -104,8 +104,9 @@ class Trial:
             results, residuals = kernel_forward(part.site, implementation, block_sizes)(*operands)
             if not part.backwards:
                 return list(results)
-            pull = kernel_backward(part.site, implementation, block_sizes, _active(part))
-            return [*results, *pull(operands, results, residuals, cotangents)]
+            active = _active(part)
+            pull = kernel_backward(part.site, implementation, block_sizes, active)
+            return [*results, *_of_values(part, active, pull(operands, results, residuals, cotangents))]
 
         return self._all(one)
 
@@ -126,7 +127,7 @@ class Trial:
             types = [*part.original.out_avals]
             found = rounded(part.original)
             if part.backwards:
-                active = _active(part)
+                active = tuple(positions[0] for positions in _uses(part, _active(part)))
                 types += [part.original.in_avals[i] for i in active]
                 arguments = [*part.original.in_avals, *part.original.out_avals]
                 abstract = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in arguments]
@@ -160,3 +161,18 @@ class Trial:
 def _active(part: SiteWorkload) -> tuple[int, ...]:
     """Returns the positions of the operands whose gradients the program computes."""
     return tuple(sorted({position for backward in part.backwards for position, _ in backward.gradients}))
+
+
+def _uses(part: SiteWorkload, active: Sequence[int]) -> list[list[int]]:
+    """Groups positions of operands that are uses of one value, where the site has several."""
+    values: Sequence[int] = getattr(part.site, "uses", None) or range(len(part.original.in_avals))
+    found: dict[int, list[int]] = {}
+    for position in active:
+        found.setdefault(values[position], []).append(position)
+    return list(found.values())
+
+
+def _of_values(part: SiteWorkload, active: Sequence[int], gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the gradient of each value: the sum over its uses, which is all that the program is owed."""
+    given = dict(zip(active, gradients, strict=True))
+    return [functools.reduce(jnp.add, (given[p] for p in positions)) for positions in _uses(part, active)]

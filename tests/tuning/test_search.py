@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from places import attend, attend_all, gradient, key_for, match_of, qkv
 
 import autopallas
@@ -233,6 +234,28 @@ def test_a_candidate_whose_gradient_is_wrong_is_never_chosen(monkeypatch, timing
     assert entry.key["direction"] == "forward+backward"
     assert entry.sizes_for(BlockSizes) == CANDIDATES[2]
     assert {r.stage for r in entry.rejected} == {"compare"}
+
+
+def test_a_value_that_is_used_several_times_has_one_gradient(monkeypatch):
+    """A fast variance reads x three times, each with a cotangent of its own; the kernel writes their sum to one."""
+
+    def norm(x, scale, shift):
+        mean = jnp.mean(x, -1, keepdims=True)
+        variance = jnp.maximum(0.0, jnp.mean(lax.square(x), -1, keepdims=True) - lax.square(mean))
+        return (x - mean) * (lax.rsqrt(variance + 1e-5) * scale) + shift
+
+    def step(x, scale, shift, cotangent):
+        out, pull = jax.vjp(norm, x, scale, shift)
+        return out, pull(cotangent)
+
+    numbers = jnp.ones((16, 32))
+    match = match_of(step, numbers, numbers[0], numbers[0], numbers)
+    assert len(set(match.site.uses)) < len(match.site.uses)
+    trial = Trial.of(match)
+    found, original = (f(*trial.arguments) for f in (trial.kernel("xla", None), trial.original()))
+    assert len(found) == len(original) == 4  # the result, and three gradients
+    for one, other in zip(found, original, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)  # a sum over 16 rows in float32
 
 
 def test_nan_is_wrong(monkeypatch):
