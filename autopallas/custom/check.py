@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopallas import compat
+from autopallas import compat, jaxprs
 from autopallas.compat import ClosedJaxpr, Shaped
 from autopallas.custom.operation import PatternOperation, PatternSpec, ReplacementError, pattern_of
 from autopallas.graph import Graph
@@ -127,8 +127,37 @@ def without_nested(graph: Graph, matches: Sequence[Match], decisions: Sequence[D
     others = [pair for pair in pairs if pair not in custom and pair not in last]
     custom = outside(custom, others)
     left = [*custom, *outside(others, custom)]
-    left += outside(last, left)
+    left += _around_no_other(graph, outside(last, left), left)
     return [match for match, _ in left], [decision for _, decision in left]
+
+
+def _around_no_other(graph: Graph, last: list[tuple[Match, D]], others: list[tuple[Match, D]]) -> list[tuple[Match, D]]:
+    """Drops, of sites that come last, loops around other applied sites, and then what lies within the loops left."""
+    loops = {
+        id(node.equation): match
+        for match, decision in last
+        if decision.verdict == "applied"
+        for node in match.equations
+        if jaxprs.bodies(node.equation)
+    }
+    if not loops:
+        return last
+    inside = [_loops_around(graph, match) for match, decision in others if decision.verdict == "applied"]
+    around = {id(loops[key]) for keys in inside for key in keys if key in loops}
+    left = {key for key, match in loops.items() if id(match) not in around}
+    return [pair for pair in last if id(pair[0]) not in around and left.isdisjoint(_loops_around(graph, pair[0]))]
+
+
+def _loops_around(graph: Graph, match: Match) -> set[int]:
+    """Returns the identities of the equations that hold the bodies in which a site is computed, backward included."""
+    nodes = (graph.definitions.get(number) for number in match.replaced)
+    bodies = {*match.sources, *(node.body for node in nodes if node is not None)}
+    found: set[int] = set()
+    for body in bodies:
+        while body in graph.holders:
+            body, position = graph.holders[body]
+            found.add(id(body.equations[position]))
+    return found
 
 
 # ---------------------------------------------------------------------- what is compared

@@ -23,7 +23,10 @@ def body(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     first = c.pick(f"{at}.first", {"none": None, "sort": _sort, "argmax": _argmax}, 0.5)
     if first is not None:
         x = first(w, f"{at}.first", x)
-    steps = {"convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot}
+    steps = {
+        "convolution": _convolution, "cumulative": _cumulative, "window": _window, "one-hot": _one_hot,
+        "indexed loop": _indexed_loop,
+    }  # fmt: skip
     for n in range(c.pick(f"{at}.count", [1, 2, 3], 0.6)):
         name = c.pick(f"{at}.step {n}", {name: name for name in steps}, 0.8)
         w.features.add(f"step: {name}")
@@ -97,3 +100,26 @@ def _one_hot(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
     }
     w.features.add("one-hot")
     return f"{x} + ({w.choices.pick(f'{at}.form', forms, 0.6)}).astype({x}.dtype)"
+
+
+def _indexed_loop(w: Writer, at: str, size: dict[str, int], x: str, ids: str) -> str:
+    """A loop that reads the array at its own step, and sometimes writes there."""
+    c = w.choices
+    count = f"{x}.shape[1]"
+    places = ["i", f"{count} - 1 - i", "2 * i", "i + 1", "jnp.maximum(i - 1, 0)", f"i - {count}", "i // 2"]
+    here, there = (f"{x}[:, {c.pick(f'{at}.place {n}', places, 0.6)}]" for n in range(2))
+    forms = [f"0.9 * h + {here}", f"jnp.tanh(h) + {here} * 0.1 * {there}", f"{here} * jnp.tanh(h + {there})"]
+    step = c.pick(f"{at}.step", forms, 0.6)
+    first = f"jnp.zeros_like({x}[:, 0])"
+    if c.chance(f"{at}.writes", 0.5):
+        place = c.pick(f"{at}.written", ["i", f"{count} - 1 - i", "i // 2"], 0.3)
+        w.features.add("indexed loop, written")
+        return (
+            f"lax.fori_loop(0, {count}, lambda i, c: (lambda h: (h, c[1].at[:, {place}].set(h)))"
+            f"((lambda h: {step})(c[0])), ({first}, jnp.zeros_like({x})))[1]"
+        )
+    reverse = c.chance(f"{at}.reverse", 0.3)
+    w.features.add("indexed loop")
+    return (
+        f"jnp.moveaxis(lax.scan(lambda h, i: ({step},) * 2, {first}, jnp.arange({count}), reverse={reverse})[1], 0, 1)"
+    )

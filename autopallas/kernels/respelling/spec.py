@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from autopallas.kernels.respelling.kinds import kind_named
 from autopallas.sites.spec import Dtype, plain_fields
 
+if TYPE_CHECKING:
+    from autopallas.kernels.respelling.indexed import IndexedLoop
+
 __all__ = ["ArrayType", "Parameters", "Plain", "RespellingSpec"]
 
-Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | None"
+Plain: TypeAlias = "bool | int | str | tuple[Plain, ...] | IndexedLoop | None"
 Parameters: TypeAlias = tuple[tuple[str, Plain], ...]
 """Parameters by name, sorted."""
 ArrayType: TypeAlias = tuple[tuple[int, ...], Dtype]

@@ -22,6 +22,8 @@ from autopallas.tuning.table import Table
 from autopallas.workbench.cases import cases_of, match_of
 
 KINDS = kind_names()
+WITH_A_PROGRAM = ("indexed_loop",)
+"""Kinds whose parameters hold a part of the program, which has no form as data."""
 
 
 def random(*shape, seed=0, dtype=jnp.float32):
@@ -55,6 +57,9 @@ def test_each_sample_is_one_site_of_its_kind_and_is_made_anew_from_data(name):
         match = match_of(case)
         assert match.spec.kind == name
         data = encoded(match)
+        if name in WITH_A_PROGRAM:
+            assert data is None
+            continue
         assert data is not None
         assert saved_site("respelling", "forward", data).site == match.site
 
@@ -69,6 +74,9 @@ def test_the_reference_of_a_kind_is_its_original(name):
         operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in match.original.in_avals]
         again = jax.make_jaxpr(lambda *x, spec=match.spec: kind_named(name).original(spec, *x))(*operands)
         (found,) = find(Graph(flatten(again)), ("respelling",), True)[0]
+        if name in WITH_A_PROGRAM:
+            assert kind_named(name).feature(found.spec) == kind_named(name).feature(match.spec)
+            continue
         assert found.spec.parameters == match.spec.parameters
 
 

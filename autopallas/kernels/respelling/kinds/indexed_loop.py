@@ -1,0 +1,194 @@
+"""Loops under ``jax.grad`` that index arrays at their own step: each step gives slices, not whole arrays.
+
+What JAX makes of ``fori_loop(0, T, lambda i, h: f(h, x[i]), h)`` when it is differentiated adds an array of x's shape
+to x's gradient in each step, of which all but one slice is zero: T steps cost O(T^2).  The same holds where ``x[i]`` is
+read in a scan that counts its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopallas import compat, jaxprs
+from autopallas.compat import ClosedJaxpr, JaxprEqn, Var
+from autopallas.graph import Graph, Node, flatten
+from autopallas.graph.loop_slices import is_zero
+from autopallas.kernels.respelling.indexed import IndexedLoop, key_of, planned
+from autopallas.kernels.respelling.kind import Found, Kind, Sample
+from autopallas.kernels.respelling.known_integers import Array, is_small_integer, known_result, of_steps
+from autopallas.kernels.respelling.spec import RespellingSpec
+
+__all__ = ["KIND"]
+
+_ADDITIONS = frozenset({"add", "add_any"})
+_DEEPEST = 64
+"""Longest chain of equations by which an integer is known."""
+_PLACED = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add", "add_any", "jit", "pjit"})
+"""Primitives that may give an array that is zero but for a slice."""
+
+
+def _match(graph: Graph, node: Node) -> Found | None:
+    equation = node.equation
+    length = int(equation.params["length"])
+    if length < 2 or not _adds_what_is_placed(equation):
+        return None
+    body = flatten(equation.params["jaxpr"])
+    info = jaxprs.debug_info("indexed_loop", len(body.invars), len(body.outvars))
+    jaxpr = compat.new_jaxpr(body.constvars, body.invars, body.outvars, body.equations, frozenset(), info)
+    numbers = list(dict.fromkeys(number for number in node.inputs if number not in graph.literals))
+    places = {number: position for position, number in enumerate(numbers)}
+    operands = [places[n] if n in places else np.asarray(graph.literals[n], graph.dtype(n)) for n in node.inputs]
+    known = [(position, _known(graph, number)) for number, position in places.items()]
+    constants, carried = compat.scan_parts(equation)
+    loop = IndexedLoop(
+        key="",
+        step=ClosedJaxpr(jaxpr, body.consts),
+        constants=constants,
+        carried=carried,
+        length=length,
+        reverse=bool(equation.params["reverse"]),
+        unroll=int(equation.params["unroll"]),
+        operands=tuple(operands),
+        zeros=frozenset(i for i, n in enumerate(node.inputs[:constants]) if is_zero(graph, n)),
+        known=tuple((position, array) for position, array in known if array is not None),
+        tables=(),
+        sums=(),
+    )
+    plan = planned(loop)
+    results = tuple(n for n in dict.fromkeys(node.outputs) if graph.definitions.get(n) is node)
+    if plan is None or not results:
+        return None
+    kept = tuple(node.outputs.index(n) for n in results)
+    arrays = [(x.tolist() if isinstance(x, np.ndarray) else x) for x in operands]
+    key = key_of(loop.step, (arrays, length, loop.reverse, kept, [(p, a.tolist()) for p, a in loop.known]))
+    loop = replace(loop, key=key, tables=plan.tables, sums=plan.sums)
+    return Found((("loop", loop), ("results", kept)), tuple(numbers), results)
+
+
+def _adds_what_is_placed(equation: JaxprEqn) -> bool:
+    """Returns whether a scan's step adds to a carried array what may be zero but for a slice: a quick look."""
+    jaxpr, _ = jaxprs.open_jaxpr(equation.params["jaxpr"])
+    constants, carried = compat.scan_parts(equation)
+    carries = {v for v in jaxpr.invars[constants : constants + carried] if getattr(v.aval, "shape", ())}
+    made: dict[Var, str] = {}
+    for e in jaxpr.eqns:
+        if e.primitive.name in _ADDITIONS:
+            given = [v for v in e.invars if isinstance(v, Var)]
+            if any(v in carries for v in given) and any(made.get(v) in _PLACED for v in given):
+                return True
+        made.update(dict.fromkeys(e.outvars, e.primitive.name))
+    return False
+
+
+def _known(graph: Graph, number: int, deep: int = 0) -> Array | None:
+    """Returns an integer array that the program knows, or None."""
+    if not is_small_integer(graph.avals[number]) or deep > _DEEPEST:
+        return None
+    if number in graph.literals:
+        return np.asarray(graph.literals[number], graph.dtype(number))
+    if number in graph.constants:
+        value = graph.constants[number]
+        return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    node = graph.definitions.get(number)
+    if node is None:
+        return None
+    if node.name == "iota":
+        shape, axis = graph.shape(number), int(node.params["dimension"])
+        column = np.arange(shape[axis], dtype=graph.dtype(number)).reshape(-1, *(1,) * (len(shape) - axis - 1))
+        return np.broadcast_to(column, shape)
+    if node.name == "scan":
+        return _stacked(graph, node, number, deep)
+    given = [_known(graph, n, deep + 1) for n in node.inputs]
+    if any(x is None for x in given) or jaxprs.bodies(node.equation):
+        return None
+    found = known_result(node.equation, [x[None] for x in given if x is not None])
+    return None if found is None else found[0]
+
+
+def _stacked(graph: Graph, node: Node, number: int, deep: int) -> Array | None:
+    """Returns the integers that a loop stacks."""
+    equation = node.equation
+    parts = compat.scan_parts(equation)
+    position = node.outputs.index(number)
+    if position < parts[1]:
+        return None
+    body = flatten(equation.params["jaxpr"])
+    given = [_known(graph, n, deep + 1) for n in node.inputs]
+    length, reverse = int(equation.params["length"]), bool(equation.params["reverse"])
+    steps = of_steps(body.equations, body.invars, body.outvars, parts, given, length, reverse)
+    result = body.outvars[position]
+    return steps.get(result) if isinstance(result, Var) else None
+
+
+# ---------------------------------------------------------------------- what is computed
+
+
+def _loop(spec: RespellingSpec) -> IndexedLoop:
+    return cast(IndexedLoop, spec["loop"])
+
+
+def _chosen(spec: RespellingSpec, results: Sequence[jax.Array]) -> list[jax.Array]:
+    return [results[i] for i in cast(tuple[int, ...], spec["results"])]
+
+
+def _original(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    return _chosen(spec, _loop(spec).as_written(operands))
+
+
+def _respelt(spec: RespellingSpec, *operands: jax.Array) -> list[jax.Array]:
+    return _chosen(spec, _loop(spec).by_slices(operands))
+
+
+def _fill(spec: RespellingSpec, random: np.random.Generator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays with the positions that the program has."""
+    known = dict(_loop(spec).known)
+    return [known.get(i, array) for i, array in enumerate(arrays)]
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def _feature(spec: RespellingSpec) -> str:
+    """Returns whether the loop has few steps or many."""
+    return "few steps" if _loop(spec).length < 64 else "many steps"
+
+
+def _samples() -> Iterator[tuple[str, Sample]]:
+    for length, width in ((16, 512), (16, 65536), (16, 2**20), (256, 32), (2048, 16), (1024, 512), (4096, 512)):
+
+        def function(decay: jax.Array, x: jax.Array, length: int = length) -> tuple[jax.Array, jax.Array]:
+            def loss(decay: jax.Array, x: jax.Array) -> jax.Array:
+                def step(i: jax.Array, carried: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    state, results = carried
+                    state = decay * state + x[i]
+                    return state, results.at[i].set(state)
+
+                first = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros_like(x)
+                return jnp.sum(jnp.sin(lax.fori_loop(0, length, step, first)[1]))
+
+            found: tuple[jax.Array, jax.Array] = jax.grad(loss, (0, 1))(decay, x)
+            return found
+
+        types = jax.ShapeDtypeStruct((width,), jnp.float32), jax.ShapeDtypeStruct((length, width), jnp.float32)
+        yield f"{length}x{width}", Sample(function, types)
+
+
+KIND = Kind(
+    name="indexed_loop",
+    primitives=("scan",),
+    numerics="reordered",
+    instead="a loop that is given slices and gives slices, and the arrays put together after it",
+    match=_match,
+    original=_original,
+    respelt=_respelt,
+    feature=_feature,
+    samples=dict(_samples()),
+    fill=_fill,
+)
