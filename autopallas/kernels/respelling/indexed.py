@@ -63,7 +63,7 @@ class Place:
         return self.positions[0] > self.positions[-1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class IndexedLoop:
     """A loop, and what each array is that it carries.
 
@@ -94,7 +94,7 @@ class IndexedLoop:
     tables: tuple[tuple[int, Place], ...] = field(compare=False)
     sums: tuple[tuple[int, tuple[Place, ...]], ...] = field(compare=False)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         arrays = len(self.tables) + len(self.sums)
         return f"{self.length} steps, {arrays} of {self.carried} carried values by slices, {self.key}"
 
@@ -440,9 +440,14 @@ def planned(loop: IndexedLoop) -> Plan | None:
     return None
 
 
-def key_of(step: ClosedJaxpr, rest: object) -> str:
-    """Returns a key that is equal for loops of equal text and parameters."""
-    return hashlib.sha256(f"{step}{rest}".encode()).hexdigest()[:16]
+def key_of(loop: IndexedLoop) -> str:
+    """Returns a key that is equal for loops of equal text, parameters and known integers."""
+    found = hashlib.sha256(f"{loop.step} {loop.zeros} {loop.unroll}".encode())
+    for operand in loop.operands:
+        found.update(repr(operand).encode())
+    for position, array in loop.known:
+        found.update(f"{position} {array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------- one step

@@ -45,7 +45,8 @@ def _match(graph: Graph, node: Node) -> Found | None:
     numbers = list(dict.fromkeys(number for number in node.inputs if number not in graph.literals))
     places = {number: position for position, number in enumerate(numbers)}
     operands = [places[n] if n in places else np.asarray(graph.literals[n], graph.dtype(n)) for n in node.inputs]
-    known = [(position, _known(graph, number)) for number, position in places.items()]
+    remembered: dict[int, Array | None] = {}
+    known = [(position, _known(graph, number, remembered)) for number, position in places.items()]
     constants, carried = compat.scan_parts(equation)
     loop = IndexedLoop(
         key="",
@@ -66,9 +67,7 @@ def _match(graph: Graph, node: Node) -> Found | None:
     if plan is None or not results:
         return None
     kept = tuple(node.outputs.index(n) for n in results)
-    arrays = [(x.tolist() if isinstance(x, np.ndarray) else x) for x in operands]
-    key = key_of(loop.step, (arrays, length, loop.reverse, kept, [(p, a.tolist()) for p, a in loop.known]))
-    loop = replace(loop, key=key, tables=plan.tables, sums=plan.sums)
+    loop = replace(loop, key=key_of(loop), tables=plan.tables, sums=plan.sums)
     return Found((("loop", loop), ("results", kept)), tuple(numbers), results)
 
 
@@ -87,15 +86,20 @@ def _adds_what_is_placed(equation: JaxprEqn) -> bool:
     return False
 
 
-def _known(graph: Graph, number: int, deep: int = 0) -> Array | None:
-    """Returns an integer array that the program knows, or None."""
-    if not is_small_integer(graph.avals[number]) or deep > _DEEPEST:
-        return None
+def _known(graph: Graph, number: int, remembered: dict[int, Array | None], deep: int = 0) -> Array | None:
+    """Returns an integer array that the program knows, or None; ``remembered`` has the answers so far."""
+    if number not in remembered:
+        small = is_small_integer(graph.avals[number]) and deep <= _DEEPEST
+        remembered[number] = _computed(graph, number, remembered, deep + 1) if small else None
+    return remembered[number]
+
+
+def _computed(graph: Graph, number: int, remembered: dict[int, Array | None], deep: int) -> Array | None:
     if number in graph.literals:
         return np.asarray(graph.literals[number], graph.dtype(number))
     if number in graph.constants:
         value = graph.constants[number]
-        return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+        return None if compat.is_tracer(value) else np.asarray(value)
     node = graph.definitions.get(number)
     if node is None:
         return None
@@ -103,24 +107,24 @@ def _known(graph: Graph, number: int, deep: int = 0) -> Array | None:
         shape, axis = graph.shape(number), int(node.params["dimension"])
         column = np.arange(shape[axis], dtype=graph.dtype(number)).reshape(-1, *(1,) * (len(shape) - axis - 1))
         return np.broadcast_to(column, shape)
-    if node.name == "scan":
-        return _stacked(graph, node, number, deep)
-    given = [_known(graph, n, deep + 1) for n in node.inputs]
-    if any(x is None for x in given) or jaxprs.bodies(node.equation):
+    if node.name != "scan" and (len(node.outputs) != 1 or jaxprs.bodies(node.equation)):
         return None
-    found = known_result(node.equation, [x[None] for x in given if x is not None])
+    given = [_known(graph, n, remembered, deep) for n in node.inputs]
+    if node.name == "scan":
+        return _stacked(node, number, given)
+    arrays = [x[None] for x in given if x is not None]
+    found = known_result(node.equation, arrays) if len(arrays) == len(given) else None
     return None if found is None else found[0]
 
 
-def _stacked(graph: Graph, node: Node, number: int, deep: int) -> Array | None:
-    """Returns the integers that a loop stacks."""
+def _stacked(node: Node, number: int, given: Sequence[Array | None]) -> Array | None:
+    """Returns the integers that a loop stacks, from what is known of its operands."""
     equation = node.equation
     parts = compat.scan_parts(equation)
     position = node.outputs.index(number)
     if position < parts[1]:
         return None
     body = flatten(equation.params["jaxpr"])
-    given = [_known(graph, n, deep + 1) for n in node.inputs]
     length, reverse = int(equation.params["length"]), bool(equation.params["reverse"])
     steps = of_steps(body.equations, body.invars, body.outvars, parts, given, length, reverse)
     result = body.outvars[position]
